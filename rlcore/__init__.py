@@ -1,0 +1,54 @@
+"""The hardware layer under RL post-training: devices, kernels, engines, offload and weight transfer.
+
+Importing this loads nothing else; each name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rlcore.engines.batch import collate as collate
+    from rlcore.engines.inference import InferenceEngine as InferenceEngine
+    from rlcore.engines.need_parallel import NeedParallel as NeedParallel
+    from rlcore.engines.offload import offloaded as offloaded
+    from rlcore.engines.runtime import init as init
+    from rlcore.engines.train import TrainEngine as TrainEngine
+    from rlcore.errors import RlcoreError as RlcoreError
+    from rlcore.hookspecs import hookimpl as hookimpl
+    from rlcore.nn import meta_device as meta_device
+    from rlcore.registry import get_device as get_device
+    from rlcore.registry import list_devices as list_devices
+    from rlcore.types import DeviceSpec as DeviceSpec
+
+_HOME = {
+    "DeviceSpec": "rlcore.types",
+    "InferenceEngine": "rlcore.engines.inference",
+    "NeedParallel": "rlcore.engines.need_parallel",
+    "RlcoreError": "rlcore.errors",
+    "TrainEngine": "rlcore.engines.train",
+    "collate": "rlcore.engines.batch",
+    "get_device": "rlcore.registry",
+    "hookimpl": "rlcore.hookspecs",
+    "init": "rlcore.engines.runtime",
+    "list_devices": "rlcore.registry",
+    "meta_device": "rlcore.nn",
+    "offloaded": "rlcore.engines.offload",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rlcore' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,74 @@
+"""Every exception rlcore raises on purpose.
+
+    RlcoreError
+    ├── InvalidInputError (ValueError)         a value the caller gave is outside what is accepted
+    ├── UnsupportedError (NotImplementedError)  this device, operator or engine cannot do that; says why
+    ├── MissingDependencyError (ImportError)    an optional package is absent; says the pip command
+    ├── PluginError                             a plugin could not be loaded or registered something wrong
+    ├── DeviceError                             a device is unknown, absent or failed
+    ├── StateError                              calls in a wrong order; says the call to make
+    ├── WorkerError                             user code failed inside a worker
+    ├── CheckpointError                         a checkpoint is missing, damaged, foreign or could not be written
+    └── SyncError                               a weight sync failed; says what state the engine is in
+
+A message names the object, the value given, what is accepted and what to do.
+"""
+
+from __future__ import annotations
+
+
+class RlcoreError(Exception):
+    """Base of all errors raised by rlcore."""
+
+
+class InvalidInputError(RlcoreError, ValueError):
+    """A value the caller gave is outside what is accepted."""
+
+
+class UnsupportedError(RlcoreError, NotImplementedError):
+    """A feature that this device, operator or engine does not have."""
+
+    def __init__(self, feature: str, reason: str) -> None:
+        super().__init__(f"{feature} is not supported: {reason}")
+        self.feature = feature
+        self.reason = reason
+
+
+class MissingDependencyError(RlcoreError, ImportError):
+    """An optional package is absent."""
+
+    def __init__(self, package: str, *, needed_for: str, extra: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package!r}; run: pip install 'rlcore[{extra}]'")
+        self.package = package
+
+
+class PluginError(RlcoreError):
+    """A plugin could not be loaded, or registered something wrong."""
+
+
+class DeviceError(RlcoreError):
+    """A device is unknown, not available here, or failed."""
+
+
+class StateError(RlcoreError):
+    """Calls in a wrong order. The message ends with the call to make."""
+
+
+class WorkerError(RlcoreError):
+    """User code failed inside a worker; the original is the ``__cause__`` where it ran in this process."""
+
+    def __init__(self, *, rank: int, device: str, method: str, traceback: str) -> None:
+        last_line = traceback.rstrip().rsplit("\n", 1)[-1]
+        super().__init__(f"{method}() failed on rank {rank} ({device}): {last_line}\n\n{traceback.rstrip()}")
+        self.rank = rank
+        self.device = device
+        self.method = method
+        self.traceback = traceback
+
+
+class CheckpointError(RlcoreError):
+    """A checkpoint or model folder is missing, damaged, foreign, or could not be written."""
+
+
+class SyncError(RlcoreError):
+    """A weight sync failed. The message says what state the receiving engine was left in."""

@@ -1,0 +1,131 @@
+"""Load plugins one by one: a broken one never takes down the others, and is never silent.
+
+Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is rolled back
+and recorded with the stage, the distribution and the exception (``rlcore doctor`` prints the record).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+import pluggy
+
+from rlcore.errors import PluginError
+from rlcore.hookspecs import PROJECT, Hooks
+from rlcore.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN = {
+    "cpu": "rlcore.devices.cpu.plugin",
+    "cuda": "rlcore.devices.cuda.plugin",
+    "kernels": "rlcore.kernels.plugin",
+    "engines": "rlcore.engines.plugin",
+    "bench": "rlcore.bench.plugin",
+}
+"""Registered by name before any entry point; a third-party entry point of the same name is refused."""
+
+Stage = Literal["disabled", "import", "validate", "register", "loaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """How loading one plugin ended."""
+
+    name: str
+    distribution: str
+    version: str
+    stage: Stage
+    """"loaded", "disabled", or the stage that failed."""
+    error: Exception | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.stage == "loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    distribution: str
+    version: str
+    load: Callable[[], object]
+
+
+def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Settings) -> list[PluginRecord]:
+    """Load every plugin; ``collect(name, hooks)`` calls the hooks of that one plugin and must be all or nothing.
+
+    Raises:
+        PluginError: with ``RLCORE_STRICT_PLUGINS=1``, at the first plugin that fails.
+    """
+    records: list[PluginRecord] = []
+    for source in _sources():
+        record = _load(source, collect, settings)
+        records.append(record)
+        if record.error is not None:
+            _report(record, settings)
+    return records
+
+
+def _sources() -> Iterator[_Source]:
+    for name, module in BUILT_IN.items():
+        yield _Source(name, "rlcore", "", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+    for entry_point in importlib.metadata.entry_points(group=PROJECT):
+        dist = entry_point.dist
+        yield _Source(
+            entry_point.name, dist.name if dist else "unknown", dist.version if dist else "", entry_point.load
+        )
+
+
+def _load(
+    source: _Source, collect: Callable[[str, pluggy.HookRelay], None], settings: Settings
+) -> PluginRecord:
+    def ended(stage: Stage, error: Exception | None = None) -> PluginRecord:
+        return PluginRecord(source.name, source.distribution, source.version, stage, error)
+
+    is_third_party = source.distribution != "rlcore"
+    disabled = settings.disable_plugins
+    if source.name in disabled or (is_third_party and "all" in disabled):
+        return ended("disabled")
+    if is_third_party and source.name in BUILT_IN:
+        return ended("validate", PluginError(f"the plugin name {source.name!r} belongs to rlcore; choose another"))
+    # A plugin is somebody else's code: whatever it raises is recorded, never passed over.
+    try:
+        module = source.load()
+    except Exception as error:
+        return ended("import", error)
+    try:
+        hooks = _validated_hooks(source.name, module)
+    except Exception as error:
+        return ended("validate", error)
+    try:
+        collect(source.name, hooks)
+    except Exception as error:
+        return ended("register", error)
+    return ended("loaded")
+
+
+def _validated_hooks(name: str, module: object) -> pluggy.HookRelay:
+    """A manager of its own for each plugin: a failed one leaves nothing behind in another's."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.register(module, name)
+    manager.check_pending()
+    if not manager.get_hookcallers(module):
+        what = module.__name__ if isinstance(module, ModuleType) else repr(module)
+        hooks = ", ".join(hook for hook in vars(Hooks) if hook.startswith(f"{PROJECT}_"))
+        raise PluginError(f"{what} implements no hook; mark functions named {hooks} with rlcore.hookimpl")
+    return manager.hook
+
+
+def _report(record: PluginRecord, settings: Settings) -> None:
+    what = f"plugin {record.name!r} of {record.distribution} {record.version} failed at stage {record.stage}"
+    if settings.strict_plugins:
+        raise PluginError(f"{what}: {record.error} (RLCORE_STRICT_PLUGINS=1 makes this fatal)") from record.error
+    logger.warning("%s: %s; it is left out. See `rlcore doctor`.", what, record.error)

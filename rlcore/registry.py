@@ -1,0 +1,225 @@
+"""What can be had by name: devices, operator implementations, executors, benchmark cases.
+
+Filled once from the plugins, then only dictionaries: no hook is called on a hot path.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from rlcore.errors import DeviceError, InvalidInputError, PluginError
+from rlcore.plugins import PluginRecord, load_plugins
+from rlcore.settings import Settings
+from rlcore.types import PLUGIN_API, DeviceInfo, DeviceSpec, Probe, check_import_path
+
+if TYPE_CHECKING:
+    import torch
+
+EXECUTOR_KINDS = ("train", "inference")
+
+
+@dataclass(frozen=True, slots=True)
+class OpImplementation:
+    """One way to compute an operator."""
+
+    op: str
+    device_type: str
+    name: str
+    priority: int
+    path: str
+    when: str | None
+    plugin: str
+
+
+@dataclass(slots=True)
+class Registry:
+    """Everything registered, and by which plugin."""
+
+    devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
+    ops: dict[str, list[OpImplementation]] = field(default_factory=dict)
+    executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    benchmarks: dict[str, str] = field(default_factory=dict)
+    plugins: list[PluginRecord] = field(default_factory=list)
+
+    def collect(self, plugin: str, hooks: pluggy.HookRelay) -> None:
+        """Take in all of one plugin's registrations, or none of them."""
+        draft = _Draft(self, plugin)
+        hooks.rlcore_register_devices(register=draft.device)
+        hooks.rlcore_register_ops(register=draft.op)
+        hooks.rlcore_register_executors(register=draft.executor)
+        hooks.rlcore_register_benchmarks(register=draft.benchmark)
+        self.devices |= draft.devices
+        for implementation in draft.ops:
+            self.ops.setdefault(implementation.op, []).append(implementation)
+        self.executors |= draft.executors
+        self.benchmarks |= draft.benchmarks
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Registrations of one plugin, checked against what is there, not yet in force."""
+
+    registry: Registry
+    plugin: str
+    devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
+    ops: list[OpImplementation] = field(default_factory=list)
+    executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    benchmarks: dict[str, str] = field(default_factory=dict)
+
+    def device(self, spec: DeviceSpec) -> None:
+        if not isinstance(spec, DeviceSpec):
+            raise PluginError(f"rlcore_register_devices takes a DeviceSpec, got {type(spec).__name__}: {spec!r}")
+        _check_api_version(spec)
+        taken = self.registry.devices | self.devices
+        if spec.name in taken:
+            raise PluginError(f"device {spec.name!r} is already registered by plugin {taken[spec.name][1]!r}")
+        self.devices[spec.name] = (spec, self.plugin)
+
+    def op(
+        self, op: str, device_type: str, path: str, *, name: str, priority: int = 0, when: str | None = None
+    ) -> None:
+        check_import_path(path, f"implementation {name!r} of {op}")
+        if when is not None:
+            check_import_path(when, f"'when' of implementation {name!r} of {op}")
+        for other in [*self.registry.ops.get(op, ()), *self.ops]:
+            same_place = other.op == op and other.device_type == device_type
+            if same_place and (other.name == name or other.priority == priority):
+                raise PluginError(
+                    f"implementation {name!r} (priority {priority}) of {op} on {device_type!r} clashes with "
+                    f"{other.name!r} (priority {other.priority}) of plugin {other.plugin!r}; "
+                    "name and priority must both differ"
+                )
+        self.ops.append(OpImplementation(op, device_type, name, priority, path, when, self.plugin))
+
+    def executor(self, kind: str, name: str, path: str) -> None:
+        if kind not in EXECUTOR_KINDS:
+            raise PluginError(f"executor kind must be one of {EXECUTOR_KINDS}, got {kind!r}")
+        check_import_path(path, f"{kind} executor {name!r}")
+        taken = self.registry.executors | self.executors
+        if (kind, name) in taken:
+            raise PluginError(
+                f"{kind} executor {name!r} is already registered by plugin {taken[kind, name][1]!r}"
+            )
+        self.executors[kind, name] = (path, self.plugin)
+
+    def benchmark(self, path: str) -> None:
+        check_import_path(path, "benchmark case")
+        if path in self.registry.benchmarks | self.benchmarks:
+            raise PluginError(f"benchmark case {path!r} is already registered")
+        self.benchmarks[path] = self.plugin
+
+
+def _check_api_version(spec: DeviceSpec) -> None:
+    major, minor = spec.api_version
+    if major != PLUGIN_API[0] or minor > PLUGIN_API[1]:
+        raise PluginError(
+            f"device {spec.name!r} was written for plugin API {major}.{minor}; this rlcore has "
+            f"{PLUGIN_API[0]}.{PLUGIN_API[1]}. Install a version of the plugin for it, or another rlcore."
+        )
+
+
+@functools.cache
+def registry() -> Registry:
+    """The registry of this process; plugins are loaded at the first call."""
+    loaded = Registry()
+    loaded.plugins = load_plugins(loaded.collect, Settings.from_env())
+    return loaded
+
+
+def resolve(path: str) -> Any:
+    """The object at the import path "package.module:attribute"."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def list_devices() -> list[DeviceInfo]:
+    """Every registered device, the default one first. No device context is created."""
+    ranked = sorted(registry().devices.values(), key=lambda entry: -entry[0].priority)
+    return [_info(spec, plugin) for spec, plugin in ranked]
+
+
+def get_device(name: str | torch.device | None = None) -> Any:
+    """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
+
+    None is ``RLCORE_DEVICE``, else the available accelerator of highest priority, else the CPU.
+
+    Raises:
+        DeviceError: unknown or unavailable device; never another device instead of the one asked for.
+    """
+    wanted = str(name) if name is not None else Settings.from_env().device or _default_name()
+    kind, index = _parse(wanted)
+    return _device(kind, index)
+
+
+@functools.cache
+def _device(kind: str, index: int) -> Any:
+    spec = _spec(kind)
+    probe = _probe(spec)
+    if not probe.is_available:
+        raise DeviceError(f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`.")
+    if index >= probe.count:
+        raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
+    return resolve(spec.loader)(spec, index)
+
+
+def _parse(wanted: str) -> tuple[str, int]:
+    kind, colon, index = wanted.partition(":")
+    if colon and not index.isdecimal():
+        raise InvalidInputError(f"a device is 'name' or 'name:index', such as 'cuda:1'; got {wanted!r}")
+    return kind, int(index or 0)
+
+
+def _spec(kind: str) -> DeviceSpec:
+    known = registry().devices
+    if kind in known:
+        return known[kind][0]
+    failed = next((record for record in registry().plugins if record.name == kind and record.error), None)
+    if failed is not None:
+        raise DeviceError(
+            f"device {kind!r} is missing because its plugin failed at stage {failed.stage}: {failed.error}"
+        ) from failed.error
+    raise DeviceError(f"no device {kind!r}; registered: {', '.join(sorted(known))}. See `rlcore devices`.")
+
+
+def _default_name() -> str:
+    return next(info.name for info in list_devices() if info.is_available)
+
+
+def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
+    probe = _probe(spec)
+    return DeviceInfo(spec.name, spec.vendor, probe.count, probe.is_available, probe.reason, plugin)
+
+
+def _probe(spec: DeviceSpec) -> Probe:
+    # A probe is somebody else's code: a failure is an answer ("not available, because"), not a crash.
+    try:
+        probe = resolve(spec.loader).probe()
+    except Exception as error:
+        return Probe(0, f"its probe failed: {type(error).__name__}: {error}")
+    if not isinstance(probe, Probe):
+        return Probe(0, f"its probe returned {type(probe).__name__}, not rlcore.types.Probe")
+    return probe
+
+
+# ---------------------------------------------------------------------------------------------- executors
+
+
+def executor_class(kind: str, name: str) -> Any:
+    """The worker class of executor ``name``.
+
+    Raises:
+        InvalidInputError: no such executor.
+    """
+    executors = registry().executors
+    if (kind, name) not in executors:
+        names = ", ".join(sorted(known for k, known in executors if k == kind))
+        raise InvalidInputError(f"no {kind} executor {name!r}; registered: {names}")
+    return resolve(executors[kind, name][0])

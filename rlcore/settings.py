@@ -1,0 +1,75 @@
+"""Every environment variable that rlcore reads, typed and checked in one place.
+
+Read at the moment of use (``Settings.from_env()``), so that a program may set them after importing rlcore.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rlcore.errors import InvalidInputError
+
+_PREFIX = "RLCORE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_DEBUG_MODES = ("", "1", "pdb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Field ``x`` is the variable ``RLCORE_X``."""
+
+    device: str | None = None
+    """Device that ``get_device()`` returns when none is named, such as "cuda:1"."""
+    debug: str = ""
+    """"1": check operator inputs synchronously; "pdb": also run workers in this process so that breakpoints work."""
+    log_level: str = "WARNING"
+    """DEBUG, INFO, WARNING or ERROR."""
+    strict_plugins: bool = False
+    """Any plugin failure is fatal."""
+    disable_plugins: tuple[str, ...] = ()
+    """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
+    cache: Path = Path()
+    """Folder for made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """Raises InvalidInputError naming the variable, its value and what is accepted."""
+        _refuse_unknown(env)
+        cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
+        return cls(
+            device=env.get("RLCORE_DEVICE") or None,
+            debug=_one_of(env, "RLCORE_DEBUG", "", _DEBUG_MODES),
+            log_level=_one_of(env, "RLCORE_LOG_LEVEL", "WARNING", _LOG_LEVELS),
+            strict_plugins=_flag(env, "RLCORE_STRICT_PLUGINS"),
+            disable_plugins=tuple(name.strip() for name in disabled.split(",") if name.strip()),
+            cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
+        )
+
+
+VARIABLES = tuple(_PREFIX + field.name.upper() for field in fields(Settings))
+
+
+def _refuse_unknown(env: Mapping[str, str]) -> None:
+    for name in env:
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            raise InvalidInputError(f"unknown environment variable {name}; rlcore reads {', '.join(VARIABLES)}")
+
+
+def _one_of(env: Mapping[str, str], name: str, default: str, accepted: tuple[str, ...]) -> str:
+    value = env.get(name, default)
+    if value not in accepted:
+        choices = ", ".join(repr(choice) for choice in accepted)
+        raise InvalidInputError(f"{name} must be one of {choices}, got {value!r}")
+    return value
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").lower()
+    if value not in _TRUE + _FALSE:
+        raise InvalidInputError(f"{name} must be 1 or 0, got {env[name]!r}")
+    return value in _TRUE

@@ -1,0 +1,152 @@
+"""Plain data that crosses folders: what plugins register, what devices answer, what moves report.
+
+No torch here: a plugin's registration must import in milliseconds on a machine without its hardware.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.errors import InvalidInputError
+
+PLUGIN_API = (1, 0)
+"""(major, minor) of the plugin interface. A plugin written for another major, or a newer minor, is refused."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def check_import_path(path: str, what: str) -> None:
+    if not _IMPORT_PATH.fullmatch(path):
+        raise InvalidInputError(f"{what} must be an import path 'package.module:attribute', got {path!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """What a plugin registers for one kind of device."""
+
+    name: str
+    """What users ask for, such as "cuda"."""
+    vendor: str
+    """The maker, for people to read."""
+    torch_type: str
+    """``torch.device(...).type`` of its tensors."""
+    priority: int
+    """Among available accelerators the highest is the default; the built-in CPU has 0."""
+    loader: str
+    """Import path of the ``Device`` class: ``probe()`` tells whether it can run here, the constructor takes an index."""
+    collective_backend: str
+    """Name of its torch.distributed back end."""
+    visible_devices_variable: str | None = None
+    """Environment variable that restricts which devices a process sees."""
+    ray_resource: str | None = None
+    """The resource name Ray schedules it by."""
+    api_version: tuple[int, int] = PLUGIN_API
+    """Version of the plugin interface this registration was written for."""
+
+    def __post_init__(self) -> None:
+        for field in ("name", "torch_type"):
+            if not _NAME.fullmatch(getattr(self, field)):
+                raise InvalidInputError(
+                    f"DeviceSpec.{field} must be lower case letters, digits and '_', got {getattr(self, field)!r}"
+                )
+        check_import_path(self.loader, "DeviceSpec.loader")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a device can be used here, found without initialising it."""
+
+    count: int
+    """Number of usable devices; 0 means not available."""
+    reason: str = ""
+    """Why it is not available."""
+
+    @property
+    def is_available(self) -> bool:
+        return self.count > 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One row of ``rlcore.list_devices()``."""
+
+    name: str
+    vendor: str
+    count: int
+    is_available: bool
+    reason: str
+    """Why it is not available; empty when it is."""
+    plugin: str
+    """The plugin that registered it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    name: str
+    """Product name."""
+    uuid: str
+    total_bytes: int
+    capability: str
+    """The vendor's generation, such as "9.0"; empty where there is none."""
+    cores: int
+    """Streaming multiprocessors, AI cores or CPU cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """What this process's allocator holds on the device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+
+
+Support = Literal["native", "emulated", "unsupported"]
+Evidence = Literal["hardware", "simulated", "declared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether a device has a feature, and how that is known."""
+
+    support: Support
+    evidence: Evidence
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What one offload or onload did, measured."""
+
+    moved_bytes: int
+    freed_device_bytes: int
+    """Negative when the move took device memory."""
+    seconds: float
+    pinned: bool
+    first_use: bool
+    """Host memory was allocated during this move; later moves reuse it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one weight sync did, measured."""
+
+    version: int
+    route: str
+    """"local", "direct", "packed" or "collective"."""
+    moved_bytes: int
+    needed_bytes: int
+    """Bytes of the receiver's weights; more moved than needed is read amplification."""
+    fallback_bytes: int
+    """Bytes that went through the engine's own loader instead of planned copies."""
+    handles_opened: int
+    seconds: float
