@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlcore.engines.batch import collate as collate
     from rlcore.engines.inference import InferenceEngine as InferenceEngine
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
-    from rlcore.engines.offload import offloaded as offloaded
+    from rlcore.engines.offload.resident import offloaded as offloaded
     from rlcore.engines.runtime import init as init
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.errors import RlcoreError as RlcoreError
@@ -36,7 +36,7 @@ _HOME = {
     "init": "rlcore.engines.runtime",
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.nn",
-    "offloaded": "rlcore.engines.offload",
+    "offloaded": "rlcore.engines.offload.resident",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604

@@ -154,8 +154,10 @@ def get_device(name: str | torch.device | None = None) -> Any:
     Raises:
         DeviceError: unknown or unavailable device; never another device instead of the one asked for.
     """
-    wanted = str(name) if name is not None else Settings.from_env().device or _default_name()
-    kind, index = _parse(wanted)
+    if isinstance(name, str) or name is None:
+        kind, index = _parse(name or Settings.from_env().device or _default_name())
+    else:
+        kind, index = _name_of_torch_type(name.type), name.index or 0
     return _device(kind, index)
 
 
@@ -175,6 +177,10 @@ def _parse(wanted: str) -> tuple[str, int]:
     if colon and not index.isdecimal():
         raise InvalidInputError(f"a device is 'name' or 'name:index', such as 'cuda:1'; got {wanted!r}")
     return kind, int(index or 0)
+
+
+def _name_of_torch_type(torch_type: str) -> str:
+    return next((spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type)
 
 
 def _spec(kind: str) -> DeviceSpec:

@@ -1,0 +1,197 @@
+"""What every engine does: build workers on devices, move its parts between device, host and nowhere, close.
+
+An engine lives in the user's process; its executors hold one full set of weights each, over workers that own one
+device each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from rlcore.engines.launchers.inline import InlineWorker
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.placement import choose_devices
+from rlcore.engines.residency import Move, Residency, State
+from rlcore.engines.runtime import LAUNCHERS
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.registry import executor_class
+from rlcore.types import OffloadReport
+
+Reports = dict[str, list[OffloadReport]]
+"""Tag -> the report of each worker; a tag that was already there is absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """One full set of weights over its workers."""
+
+    name: str
+    workers: list[InlineWorker]
+
+
+class Engine(ABC):
+    """Base of ``TrainEngine`` and ``InferenceEngine``."""
+
+    kind: ClassVar[str]
+    tags: ClassVar[tuple[str, ...]]
+
+    def __init__(self, executor: str) -> None:
+        self._executor_class = executor_class(self.kind, executor)
+        self._executor_name = executor
+        self._executors: list[Executor] = []
+        self._residency = Residency(self.label, self.tags)
+        self._is_closed = False
+
+    # ---------------------------------------------------------------------------------------------- life
+
+    def build(
+        self,
+        *,
+        devices: str | Sequence[str] | None = None,
+        launcher: str | None = None,
+        colocate_with: Engine | Iterable[Engine] | None = None,
+        not_colocate_with: Engine | Iterable[Engine] | None = None,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        onload: bool = True,
+        **executor_options: Any,
+    ) -> Self:
+        """Start the workers and load the weights.
+
+        Args:
+            devices: where; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
+            colocate_with: share the devices of these engines, in turns.
+            not_colocate_with: avoid the devices of these engines.
+            onload: False leaves the engine in host memory until ``onload()``.
+            executor_options: passed to the executor; it names those it does not know.
+
+        Raises:
+            StateError: already built or closed.
+            DeviceError: no device left; says which engine holds which.
+            CheckpointError: the model folder is missing, damaged or does not fit.
+        """
+        if self._executors or self._is_closed:
+            raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
+        _check_parallel(tensor_parallel_size, data_parallel_size, launcher)
+        (device,) = choose_devices(1, devices, colocate_with, not_colocate_with)
+        worker = InlineWorker(self._executor_class, WorkerContext(rank=0, world_size=1, device=device))
+        self._executors = [Executor(self._executor_name, [worker])]
+        try:
+            self._build_workers(executor_options)
+            if not onload:
+                self.offload()
+        except BaseException:
+            self._discard_workers()
+            raise
+        return self
+
+    @abstractmethod
+    def _build_workers(self, options: dict[str, Any]) -> None:
+        """Give the workers what they hold."""
+
+    def close(self) -> None:
+        """End the workers and free all their memory. Closing twice does nothing."""
+        self._discard_workers()
+        self._is_closed = True
+
+    def _discard_workers(self) -> None:
+        executors, self._executors = self._executors, []
+        for worker in (worker for executor in executors for worker in executor.workers):
+            worker.call("close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------- identity
+
+    @property
+    def label(self) -> str:
+        return f"the {self.kind} engine"
+
+    @property
+    def is_built(self) -> bool:
+        return bool(self._executors)
+
+    @property
+    def executors(self) -> list[Executor]:
+        return list(self._executors)
+
+    @property
+    def devices(self) -> list[Any]:
+        """The device of each worker."""
+        return [worker.context.device for worker in self._workers()]
+
+    @property
+    def device(self) -> str:
+        """Where it computes, such as "cuda:0"; of several workers the first."""
+        return str(self.devices[0].name)
+
+    def _workers(self) -> list[InlineWorker]:
+        if not self._executors:
+            state = "is closed" if self._is_closed else "is not built; call build() first"
+            raise StateError(f"{self.label} {state}")
+        return [worker for executor in self._executors for worker in executor.workers]
+
+    # ------------------------------------------------------------------------------------------ residency
+
+    @property
+    def state(self) -> dict[str, State]:
+        """Tag -> loaded, offloaded, released or empty."""
+        return self._residency.states
+
+    def onload(self, *tags: str) -> Reports:
+        """Bring tags (all when none is named) back to the device; what is there already is left alone."""
+        return self._move(Move.ONLOAD, tags)
+
+    def offload(self, *tags: str) -> Reports:
+        """Move tags (all when none is named) to host memory and free their device memory."""
+        return self._move(Move.OFFLOAD, tags)
+
+    def meta(self, *tags: str) -> Reports:
+        """Release tags (all when none is named) everywhere, without copying."""
+        return self._move(Move.META, tags)
+
+    def _move(self, move: Move, tags: tuple[str, ...]) -> Reports:
+        workers = self._workers()
+        reports: Reports = {}
+        for tag, state in self._residency.plan(move, tags).items():
+            reports[tag] = [worker.call(move.value, tag) for worker in workers]
+            self._residency.set(tag, state)
+        return reports
+
+    # RLite's names for the same moves. `cuda` and `npu` mean "to the engine's own device", whichever it is.
+
+    def cuda(self, *tags: str) -> Reports:
+        return self.onload(*tags)
+
+    npu = cuda
+
+    def cpu(self, *tags: str) -> Reports:
+        return self.offload(*tags)
+
+    def to(self, device: str, *tags: str) -> Reports:
+        """``to("cpu")`` is ``offload``, ``to("meta")`` is ``meta``, ``to("cuda")`` or ``to("npu")`` is ``onload``."""
+        moves = {"cpu": self.offload, "meta": self.meta, "cuda": self.onload, "npu": self.onload}
+        if device not in moves:
+            raise InvalidInputError(f"to() takes one of {', '.join(moves)}, got {device!r}")
+        return moves[device](*tags)
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
+        return [worker.call("memory_report") for worker in self._workers()]
+
+
+def _check_parallel(tensor_parallel_size: int, data_parallel_size: int, launcher: str | None) -> None:
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    for name, size in {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}.items():
+        if size < 1 and not (name == "data_parallel_size" and size == -1):
+            raise InvalidInputError(f"{name} must be a positive number, got {size}")
+        if size > 1:
+            raise UnsupportedError(f"{name}={size}", "engines have one worker so far; use 1")

@@ -1,0 +1,40 @@
+"""What the workers of every executor share: a device, and parts that can leave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload.resident import Resident
+from rlcore.types import OffloadReport
+
+
+class Worker:
+    """Base of executors' worker classes; ``build`` of a subclass fills ``_residents`` with one entry a tag."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.device = context.device
+        self._residents: dict[str, Resident] = {}
+
+    def onload(self, tag: str) -> OffloadReport:
+        return self._residents[tag].onload()
+
+    def offload(self, tag: str) -> OffloadReport:
+        return self._residents[tag].offload()
+
+    def meta(self, tag: str) -> OffloadReport:
+        return self._residents[tag].meta()
+
+    def memory_report(self) -> dict[str, Any]:
+        """``{"device", "tags": {tag: {"device_bytes", "host_bytes"}}, "stats": MemoryStats, "info": MemoryInfo}``."""
+        tags = {
+            tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
+            for tag, resident in self._residents.items()
+        }
+        memory = self.device.memory
+        return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
+
+    def close(self) -> None:
+        """Drop everything and give the memory back to the device."""
+        self.__dict__ = {"device": self.device}
+        self.device.memory.empty_cache()

@@ -1,0 +1,144 @@
+"""``InferenceEngine``: generates with a model folder, and takes new weights from a ``TrainEngine``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlcore.engines.completion import RequestOutput
+from rlcore.engines.engine import Engine
+from rlcore.engines.progress import progress_bar
+from rlcore.engines.residency import Move, State
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.errors import StateError, SyncError
+
+ParamsLike = SamplingParams | Mapping[str, Any] | None
+
+
+class SyncState(StrEnum):
+    """Whether the weights in the engine are whole."""
+
+    SERVING = "serving"
+    POISONED = "poisoned"
+
+
+class InferenceEngine(Engine):
+    """Generates completions.
+
+    Args:
+        path: a Hugging Face model folder.
+        executor: name of a registered inference executor.
+    """
+
+    kind: ClassVar[str] = "inference"
+    tags: ClassVar[tuple[str, ...]] = ("weights", "kv_cache")
+
+    def __init__(self, path: str | Path, *, executor: str = "hf") -> None:
+        self._path = Path(path)
+        self._version = 0
+        self._sync_state = SyncState.SERVING
+        super().__init__(executor)
+
+    def _build_workers(self, options: dict[str, Any]) -> None:
+        for worker in self._workers():
+            worker.call("build", self._path, **options)
+
+    # -------------------------------------------------------------------------------------------- generate
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Sample completions.
+
+        Args:
+            prompts: texts, or token ids.
+            sampling_params: for all prompts or one for each; a ``SamplingParams`` or a dict of its fields.
+            progress: show a progress bar on stderr; None does so on a terminal.
+
+        Returns:
+            One output a prompt, in order: ``outputs[i].outputs[j].token_ids``.
+
+        Raises:
+            StateError: weights or KV cache are not on the device, or the weights are not whole.
+            InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
+        """
+        (worker,) = self._workers()
+        self._require_serving("generate()")
+        for tag in self.tags:
+            self._residency.require(tag, "generate()")
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        num_completions = _num_completions(len(texts), sampling_params)
+        with progress_bar("Generating", num_completions, progress) as advance:
+            outputs: list[RequestOutput] = worker.call(
+                "generate", texts, sampling_params, version=self._version, on_progress=advance
+            )
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------ sync
+
+    @property
+    def version(self) -> int:
+        """Number of the weights that are served; 0 is the model folder's."""
+        return self._version
+
+    @property
+    def sync_state(self) -> SyncState:
+        return self._sync_state
+
+    def begin_sync(self) -> Any:
+        """The model that a sync in this process writes to; raises StateError when its weights are away."""
+        (worker,) = self._workers()
+        if self._residency.states["weights"] is not State.EMPTY:
+            self._residency.require("weights", "sync_weights()")
+        return worker.worker.module
+
+    @contextlib.contextmanager
+    def poisoned_until(self, version: int) -> Iterator[None]:
+        """Inside, and after an exception, the engine refuses to generate; a clean end commits ``version``."""
+        self._sync_state = SyncState.POISONED
+        try:
+            yield
+        except Exception as error:
+            raise SyncError(
+                f"the weight sync to version {version} stopped midway: {error}. The inference engine holds a mixture "
+                "and refuses to generate; sync again, or reload with load()"
+            ) from error
+        self._version, self._sync_state = version, SyncState.SERVING
+        self._residency.set("weights", State.LOADED)
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Read the weights from the model folder again, or from another one of the same model.
+
+        Raises:
+            StateError: the weights are not on the device.
+            CheckpointError: the folder is damaged or of another model.
+        """
+        self.begin_sync()
+        with self.poisoned_until(0 if path is None else self._version + 1):
+            for worker in self._workers():
+                worker.call("load", Path(path or self._path))
+
+    def _move(self, move: Move, tags: tuple[str, ...]) -> Any:
+        if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):
+            self._require_serving("taking the KV cache back")
+        return super()._move(move, tags)
+
+    def _require_serving(self, purpose: str) -> None:
+        if self._sync_state is SyncState.POISONED:
+            raise StateError(
+                f"{purpose} is refused: a weight sync stopped midway and the weights are a mixture; "
+                "call sync_weights() again, or load()"
+            )
+
+
+def _num_completions(num_prompts: int, params: ParamsLike | Sequence[ParamsLike]) -> int:
+    if isinstance(params, Sequence):
+        return sum(SamplingParams.of(one).n for one in params)
+    return num_prompts * SamplingParams.of(params).n

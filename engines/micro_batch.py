@@ -1,0 +1,121 @@
+"""Cut a packed batch into micro-batches of about equal tokens, shifted for scoring.
+
+The hidden state of token t scores token t+1 of the same sequence. This is the only place that shifts: everything
+above speaks of "the log-prob of token t", every operator below of "row r scores targets[r]". Only rows that count
+reach the output head: prompts cost no vocabulary-sized work.
+
+Letters: T tokens, N sequences, R scored rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.packing import balance
+
+NOT_PER_TOKEN = ("input_ids", "cu_seqlens")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some sequences of a packed batch, on the device."""
+
+    tokens: dict[str, Tensor]
+    """``input_ids`` [T] and ``cu_seqlens`` [N+1]: what ``module.hidden_states`` takes."""
+    rows_R: Tensor
+    """Hidden states that score: row r of the head is hidden[rows_R[r]]."""
+    targets_R: Tensor
+    """The token that each row scores."""
+    per_token: dict[str, Tensor]
+    """Every other entry of the batch, [R], aligned with ``targets_R``."""
+    cu_rows: Tensor
+    """[N+1] int32: where each sequence's rows start."""
+    positions_R: Tensor
+    """Host tensor: the position in the whole packed batch of the token that each row scores."""
+
+
+def micro_batches(
+    packed: Mapping[str, Tensor], scored_T: Tensor, max_tokens: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Sequences balanced by length, at most ``max_tokens`` tokens each; ``scored_T`` marks tokens that count.
+
+    Raises:
+        InvalidInputError: a sequence is longer than ``max_tokens``.
+    """
+    cu_seqlens = packed["cu_seqlens"].long()
+    lengths_N = cu_seqlens.diff()
+    if int(lengths_N.max()) > max_tokens:
+        raise InvalidInputError(
+            f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
+        )
+    scored_T = scored_T.clone()
+    scored_T[cu_seqlens[:-1]] = False  # nothing precedes the first token of a sequence
+    for sequences in balance(lengths_N.tolist(), max_tokens=max_tokens):
+        yield _select(packed, scored_T, cu_seqlens, torch.tensor(sequences), device)
+
+
+def _select(
+    packed: Mapping[str, Tensor], scored_T: Tensor, cu_seqlens: Tensor, sequences: Tensor, device: torch.device
+) -> MicroBatch:
+    lengths_N = cu_seqlens.diff()[sequences]
+    cu_local = _offsets(lengths_N)
+    # position of every token of these sequences in the whole batch
+    shift_N = cu_seqlens[:-1][sequences] - cu_local[:-1]
+    token_T = torch.arange(int(cu_local[-1])) + shift_N.repeat_interleave(lengths_N)
+    target_R = scored_T[token_T].nonzero().squeeze(1)
+    sequence_T = torch.arange(len(sequences)).repeat_interleave(lengths_N)
+    rows_N = torch.bincount(sequence_T[target_R], minlength=len(sequences))
+    positions_R = token_T[target_R]
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return MicroBatch(
+        tokens={
+            "input_ids": on_device(packed["input_ids"][token_T]),
+            "cu_seqlens": on_device(cu_local.to(torch.int32)),
+        },
+        rows_R=on_device(target_R - 1),
+        targets_R=on_device(packed["input_ids"][positions_R]),
+        per_token={name: on_device(packed[name][positions_R]) for name in packed if name not in NOT_PER_TOKEN},
+        cu_rows=on_device(_offsets(rows_N).to(torch.int32)),
+        positions_R=positions_R,
+    )
+
+
+def _offsets(lengths_N: Tensor) -> Tensor:
+    return torch.cat([lengths_N.new_zeros(1), lengths_N.cumsum(0)])
+
+
+def check_tokens(packed: Mapping[str, Tensor], vocab_size: int) -> None:
+    """Raise InvalidInputError for token ids outside the vocabulary, naming the sequence."""
+    bad_T = (packed["input_ids"] < 0) | (packed["input_ids"] >= vocab_size)
+    if bad_T.any():
+        where = int(bad_T.nonzero()[0])
+        raise InvalidInputError(
+            f"input_ids of sequence {_sequence_of(packed, where)} holds {int(packed['input_ids'][where])}; "
+            f"the model's vocabulary is 0 to {vocab_size - 1}"
+        )
+
+
+def check_finite(packed: Mapping[str, Tensor], scored_T: Tensor) -> None:
+    """Raise InvalidInputError for a NaN or infinity where it would count, naming entry and sequence."""
+    for name, value_T in packed.items():
+        if not value_T.is_floating_point():
+            continue
+        bad_T = ~value_T.isfinite() & scored_T
+        if bad_T.any():
+            where = int(bad_T.nonzero()[0])
+            raise InvalidInputError(
+                f"{name} of sequence {_sequence_of(packed, where)} is {float(value_T[where])} on a token that is "
+                "trained on; mask the token in loss_mask or mend the value"
+            )
+
+
+def _sequence_of(packed: Mapping[str, Tensor], token: int) -> int:
+    return int(torch.searchsorted(packed["cu_seqlens"].long(), token, right=True)) - 1

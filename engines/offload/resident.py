@@ -1,0 +1,94 @@
+"""One tag of one worker: tensors that can leave the device and come back, guarded while they are away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlcore.engines.offload.guards import Guard
+from rlcore.engines.offload.host_buffers import HostBuffers, distinct_storages
+from rlcore.registry import get_device
+from rlcore.types import OffloadReport
+
+
+class Resident:
+    """``tensors()`` lists what the tag holds now; ``guard(guard, state)`` guards its users while it is away."""
+
+    def __init__(
+        self, device: Any, tensors: Callable[[], Iterable[Tensor]], guard: Callable[[Guard, str], None]
+    ) -> None:
+        self._tensors = tensors
+        self._guard_users = guard
+        self._guard = Guard()
+        self._host = HostBuffers(device)
+
+    def onload(self) -> OffloadReport:
+        report = self._host.onload()
+        self._guard.lift()
+        return report
+
+    def offload(self) -> OffloadReport:
+        report = self._host.offload(self._tensors())
+        self._guard_users(self._guard, "offloaded")
+        return report
+
+    def meta(self) -> OffloadReport:
+        report = self._host.release(self._tensors())
+        self._guard.lift()
+        self._guard_users(self._guard, "released")
+        return report
+
+    def forget(self) -> None:
+        """Its tensors are about to be replaced or overwritten: nothing is away any more."""
+        self._host.forget()
+        self._guard.lift()
+
+    @property
+    def host_bytes(self) -> int:
+        return self._host.host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in distinct_storages(self._tensors()))
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Every tensor of every optimizer's state."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@contextlib.contextmanager
+def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadReport]:
+    """Keep a module's weights and its optimizers' states in host memory inside the ``with`` block.
+
+    Needs no engine. Using the module or an optimizer inside raises ``StateError``.
+    """
+    device = get_device(next(module.parameters()).device)
+
+    def tensors() -> Iterator[Tensor]:
+        yield from module_tensors(module)
+        yield from optimizer_tensors(optimizers)
+
+    def guard(up: Guard, state: str) -> None:
+        message = f"the tensors of this {type(module).__name__} are {state} inside `with offloaded(...)`"
+        up.guard_module(module, message)
+        up.guard_optimizers(optimizers, message)
+
+    resident = Resident(device, tensors, guard)
+    report = resident.offload()
+    try:
+        yield report
+    finally:
+        resident.onload()

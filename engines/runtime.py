@@ -1,0 +1,79 @@
+"""``rlcore.init``: defaults for every engine built afterwards. Optional."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlcore.errors import InvalidInputError
+from rlcore.registry import get_device
+from rlcore.settings import Settings
+
+LAUNCHERS = ("inline",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What engines use when ``build`` does not say otherwise."""
+
+    devices: tuple[str, ...] | None = None
+    """Devices to place workers on, such as ("cuda:0", "cuda:1"); None is ``get_device()``."""
+    launcher: str = "inline"
+    """How workers run."""
+
+    def __post_init__(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
+        if self.devices is not None and not self.devices:
+            raise InvalidInputError("devices must name at least one device, got an empty list")
+
+
+_current = Runtime()
+
+
+def init(
+    devices: Sequence[str] | str | None = None,
+    launcher: str | None = None,
+    log: str | None = None,
+    debug: str | None = None,
+) -> Runtime:
+    """Set the defaults of this process and check that the devices can be had.
+
+    Args:
+        devices: names such as "cuda:0"; None keeps the rule of ``get_device()``.
+        launcher: "inline" runs each worker in this process.
+        log: level of rlcore's log on stderr: DEBUG, INFO, WARNING or ERROR; None leaves logging alone.
+        debug: as ``RLCORE_DEBUG``.
+
+    Raises:
+        InvalidInputError: an unknown launcher, level or debug mode.
+        DeviceError: a device that is unknown or not available.
+    """
+    global _current  # noqa: PLW0603 - the one process-wide default, set by the user
+    names = (devices,) if isinstance(devices, str) else tuple(devices) if devices is not None else None
+    runtime = Runtime(devices=names, launcher=launcher or "inline")
+    for name in names or ():
+        get_device(name)
+    if log is not None:
+        _log_to_stderr(log)
+    if debug is not None:
+        os.environ["RLCORE_DEBUG"] = Settings.from_env({"RLCORE_DEBUG": debug}).debug
+    _current = runtime
+    return runtime
+
+
+def current() -> Runtime:
+    return _current
+
+
+def _log_to_stderr(level: str) -> None:
+    checked = Settings.from_env({"RLCORE_LOG_LEVEL": level}).log_level
+    logger = logging.getLogger("rlcore")
+    logger.setLevel(checked)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+

@@ -1,0 +1,281 @@
+"""``TrainEngine``: runs the methods of the user's module, and ``train_batch``, on workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.batch import to_packed
+from rlcore.engines.engine import Engine
+from rlcore.engines.need_parallel import split_arguments
+from rlcore.engines.residency import State
+from rlcore.engines.sync.local import sync_local
+from rlcore.engines.train_step import ScoreOptions, StepOptions
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.token_weights import token_weights as make_token_weights
+from rlcore.nn import TrainModule
+from rlcore.types import SyncReport
+
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
+
+Gather = Literal["list", "cat", "first", "mean"]
+_MAX_TOKENS = 16384
+
+
+class TrainEngine(Engine):
+    """Trains a module. Any method of its class can be called on the engine: ``engine.train_step(x)``.
+
+    Args:
+        module: made under ``rlcore.meta_device()``.
+        executor: name of a registered train executor.
+    """
+
+    kind: ClassVar[str] = "train"
+    tags: ClassVar[tuple[str, ...]] = ("weights", "optimizer", "grads")
+
+    def __init__(self, module: TrainModule, *, executor: str = "fsdp2") -> None:
+        _check_module(module)
+        self._module_class = type(module)
+        self._module: TrainModule | None = module
+        super().__init__(executor)
+
+    def _build_workers(self, options: dict[str, Any]) -> None:
+        (worker,) = self._workers()
+        has_optimizer = worker.call("build", self._module, **options)
+        self._module = None  # it belongs to the worker now
+        if not has_optimizer:
+            self._residency.declare_absent("optimizer")
+
+    # ------------------------------------------------------------------------------- the module's methods
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        # Called only for names the engine itself does not have.
+        if name.startswith("_") or not callable(getattr(self._module_class, name, None)):
+            raise AttributeError(f"neither the train engine nor {self._module_class.__name__} has a method {name!r}")
+        return partial(self.call, name)
+
+    def call(self, name: str, *args: Any, gather: Gather = "list", **kwargs: Any) -> Any:
+        """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
+
+        Args:
+            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors or lists joined.
+        """
+        workers = self._workers()
+        if not callable(getattr(self._module_class, name, None)):
+            raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
+        self._residency.require("weights", f"{name}()")
+        calls = split_arguments(args, kwargs, len(workers))
+        results = [
+            worker.call("run", name, *call) for worker, call in zip(workers, calls, strict=True)
+        ]
+        return _gathered(results, gather)
+
+    def train(self, mode: bool = True) -> TrainEngine:
+        """Set training mode, as ``torch.nn.Module.train``."""
+        self.call("train", mode)
+        return self
+
+    def eval(self) -> TrainEngine:
+        """Set evaluation mode."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------------------------------- training
+
+    def train_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        loss_fn: Callable[..., Any],
+        *,
+        token_weights: str = "token-mean",
+        max_tokens_per_micro_batch: int = _MAX_TOKENS,
+        max_grad_norm: float | None = 1.0,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+    ) -> dict[str, float]:
+        """One optimizer step on the whole batch.
+
+        The loss is ``sum_t token_weight[t] * loss_fn(...)[t]`` over the batch, however it is cut into micro-batches.
+
+        Args:
+            batch: see ``rlcore.engines.batch``; ``loss_mask`` marks the tokens that are trained on (all but each
+                first token when absent). Every other entry reaches ``loss_fn`` as ``per_token[name]``.
+            loss_fn: ``(logprob, entropy, per_token) -> (value, stats)``, such as ``rlcore.ops.ppo_clip()``.
+            token_weights: a mode of ``rlcore.ops.token_weights``.
+            max_grad_norm: gradients are scaled down to this norm; None leaves them.
+            temperature: the sampler's.
+            with_entropy: False passes None and saves its work.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
+
+        Raises:
+            InvalidInputError: token ids outside the vocabulary, or a NaN on a token that is trained on.
+            StateError: weights, optimizer or gradients are not on the device.
+        """
+        (worker,) = self._workers()
+        for tag in self.tags:
+            self._residency.require(tag, "train_batch()")
+        packed = to_packed(batch)
+        weight_T = make_token_weights(token_weights, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"])
+        options = StepOptions(
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            max_grad_norm=max_grad_norm,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        metrics: dict[str, float] = worker.call("train_step", packed, weight_T, loss_fn, options)
+        return metrics
+
+    def forward_logprobs(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        max_tokens_per_micro_batch: int = _MAX_TOKENS,
+    ) -> Tensor:
+        """Log-probability of each token given those before it, under the sampler's distribution.
+
+        Returns:
+            float32 on the host, shaped as ``input_ids``; 0 on first tokens, on padding, and outside ``loss_mask``
+            when the batch has one.
+        """
+        (worker,) = self._workers()
+        self._residency.require("weights", "forward_logprobs()")
+        packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
+        options = ScoreOptions(
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, top_p=top_p, top_k=top_k
+        )
+        logprob_T: Tensor = worker.call("score", packed, _loss_mask(packed), options)
+        return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    def sync_weights(
+        self, target: InferenceEngine, *, version: int | None = None, route: str | None = None
+    ) -> SyncReport:
+        """Give ``target`` these weights; it serves them from then on.
+
+        Args:
+            version: number of the new weights; None is one more than the target's.
+            route: "local" copies inside this process, the only one so far.
+
+        Raises:
+            StateError: the weights of either side are not on the device.
+            SyncError: the models differ, or the copy failed; the message says what the target holds.
+        """
+        if route not in (None, "local"):
+            raise UnsupportedError(f"route={route!r}", "only 'local' exists so far")
+        (source,) = self._workers()
+        self._residency.require("weights", "sync_weights()")
+        return sync_local(source.worker.module, target, version)
+
+    p2p_weight_sync = sync_weights
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every weight by checkpoint name, copied to the host."""
+        self._residency.require("weights", "state_dict()")
+        state: dict[str, Tensor] = self._workers()[0].call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite every weight; the names must be those of ``state_dict()``."""
+        if self._residency.states["weights"] is not State.EMPTY:
+            self._residency.require("weights", "load_state_dict()")
+        self._workers()[0].call("load_state_dict", state)
+        self._residency.set("weights", State.LOADED)
+
+    # ----------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> float:
+        """Write weights, optimizers, schedulers and random states; on failure the previous checkpoint stays.
+
+        Args:
+            extra: plain values of your own (step, data position), returned by ``load``.
+
+        Returns:
+            Seconds taken.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        for tag in ("weights", "optimizer"):
+            self._residency.require(tag, "save()")
+        seconds: float = self._workers()[0].call("save", Path(folder), extra or {})
+        return seconds
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue exactly where ``save`` was called; returns its ``extra``.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model; nothing is changed then.
+        """
+        if self._residency.states["weights"] is not State.EMPTY:
+            self._residency.require("weights", "load()")
+        if self._residency.states["optimizer"] is State.OFFLOADED:
+            self._residency.require("optimizer", "load()")
+        extra: dict[str, Any] = self._workers()[0].call("load", Path(folder))
+        for tag in ("weights", "optimizer"):
+            self._residency.set(tag, State.LOADED)
+        return extra
+
+    def export(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder that ``AutoModelForCausalLM`` and inference engines load.
+
+        Raises:
+            CheckpointError: the folder is not empty, or could not be written.
+        """
+        self._residency.require("weights", "export()")
+        self._workers()[0].call("export", Path(folder))
+
+
+_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+
+
+def _check_module(module: TrainModule) -> None:
+    if not isinstance(module, TrainModule):
+        raise InvalidInputError(
+            f"TrainEngine takes a rlcore.nn.TrainModule, got {type(module).__name__}; derive its class from "
+            "rlcore.nn.TrainModule or, for transformers models, rlcore.nn.HuggingFaceTrainModule"
+        )
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if real:
+        raise InvalidInputError(
+            f"the parameters of {type(module).__name__} must be on the meta device, but {real[0]} is not; "
+            "make the module inside `with rlcore.meta_device():`"
+        )
+
+
+def _loss_mask(packed: Mapping[str, Tensor]) -> Tensor:
+    """[T] bool: tokens that count; never a sequence's first, which nothing precedes."""
+    mask_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"])).bool().clone()
+    mask_T[packed["cu_seqlens"][:-1].long()] = False
+    return mask_T
+
+
+def _padded(value_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
+    padded_NL: Tensor = torch.zeros(mask_NL.shape)
+    padded_NL[mask_NL] = value_T
+    return padded_NL
+
+
+def _gathered(results: list[Any], gather: Gather) -> Any:
+    if gather == "list":
+        return results
+    if gather == "first":
+        return results[0]
+    if gather == "mean":
+        return sum(float(result) for result in results) / len(results)
+    if gather == "cat":
+        if isinstance(results[0], Tensor):
+            return torch.cat(results)
+        return [item for result in results for item in result]
+    raise InvalidInputError(f"gather must be 'list', 'cat', 'first' or 'mean', got {gather!r}")

@@ -1,0 +1,195 @@
+"""One optimizer step, and scoring, over micro-batches of a packed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.micro_batch import MicroBatch, check_finite, check_tokens, micro_batches
+from rlcore.engines.train_state import optimizers_of, schedulers_of
+from rlcore.errors import RlcoreError, StateError
+from rlcore.kernels.linear_logprob import linear_logprob
+from rlcore.kernels.linear_loss import linear_loss
+from rlcore.kernels.nucleus import keep_mask
+from rlcore.kernels.token_logprob import token_logprob
+from rlcore.nn import TrainModule
+
+_WEIGHT = "token_weight"  # carried beside the batch's own entries while it is cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How ``train_batch`` runs."""
+
+    max_tokens_per_micro_batch: int
+    max_grad_norm: float | None
+    temperature: float
+    with_entropy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """Which distribution ``forward_logprobs`` speaks of."""
+
+    max_tokens_per_micro_batch: int
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+def train_step(
+    module: TrainModule,
+    device: torch.device,
+    packed: Mapping[str, Tensor],
+    weight_T: Tensor,
+    loss_fn: Callable[..., Any],
+    options: StepOptions,
+) -> dict[str, float]:
+    """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients."""
+    optimizers = optimizers_of(module)
+    if not optimizers:
+        raise StateError(
+            f"train_batch needs an optimizer, and {type(module).__name__} has none; "
+            "set one as an attribute in on_weights_materialized(), such as self.optimizer = torch.optim.AdamW(...)"
+        )
+    _check(module, packed, weight_T != 0)
+    try:
+        metrics = _accumulate(module, device, dict(packed) | {_WEIGHT: weight_T}, loss_fn, options)
+        grad_norm = _clip(module, options.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            raise RlcoreError(
+                f"the gradient norm of this batch is {float(grad_norm)}: no step was taken and the gradients were "
+                "dropped. Look at the batch's values and at the loss function"
+            )
+        for optimizer in optimizers.values():
+            optimizer.step()
+    finally:
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+    rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
+    for scheduler in schedulers_of(module).values():
+        scheduler.step()
+    return metrics.result() | {"grad_norm": float(grad_norm), "num_tokens": int((weight_T != 0).sum())} | rates
+
+
+def _accumulate(
+    module: TrainModule,
+    device: torch.device,
+    packed: Mapping[str, Tensor],
+    loss_fn: Callable[..., Any],
+    options: StepOptions,
+) -> _Metrics:
+    metrics = _Metrics()
+    for part in micro_batches(packed, packed[_WEIGHT] != 0, options.max_tokens_per_micro_batch, device):
+        head = module.output_head()
+        per_token = dict(part.per_token)
+        weight_R = per_token.pop(_WEIGHT)
+        output = linear_loss(
+            module.hidden_states(part.tokens)[part.rows_R],
+            head.weight,
+            part.targets_R,
+            loss_fn,
+            per_token=per_token,
+            token_weight=weight_R,
+            cu_seqlens=part.cu_rows,
+            with_entropy=options.with_entropy,
+            bias=head.bias,
+            temperature=options.temperature,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+        )
+        output.loss.backward()
+        metrics.add(output.loss.detach(), output.stats, weight_R.sum())
+    return metrics
+
+
+def _clip(module: TrainModule, max_norm: float | None) -> Tensor:
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+
+
+class _Metrics:
+    """Statistics of micro-batches joined by suffix, on the device until the end: no host sync on the way."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._stats: list[Mapping[str, Tensor]] = []
+        self._weights: list[Tensor] = []
+
+    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
+        self._losses.append(loss)
+        self._stats.append(stats)
+        self._weights.append(weight)
+
+    def result(self) -> dict[str, float]:
+        weight = torch.stack(self._weights)
+        share = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+        joined = {"loss": torch.stack(self._losses).sum()}
+        for name in self._stats[0]:
+            values = torch.stack([stats[name] for stats in self._stats])
+            joined[name] = _join(name, values, share)
+        return dict(zip(joined, torch.stack([value.float() for value in joined.values()]).tolist(), strict=True))
+
+
+def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
+    if name.endswith("_mean"):
+        # an empty micro-batch has share 0 and an undefined mean
+        return torch.where(share > 0, values * share, 0.0).sum()
+    if name.endswith("_sum"):
+        return values.sum()
+    return values.max() if name.endswith("_max") else values.min()
+
+
+@torch.no_grad()
+def score(
+    module: TrainModule, device: torch.device, packed: Mapping[str, Tensor], scored_T: Tensor, options: ScoreOptions
+) -> Tensor:
+    """Log-probability [T] float32, on the host, of every token marked in ``scored_T``; 0 elsewhere."""
+    _check(module, packed, scored_T)
+    logprob_T = torch.zeros(len(packed["input_ids"]))
+    was_training = module.training
+    module.eval()
+    try:
+        for part in micro_batches(packed, scored_T, options.max_tokens_per_micro_batch, device):
+            logprob_T[part.positions_R] = _logprobs(module, part, options).cpu()
+    finally:
+        module.train(was_training)
+    return logprob_T
+
+
+def _logprobs(module: TrainModule, part: MicroBatch, options: ScoreOptions) -> Tensor:
+    head = module.output_head()
+    hidden_RH = module.hidden_states(part.tokens)[part.rows_R]
+    if options.top_p == 1 and options.top_k <= 0:
+        return linear_logprob(
+            hidden_RH,
+            head.weight,
+            part.targets_R,
+            bias=head.bias,
+            temperature=options.temperature,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+        ).logprob
+    return torch.cat([*_restricted(hidden_RH, part.targets_R, head, options), hidden_RH.new_zeros(0)])
+
+
+_ROWS = 1024  # rows whose whole logits top-p and top-k have to see at once
+
+
+def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: Any, options: ScoreOptions) -> Iterator[Tensor]:
+    for hidden, targets in zip(hidden_RH.split(_ROWS), targets_R.split(_ROWS), strict=True):
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        logits = logits * head.logit_scale
+        keep = keep_mask(logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+        yield token_logprob(logits, targets, temperature=options.temperature, keep_mask=keep).logprob
+
+
+def _check(module: TrainModule, packed: Mapping[str, Tensor], scored_T: Tensor) -> None:
+    check_tokens(packed, module.output_head().weight.shape[0])
+    check_finite(packed, scored_T)

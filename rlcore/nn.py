@@ -1,0 +1,294 @@
+"""The module contract: an algorithm is methods on a ``torch.nn.Module`` that an engine runs.
+
+    class Policy(rlcore.nn.HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self):
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6)
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(path)     # reads only the config
+
+The module is built with its parameters on the meta device, so that it is small to send; a worker materializes it.
+
+Letters: T packed tokens, N sequences, L longest sequence, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rlcore.errors import CheckpointError, MissingDependencyError
+
+Batch = Mapping[str, Tensor]
+"""Packed: ``input_ids`` [T] int64 and ``cu_seqlens`` [N+1] int32; other entries [T]."""
+
+_register_parameter = nn.Module.register_parameter
+_is_building: ContextVar[bool] = ContextVar("rlcore_is_building", default=False)
+
+
+class OutputHead(NamedTuple):
+    """logits = logit_scale * softcap(hidden @ weight.T + bias); the arguments of ``rlcore.ops.linear_loss``."""
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    """[V]."""
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+class TrainModule(nn.Module):
+    """What a train engine asks of a module. ``HuggingFaceTrainModule`` answers all of it for transformers."""
+
+    new_parameters: tuple[str, ...] = ()
+    """Prefixes of parameters that the checkpoint need not hold, such as a fresh value head."""
+
+    def materialization_source(self) -> Path | Mapping[str, Tensor]:
+        """Where the weights are: a safetensors file, a folder of them, or named tensors."""
+        raise NotImplementedError(f"{type(self).__name__} must define materialization_source()")
+
+    def on_weights_materialized(self) -> None:
+        """Called in the worker once the weights are on the device: make optimizers and schedulers here."""
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """The last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
+        raise NotImplementedError(f"{type(self).__name__} must define hidden_states(batch) to use train_batch")
+
+    def output_head(self) -> OutputHead:
+        """The projection from hidden states to logits."""
+        raise NotImplementedError(f"{type(self).__name__} must define output_head() to use train_batch")
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What an inference engine is given: checkpoint names and the tensors themselves, tied ones once."""
+        yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+
+    def materialize(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Replace the meta parameters by real ones read from ``materialization_source()``.
+
+        Raises:
+            CheckpointError: a parameter is missing, unexpected, or of another shape.
+        """
+        _adopt(self, _read_source(self.materialization_source()), device, dtype)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as ``model.safetensors`` under their checkpoint names."""
+        save_file = _safetensors().torch.save_file
+        save_file({name: tensor.contiguous() for name, tensor in self.named_weights()}, folder / "model.safetensors")
+
+
+class HuggingFaceTrainModule(TrainModule):
+    """Mix in before a transformers model class: ``class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM)``."""
+
+    config: Any
+    _source: Path
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
+        """As in transformers; under ``rlcore.meta_device()`` only the config is read and parameters stay on meta."""
+        if not _parameters_land_on_meta():
+            return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
+        config = kwargs.pop("config", None) or _read_config(cls, path)
+        with torch.device("cpu"), meta_device():
+            module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
+        module.tie_weights()
+        module._source = Path(path)
+        return module
+
+    def materialization_source(self) -> Path:
+        return self._source
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        # Right padding under a causal mask: no token sees another sequence or the padding, whatever the attention.
+        lengths_N = batch["cu_seqlens"].diff()
+        row_T = torch.repeat_interleave(torch.arange(len(lengths_N), device=lengths_N.device), lengths_N)
+        column_T = torch.arange(len(row_T), device=row_T.device) - batch["cu_seqlens"][:-1].long()[row_T]
+        padded_NL = batch["input_ids"].new_zeros(len(lengths_N), int(lengths_N.max()))
+        padded_NL[row_T, column_T] = batch["input_ids"]
+        decoder = self.get_decoder()  # type: ignore[operator]
+        hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
+        return hidden_NLH[row_T, column_T]
+
+    def output_head(self) -> OutputHead:
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        # The three ways transformers models scale their logits: Gemma, Cohere, Granite.
+        scale = getattr(self.config, "logit_scale", None) or 1.0 / getattr(self.config, "logits_scaling", 1.0)
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return OutputHead(head.weight, head.bias, softcap, scale)
+
+    def materialize(self, device: torch.device, dtype: torch.dtype) -> None:
+        # transformers' own loader knows every checkpoint's renamed and fused tensors.
+        with _errors_named(self._source):
+            loaded, report = super().from_pretrained(  # type: ignore[misc]
+                self._source, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        missing = [name for name in report["missing_keys"] if not name.startswith(self.new_parameters or ("\0",))]
+        if missing or report["mismatched_keys"]:
+            raise CheckpointError(
+                f"{self._source} does not fit {type(self).__name__}: missing {missing}, "
+                f"of another shape {sorted(map(str, report['mismatched_keys']))}. Use the model's own folder, or "
+                "name parameters that start fresh in the class attribute `new_parameters`."
+            )
+        state = dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
+        _adopt(self, state, device, dtype)
+
+    def export(self, folder: Path) -> None:
+        architectures = self.config.architectures
+        self.save_pretrained(folder)  # type: ignore[operator]
+        self.config.architectures = architectures  # save_pretrained wrote the user's class name
+        self.config.save_pretrained(folder)
+        for file in self._source.glob("*token*"):
+            shutil.copy(file, folder)
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[None]:
+    """Parameters of modules made inside land on the meta device; buffers stay real.
+
+    Buffers are small, and many (rotary tables) are computed in constructors and stand in no checkpoint.
+    """
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the originals, so that an id stays unique
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or _is_building.get():
+            return parameter
+        if id(parameter) not in moved:
+            replacement = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            moved[id(parameter)] = (parameter, replacement)
+        return moved[id(parameter)][1]
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def real_device() -> Iterator[None]:
+    """Undo every surrounding meta context, ours, torch's and accelerate's, while a worker in this process runs."""
+    if not _parameters_land_on_meta():
+        yield
+        return
+    patched, nn.Module.register_parameter = nn.Module.register_parameter, _register_parameter  # type: ignore[method-assign]
+    token = _is_building.set(True)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _is_building.reset(token)
+        nn.Module.register_parameter = patched  # type: ignore[method-assign]
+
+
+def _parameters_land_on_meta() -> bool:
+    return nn.Linear(1, 1, bias=False).weight.is_meta
+
+
+def _adopt(module: nn.Module, state: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    """Put ``state`` into ``module`` in place of its meta parameters; tied parameters stay one."""
+    names_of = _names_by_parameter(module)
+    missing = _put_parameters(module, names_of, state, device, dtype)
+    for name, buffer in list(module.named_buffers()):
+        if state.get(name, buffer).is_meta:
+            raise CheckpointError(
+                f"buffer {name} of {type(module).__name__} has no values; make the module under rlcore.meta_device(), "
+                "which leaves buffers real"
+            )
+        owner, leaf = _owner(module, name)
+        owner._buffers[leaf] = _owned(state.get(name, buffer).to(device))
+    unexpected = sorted(state.keys() - {name for names in names_of.values() for name in names} - _buffer_names(module))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the weights do not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Parameters "
+            "that start fresh go into the class attribute `new_parameters`."
+        )
+
+
+def _put_parameters(
+    module: nn.Module,
+    names_of: Mapping[nn.Parameter, list[str]],
+    state: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[str]:
+    """The names of parameters that ``state`` lacks."""
+    missing = []
+    for old, names in names_of.items():
+        found = next((name for name in names if name in state), None)
+        if found is None and not names[0].startswith(_new_parameters(module)):
+            missing.append(names[0])
+            continue
+        value = torch.empty_like(old, device=device) if found is None else state[found].detach()
+        if value.shape != old.shape:
+            raise CheckpointError(f"{names[0]} has shape {list(old.shape)}; the checkpoint has {list(value.shape)}")
+        new = nn.Parameter(_owned(value.to(device, dtype)), requires_grad=old.requires_grad)
+        for name in names:
+            owner, leaf = _owner(module, name)
+            owner._parameters[leaf] = new
+        if found is None:
+            owner.reset_parameters()  # type: ignore[operator]
+    return missing
+
+
+def _new_parameters(module: nn.Module) -> tuple[str, ...]:
+    return module.new_parameters if isinstance(module, TrainModule) else ()
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
+
+
+def _names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _buffer_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers()}
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _read_source(source: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if isinstance(source, Mapping):
+        return source
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not files or not files[0].exists():
+        raise CheckpointError(f"no safetensors file at {source}")
+    with _errors_named(source):
+        return {name: tensor for file in files for name, tensor in _safetensors().torch.load_file(file).items()}
+
+
+def _read_config(cls: Any, path: str | Path) -> Any:
+    with _errors_named(path):
+        return cls.config_class.from_pretrained(path, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _errors_named(path: str | Path) -> Iterator[None]:
+    """What the loaders raise for a damaged folder, as one error that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError, _safetensors().SafetensorError) as error:
+        raise CheckpointError(f"cannot read the model at {path}: {error}") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingDependencyError("safetensors", needed_for="reading model weights", extra="hf") from error
+    return safetensors
