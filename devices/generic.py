@@ -1,7 +1,7 @@
 """What every torch device can do, written once over ``torch.accelerator`` and ``torch.get_device_module``.
 
-A vendor's device subclasses ``GenericTorchDevice`` and adds ``probe()`` and ``properties()``. A part that a device
-does not have raises ``UnsupportedError``; nothing is a silent no-op.
+A vendor's device subclasses ``GenericTorchDevice`` and adds ``probe()`` and ``properties()``. A part that a
+device does not have raises ``UnsupportedError``; nothing is a silent no-op.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     ├── DeviceError                             a device is unknown, absent or failed
     ├── StateError                              calls in a wrong order; says the call to make
     ├── WorkerError                             user code failed inside a worker
-    ├── CheckpointError                         a checkpoint is missing, damaged, foreign or could not be written
-    └── SyncError                               a weight sync failed; says what state the engine is in
+    ├── CheckpointError                         a checkpoint is missing, damaged, foreign or not writable
+    ├── SyncError                               a weight sync failed; says what state the engine is in
+    └── BenchError                              a benchmark cannot run, or its record is unreadable
 
 A message names the object, the value given, what is accepted and what to do.
 """
@@ -72,3 +73,7 @@ class CheckpointError(RlcoreError):
 
 class SyncError(RlcoreError):
     """A weight sync failed. The message says what state the receiving engine was left in."""
+
+
+class BenchError(RlcoreError):
+    """A benchmark cannot run here, or its record is malformed, foreign or could not be written."""

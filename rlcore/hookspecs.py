@@ -1,7 +1,8 @@
 """The four hooks through which everything enters rlcore, built-ins included.
 
-A hook carries registrations only (data and import paths, nothing is imported); behaviour lives in the classes and
-functions that the paths name. Mark an implementation with ``rlcore.hookimpl`` and expose its module as an entry point:
+A hook carries registrations only (data and import paths, nothing is imported); behaviour lives in the classes
+and functions that the paths name. Mark an implementation with ``rlcore.hookimpl`` and expose its module as an
+entry point:
 
     [project.entry-points.rlcore]
     acme = "rlcore_acme.plugin"
@@ -31,9 +32,9 @@ class RegisterOp(Protocol):
     ) -> None:
         """Offer ``path`` ("pkg.mod:function") as implementation ``name`` of ``op``.
 
-        ``device_type`` is a torch device type, or "*" for any. The highest ``priority`` that does not refuse runs.
-        ``when`` names a predicate ("pkg.mod:function") that takes a ``kernels.dispatch.Query`` and returns the
-        reason why this implementation cannot serve it, or None.
+        ``device_type`` is a torch device type, or "*" for any. The highest ``priority`` that does not refuse
+        runs. ``when`` names a predicate ("pkg.mod:function") that takes a ``kernels.dispatch.Query`` and
+        returns the reason why this implementation cannot serve it, or None.
         """
 
 

@@ -1,7 +1,7 @@
 """Load plugins one by one: a broken one never takes down the others, and is never silent.
 
-Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is rolled back
-and recorded with the stage, the distribution and the exception (``rlcore doctor`` prints the record).
+Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is
+rolled back and recorded with the stage, the distribution and the exception (``rlcore devices`` prints the record).
 """
 
 from __future__ import annotations
@@ -43,11 +43,17 @@ class PluginRecord:
     version: str
     stage: Stage
     """"loaded", "disabled", or the stage that failed."""
-    error: Exception | None = None
+    error: BaseException | None = None
+    """An Exception, or the SystemExit of a module that ends the process when imported."""
 
     @property
     def is_loaded(self) -> bool:
         return self.stage == "loaded"
+
+    @property
+    def reason(self) -> str:
+        """The error in one line; empty when there is none."""
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +65,24 @@ class _Source:
 
 
 def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Settings) -> list[PluginRecord]:
-    """Load every plugin; ``collect(name, hooks)`` calls the hooks of that one plugin and must be all or nothing.
+    """Load every plugin; ``collect(name, hooks)`` calls the hooks of that one and must be all or nothing.
 
     Raises:
         PluginError: with ``RLCORE_STRICT_PLUGINS=1``, at the first plugin that fails.
     """
     records: list[PluginRecord] = []
     for source in _sources():
-        record = _load(source, collect, settings)
+        owner = next((record.distribution for record in records if record.name == source.name), None)
+        record = _load(source, owner, collect, settings)
         records.append(record)
         if record.error is not None:
             _report(record, settings)
+    unknown = set(settings.disable_plugins) - {record.name for record in records} - {"all"}
+    if unknown:
+        names = ", ".join(record.name for record in records)
+        logger.warning(
+            "RLCORE_DISABLE_PLUGINS names no plugin: %s; there are %s", ", ".join(sorted(unknown)), names
+        )
     return records
 
 
@@ -84,21 +97,28 @@ def _sources() -> Iterator[_Source]:
 
 
 def _load(
-    source: _Source, collect: Callable[[str, pluggy.HookRelay], None], settings: Settings
+    source: _Source,
+    owner: str | None,
+    collect: Callable[[str, pluggy.HookRelay], None],
+    settings: Settings,
 ) -> PluginRecord:
-    def ended(stage: Stage, error: Exception | None = None) -> PluginRecord:
+    """``owner`` is the distribution that already has a plugin of this name."""
+
+    def ended(stage: Stage, error: BaseException | None = None) -> PluginRecord:
         return PluginRecord(source.name, source.distribution, source.version, stage, error)
 
     is_third_party = source.distribution != "rlcore"
     disabled = settings.disable_plugins
     if source.name in disabled or (is_third_party and "all" in disabled):
         return ended("disabled")
-    if is_third_party and source.name in BUILT_IN:
-        return ended("validate", PluginError(f"the plugin name {source.name!r} belongs to rlcore; choose another"))
+    if owner is not None:
+        return ended(
+            "validate", PluginError(f"the plugin name {source.name!r} belongs to {owner}; choose another")
+        )
     # A plugin is somebody else's code: whatever it raises is recorded, never passed over.
     try:
         module = source.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return ended("import", error)
     try:
         hooks = _validated_hooks(source.name, module)
@@ -106,7 +126,7 @@ def _load(
         return ended("validate", error)
     try:
         collect(source.name, hooks)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return ended("register", error)
     return ended("loaded")
 
@@ -125,7 +145,8 @@ def _validated_hooks(name: str, module: object) -> pluggy.HookRelay:
 
 
 def _report(record: PluginRecord, settings: Settings) -> None:
-    what = f"plugin {record.name!r} of {record.distribution} {record.version} failed at stage {record.stage}"
+    distribution = f"{record.distribution} {record.version}".rstrip()
+    what = f"plugin {record.name!r} of {distribution} failed at stage {record.stage}: {record.reason}"
     if settings.strict_plugins:
-        raise PluginError(f"{what}: {record.error} (RLCORE_STRICT_PLUGINS=1 makes this fatal)") from record.error
-    logger.warning("%s: %s; it is left out. See `rlcore doctor`.", what, record.error)
+        raise PluginError(f"{what} (RLCORE_STRICT_PLUGINS=1 makes this fatal)") from record.error
+    logger.warning("%s; it is left out. See `rlcore devices`.", what)

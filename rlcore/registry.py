@@ -45,14 +45,20 @@ class Registry:
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     benchmarks: dict[str, str] = field(default_factory=dict)
     plugins: list[PluginRecord] = field(default_factory=list)
+    refused_devices: dict[str, BaseException] = field(default_factory=dict)
+    """Devices that a plugin offered before it failed, and how it failed."""
 
     def collect(self, plugin: str, hooks: pluggy.HookRelay) -> None:
         """Take in all of one plugin's registrations, or none of them."""
         draft = _Draft(self, plugin)
-        hooks.rlcore_register_devices(register=draft.device)
-        hooks.rlcore_register_ops(register=draft.op)
-        hooks.rlcore_register_executors(register=draft.executor)
-        hooks.rlcore_register_benchmarks(register=draft.benchmark)
+        try:
+            hooks.rlcore_register_devices(register=draft.device)
+            hooks.rlcore_register_ops(register=draft.op)
+            hooks.rlcore_register_executors(register=draft.executor)
+            hooks.rlcore_register_benchmarks(register=draft.benchmark)
+        except (Exception, SystemExit) as error:
+            self.refused_devices |= dict.fromkeys(draft.offered_devices, error)
+            raise
         self.devices |= draft.devices
         for implementation in draft.ops:
             self.ops.setdefault(implementation.op, []).append(implementation)
@@ -66,6 +72,7 @@ class _Draft:
 
     registry: Registry
     plugin: str
+    offered_devices: list[str] = field(default_factory=list)
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: list[OpImplementation] = field(default_factory=list)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
@@ -73,7 +80,8 @@ class _Draft:
 
     def device(self, spec: DeviceSpec) -> None:
         if not isinstance(spec, DeviceSpec):
-            raise PluginError(f"rlcore_register_devices takes a DeviceSpec, got {type(spec).__name__}: {spec!r}")
+            raise PluginError(f"register() takes a DeviceSpec, got {type(spec).__name__}: {spec!r}")
+        self.offered_devices.append(spec.name)
         _check_api_version(spec)
         taken = self.registry.devices | self.devices
         if spec.name in taken:
@@ -84,6 +92,10 @@ class _Draft:
         self, op: str, device_type: str, path: str, *, name: str, priority: int = 0, when: str | None = None
     ) -> None:
         check_import_path(path, f"implementation {name!r} of {op}")
+        if type(priority) is not int:
+            raise PluginError(
+                f"priority of implementation {name!r} of {op} must be a whole number, got {priority!r}"
+            )
         if when is not None:
             check_import_path(when, f"'when' of implementation {name!r} of {op}")
         for other in [*self.registry.ops.get(op, ()), *self.ops]:
@@ -141,9 +153,10 @@ def resolve(path: str) -> Any:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every registered device, the default one first. No device context is created."""
+    """Every registered device, available ones first, then by priority. No device context is created."""
     ranked = sorted(registry().devices.values(), key=lambda entry: -entry[0].priority)
-    return [_info(spec, plugin) for spec, plugin in ranked]
+    found = [_info(spec, plugin) for spec, plugin in ranked]
+    return sorted(found, key=lambda info: not info.is_available)
 
 
 def get_device(name: str | torch.device | None = None) -> Any:
@@ -154,21 +167,35 @@ def get_device(name: str | torch.device | None = None) -> Any:
     Raises:
         DeviceError: unknown or unavailable device; never another device instead of the one asked for.
     """
-    if isinstance(name, str) or name is None:
-        kind, index = _parse(name or Settings.from_env().device or _default_name())
-    else:
-        kind, index = _name_of_torch_type(name.type), name.index or 0
-    return _device(kind, index)
+    if name is None:
+        return _device_of_environment() or _device(_default_name(), 0)
+    if isinstance(name, str):
+        return _device(*_parse(name))
+    return _device(_name_of_torch_type(name.type), name.index or 0)
+
+
+def _device_of_environment() -> Any:
+    wanted = Settings.from_env().device
+    if wanted is None:
+        return None
+    try:
+        return _device(*_parse(wanted))
+    except (DeviceError, InvalidInputError) as error:
+        raise type(error)(f"RLCORE_DEVICE={wanted}: {error}") from error
 
 
 @functools.cache
 def _device(kind: str, index: int) -> Any:
     spec = _spec(kind)
-    probe = _probe(spec)
+    probe, error = _probe(spec)
     if not probe.is_available:
-        raise DeviceError(f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`.")
+        raise DeviceError(
+            f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`."
+        ) from error
     if index >= probe.count:
-        raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
+        raise DeviceError(
+            f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}"
+        )
     return resolve(spec.loader)(spec, index)
 
 
@@ -180,39 +207,52 @@ def _parse(wanted: str) -> tuple[str, int]:
 
 
 def _name_of_torch_type(torch_type: str) -> str:
-    return next((spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type)
+    return next(
+        (spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type
+    )
 
 
 def _spec(kind: str) -> DeviceSpec:
     known = registry().devices
     if kind in known:
         return known[kind][0]
-    failed = next((record for record in registry().plugins if record.name == kind and record.error), None)
-    if failed is not None:
+    record = next((record for record in registry().plugins if record.name == kind), None)
+    if record is not None and record.stage == "disabled":
+        raise DeviceError(f"device {kind!r} is missing because RLCORE_DISABLE_PLUGINS names its plugin")
+    error = registry().refused_devices.get(kind) or (record and record.error)
+    if error:
         raise DeviceError(
-            f"device {kind!r} is missing because its plugin failed at stage {failed.stage}: {failed.error}"
-        ) from failed.error
-    raise DeviceError(f"no device {kind!r}; registered: {', '.join(sorted(known))}. See `rlcore devices`.")
+            f"device {kind!r} is missing because its plugin failed: {type(error).__name__}: {error}"
+        ) from error
+    failed = [record.name for record in registry().plugins if record.error]
+    but = f" (plugins that failed: {', '.join(failed)})" if failed else ""
+    raise DeviceError(
+        f"no device {kind!r}; registered: {', '.join(sorted(known))}{but}. See `rlcore devices`."
+    )
 
 
 def _default_name() -> str:
-    return next(info.name for info in list_devices() if info.is_available)
+    found = list_devices()
+    if not found or not found[0].is_available:
+        reasons = "; ".join(f"{info.name}: {info.reason}" for info in found) or "none is registered"
+        raise DeviceError(f"no device is available: {reasons}. See `rlcore devices`.")
+    return found[0].name
 
 
 def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
-    probe = _probe(spec)
+    probe, _ = _probe(spec)
     return DeviceInfo(spec.name, spec.vendor, probe.count, probe.is_available, probe.reason, plugin)
 
 
-def _probe(spec: DeviceSpec) -> Probe:
+def _probe(spec: DeviceSpec) -> tuple[Probe, Exception | None]:
     # A probe is somebody else's code: a failure is an answer ("not available, because"), not a crash.
     try:
         probe = resolve(spec.loader).probe()
+        if not isinstance(probe, Probe):
+            raise PluginError(f"probe() returned {type(probe).__name__}, not rlcore.types.Probe")
     except Exception as error:
-        return Probe(0, f"its probe failed: {type(error).__name__}: {error}")
-    if not isinstance(probe, Probe):
-        return Probe(0, f"its probe returned {type(probe).__name__}, not rlcore.types.Probe")
-    return probe
+        return Probe(0, f"its probe failed: {type(error).__name__}: {error}"), error
+    return probe, None
 
 
 # ---------------------------------------------------------------------------------------------- executors

@@ -25,7 +25,7 @@ class Settings:
     device: str | None = None
     """Device that ``get_device()`` returns when none is named, such as "cuda:1"."""
     debug: str = ""
-    """"1": check operator inputs synchronously; "pdb": also run workers in this process so that breakpoints work."""
+    """"1": check operator inputs synchronously; "pdb": also run workers in this process, for breakpoints."""
     log_level: str = "WARNING"
     """DEBUG, INFO, WARNING or ERROR."""
     strict_plugins: bool = False
@@ -33,7 +33,7 @@ class Settings:
     disable_plugins: tuple[str, ...] = ()
     """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
     cache: Path = Path()
-    """Folder for made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
+    """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
@@ -57,7 +57,9 @@ VARIABLES = tuple(_PREFIX + field.name.upper() for field in fields(Settings))
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     for name in env:
         if name.startswith(_PREFIX) and name not in VARIABLES:
-            raise InvalidInputError(f"unknown environment variable {name}; rlcore reads {', '.join(VARIABLES)}")
+            raise InvalidInputError(
+                f"unknown environment variable {name}; rlcore reads {', '.join(VARIABLES)}"
+            )
 
 
 def _one_of(env: Mapping[str, str], name: str, default: str, accepted: tuple[str, ...]) -> str:

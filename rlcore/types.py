@@ -12,14 +12,14 @@ from typing import Literal
 from rlcore.errors import InvalidInputError
 
 PLUGIN_API = (1, 0)
-"""(major, minor) of the plugin interface. A plugin written for another major, or a newer minor, is refused."""
+"""(major, minor) of the plugin interface. A plugin for another major, or a newer minor, is refused."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def check_import_path(path: str, what: str) -> None:
-    if not _IMPORT_PATH.fullmatch(path):
+    if not isinstance(path, str) or not _IMPORT_PATH.fullmatch(path):
         raise InvalidInputError(f"{what} must be an import path 'package.module:attribute', got {path!r}")
 
 
@@ -36,22 +36,29 @@ class DeviceSpec:
     priority: int
     """Among available accelerators the highest is the default; the built-in CPU has 0."""
     loader: str
-    """Import path of the ``Device`` class: ``probe()`` tells whether it can run here, the constructor takes an index."""
+    """Import path of the ``Device`` class: ``probe()`` tells whether it can run; made with (spec, index)."""
     collective_backend: str
     """Name of its torch.distributed back end."""
+    api_version: tuple[int, int]
+    """``PLUGIN_API`` of the rlcore that this registration was written for, as numbers: (1, 0)."""
     visible_devices_variable: str | None = None
     """Environment variable that restricts which devices a process sees."""
     ray_resource: str | None = None
     """The resource name Ray schedules it by."""
-    api_version: tuple[int, int] = PLUGIN_API
-    """Version of the plugin interface this registration was written for."""
 
     def __post_init__(self) -> None:
         for field in ("name", "torch_type"):
-            if not _NAME.fullmatch(getattr(self, field)):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not _NAME.fullmatch(value):
                 raise InvalidInputError(
-                    f"DeviceSpec.{field} must be lower case letters, digits and '_', got {getattr(self, field)!r}"
+                    f"DeviceSpec.{field} must be lower case letters, digits and '_', got {value!r}"
                 )
+        if type(self.priority) is not int:
+            raise InvalidInputError(f"DeviceSpec.priority must be a whole number, got {self.priority!r}")
+        if not isinstance(self.api_version, tuple) or list(map(type, self.api_version)) != [int, int]:
+            raise InvalidInputError(
+                f"DeviceSpec.api_version must be two numbers such as {PLUGIN_API}, got {self.api_version!r}"
+            )
         check_import_path(self.loader, "DeviceSpec.loader")
 
 
@@ -63,6 +70,12 @@ class Probe:
     """Number of usable devices; 0 means not available."""
     reason: str = ""
     """Why it is not available."""
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 0:
+            raise InvalidInputError(f"Probe.count must be a whole number of at least 0, got {self.count!r}")
+        if self.count == 0 and not self.reason:
+            raise InvalidInputError("Probe(0) must say the reason why the device is not available")
 
     @property
     def is_available(self) -> bool:

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import os
 import platform
-import uuid
 from pathlib import Path
 from typing import final
 
 import torch
 
 from rlcore.devices.generic import GenericTorchDevice, Memory
+from rlcore.errors import UnsupportedError
 from rlcore.types import DeviceProperties, MemoryInfo, MemoryStats, Probe
 
 
 def _kib_field(path: str, field: str) -> int:
     """Bytes in a "Field:  123 kB" line of a /proc file."""
+    if not Path(path).exists():
+        raise UnsupportedError("memory figures of the cpu device", f"they are read from {path} of Linux")
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"{path} has no field {field!r}")
 
 
+def _processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # Arm's /proc/cpuinfo has no model name
+
+
 class CpuMemory(Memory):
     """The resident set of this process stands for what an allocator would hold."""
 
     def info(self) -> MemoryInfo:
-        return MemoryInfo(_kib_field("/proc/meminfo", "MemAvailable"), _kib_field("/proc/meminfo", "MemTotal"))
+        free, total = (_kib_field("/proc/meminfo", field) for field in ("MemAvailable", "MemTotal"))
+        return MemoryInfo(free, total)
 
     def stats(self) -> MemoryStats:
         resident = _kib_field("/proc/self/status", "VmRSS")
@@ -53,7 +63,7 @@ class CpuMemory(Memory):
 
 @final
 class CpuDevice(GenericTorchDevice):
-    """Host memory and cores. Every index is the same processor."""
+    """Host memory and cores; all processors together are the one device "cpu:0"."""
 
     def _make_memory(self) -> Memory:
         return CpuMemory()
@@ -64,8 +74,9 @@ class CpuDevice(GenericTorchDevice):
 
     def properties(self) -> DeviceProperties:
         return DeviceProperties(
-            name=platform.processor() or platform.machine(),
-            uuid=str(uuid.UUID(int=uuid.getnode())),
+            name=_processor_name(),
+            # One per running kernel, which is what shares this memory.
+            uuid=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             total_bytes=self.memory.info().total_bytes,
             capability=torch.backends.cpu.get_cpu_capability(),
             cores=len(os.sched_getaffinity(0)),
@@ -73,6 +84,10 @@ class CpuDevice(GenericTorchDevice):
 
     def synchronize(self) -> None:
         """Operators on the CPU return when they are done."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")  # as tensors say it: torch.device("cpu", 0) is not equal to it
 
     def _generator(self) -> torch.Generator:
         return torch.default_generator

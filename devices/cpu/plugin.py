@@ -16,6 +16,7 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             priority=0,
             loader="rlcore.devices.cpu.device:CpuDevice",
             collective_backend="gloo",
+            api_version=(1, 0),
             ray_resource="CPU",
         )
     )

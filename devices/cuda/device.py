@@ -33,5 +33,5 @@ class CudaDevice(GenericTorchDevice):
         )
 
     def _generator(self) -> torch.Generator:
-        torch.cuda.init()  # default_generators is empty before
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # default_generators is empty before
         return torch.cuda.default_generators[self.index]

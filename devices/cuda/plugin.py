@@ -16,6 +16,7 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             priority=100,
             loader="rlcore.devices.cuda.device:CudaDevice",
             collective_backend="nccl",
+            api_version=(1, 0),
             visible_devices_variable="CUDA_VISIBLE_DEVICES",
             ray_resource="GPU",
         )
