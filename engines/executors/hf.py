@@ -1,0 +1,259 @@
+"""The inference executor ``hf``: what one worker runs, a transformers model on one device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.engines.completion import Completion, FinishReason, RequestOutput, VersionSpan
+from rlcore.engines.executors.decoding import BatchDecoder, Decoded
+from rlcore.engines.executors.schedule import Sample, batches, expand
+from rlcore.engines.pretrained import ModelFolder, check_model_folder, load_tokenizer
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.errors import (
+    CheckpointError,
+    InvalidInputError,
+    MissingDependencyError,
+    StateError,
+    UnsupportedError,
+)
+
+# Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
+# holding blocks of earlier sizes; sampling holds about six [B, V] float32 tensors, sorted values included.
+_CACHE_SHARE, _LOGITS_SHARE = 0.5, 0.25
+_LOGITS_BYTES = 6 * 4
+
+ParamsLike = SamplingParams | Mapping[str, Any] | None
+
+
+class HfWorker:
+    """Generates with a Hugging Face causal language model on one device.
+
+    Whether the weights are on the device is the caller's business: it moves ``module`` between calls.
+    """
+
+    def __init__(self, device: Any) -> None:
+        """``device`` is an rlcore device (``rlcore.get_device()``)."""
+        self.device = device
+        self.tokenizer: Any | None = None
+        self._module: Any | None = None
+
+    @property
+    def module(self) -> Any:
+        """The transformers model: eval mode, no parameter needs a gradient."""
+        if self._module is None:
+            raise StateError("the hf worker has no model yet; call build(path)")
+        return self._module
+
+    def build(
+        self,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        attn_implementation: str | None = None,
+        max_num_seqs: int | None = None,
+        max_num_tokens: int | None = None,
+    ) -> None:
+        """Loads model and tokenizer.
+
+        Args:
+            path: a Hugging Face model folder with safetensors weights.
+            dtype: of the weights, such as "bfloat16"; "auto" is what config.json says.
+            attn_implementation: transformers' name of an attention; None lets it choose.
+            max_num_seqs: most completions decoded together; None fits a quarter of the free device memory.
+            max_num_tokens: most tokens cached at a time; None fits half of the free device memory.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged, or not a causal language model.
+            InvalidInputError: an option is out of range.
+            UnsupportedError: the architecture cannot decode padded batches.
+        """
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_tokens", max_num_tokens)):
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
+        folder = check_model_folder(path)
+        self.tokenizer = load_tokenizer(folder)
+        module = _load_module(folder, dtype=_dtype(dtype), attn_implementation=attn_implementation)
+        self._module = module.to(self.device.torch_device)
+        text_config = module.config.get_text_config()
+        self._vocab_size = folder.vocab_size
+        self._eos_token_ids = folder.stop_token_ids
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
+        self._cached_token_bytes = self._measure_cached_token()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        version: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Samples completions.
+
+        Args:
+            prompts: token ids, at least one each.
+            params: for all prompts, or one for each.
+            version: of the weights in use, for ``version_spans``.
+            on_progress: called with the number of completions that ended since the last call.
+
+        Returns:
+            One output a prompt, in their order, with ``n`` completions by sample index. ``prompt`` is None.
+
+        Raises:
+            InvalidInputError: names the prompt and what is wrong with it or its parameters.
+            RlcoreError: the model gives NaN or infinite logits.
+            StateError: before ``build``.
+        """
+        module = self.module
+        each = _params_of_each(prompts, params)
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            self._check_prompt(number, prompt, one)
+        samples = expand(prompts, each, _seeds(each))
+        decoded: dict[tuple[int, int], Decoded] = {}
+        max_num_seqs, max_num_tokens = self._batch_limits()
+        with torch.inference_mode():
+            for batch in batches(samples, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens):
+                decoder = BatchDecoder(
+                    module, batch, eos_token_ids=self._eos_token_ids, max_positions=self._max_positions
+                )
+                done = decoder.run(on_progress or _ignore)
+                decoded |= {(s.request, s.index): result for s, result in zip(batch, done, strict=True)}
+        return self._outputs(samples, decoded, version)
+
+    def _outputs(
+        self, samples: list[Sample], decoded: Mapping[tuple[int, int], Decoded], version: int
+    ) -> list[RequestOutput]:
+        in_order = [decoded[sample.request, sample.index] for sample in samples]
+        outputs: list[RequestOutput] = []
+        for sample, result, text in zip(samples, in_order, self._texts(in_order), strict=True):
+            if sample.index == 0:
+                outputs.append(RequestOutput(None, list(sample.prompt), []))
+            span = VersionSpan(version, 0, len(result.token_ids))
+            reason: FinishReason = "stop" if result.is_stopped else "length"
+            completion = Completion(result.token_ids, result.logprobs, text, reason, (span,))
+            outputs[-1].outputs.append(completion)
+        return outputs
+
+    def _texts(self, results: list[Decoded]) -> list[str]:
+        if self.tokenizer is None or not results:
+            return [""] * len(results)
+        spoken = [r.token_ids[:-1] if r.is_stopped else r.token_ids for r in results]
+        texts: list[str] = self.tokenizer.batch_decode(spoken, skip_special_tokens=True)
+        return texts
+
+    def _check_prompt(self, number: int, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise InvalidInputError(f"prompt {number} is empty; give at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise InvalidInputError(
+                f"prompt {number} holds token id {bad}; the model's token ids are 0 to {self._vocab_size - 1}"
+            )
+        if bad_stops := [token for token in params.stop_token_ids if token >= self._vocab_size]:
+            raise InvalidInputError(
+                f"stop_token_ids of prompt {number} holds {bad_stops[0]}; "
+                f"the model's token ids are 0 to {self._vocab_size - 1}"
+            )
+        longest = len(prompt) + params.max_tokens
+        if self._max_positions is not None and longest > self._max_positions:
+            raise InvalidInputError(
+                f"prompt {number} has {len(prompt)} tokens and max_tokens is {params.max_tokens}, "
+                f"together {longest}; the model has {self._max_positions} positions "
+                f"(max_position_embeddings): shorten the prompt or lower max_tokens"
+            )
+
+    def _batch_limits(self) -> tuple[int, int]:
+        """max_num_seqs and max_num_tokens, from the memory that is free now where they were not given."""
+        memory = self.device.memory
+        stats = memory.stats()
+        # What the allocator holds and does not use is free to it.
+        available = memory.info().free_bytes + max(0, stats.reserved_bytes - stats.allocated_bytes)
+        seqs = int(available * _LOGITS_SHARE) // (self._vocab_size * _LOGITS_BYTES)
+        tokens = int(available * _CACHE_SHARE) // self._cached_token_bytes
+        return self._max_num_seqs or max(1, seqs), self._max_num_tokens or max(1, tokens)
+
+    def _measure_cached_token(self) -> int:
+        """Bytes that one token takes in the cache, measured, as it depends on the architecture."""
+        with torch.inference_mode():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device.torch_device)
+            layers = self.module(input_ids=token, use_cache=True).past_key_values.layers
+        tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        num_bytes: int = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return max(1, num_bytes)
+
+
+def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implementation: str | None) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingDependencyError("transformers", needed_for="the hf executor", extra="hf") from error
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # many types; the user sees the original as the cause
+        raise CheckpointError(
+            f"transformers cannot load {folder.path} as a causal language model: {error}"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"the weights in {folder.path} lack {len(missing)} tensors of {type(module).__name__}, such as "
+            f"{missing[0]!r}, which would be left random; save the checkpoint again, whole"
+        )
+    _check_can_decode(module)
+    return module.eval().requires_grad_(False)
+
+
+def _check_can_decode(module: Any) -> None:
+    accepted = inspect.signature(module.forward).parameters
+    needed = ("position_ids", "attention_mask", "past_key_values", "logits_to_keep")
+    if lacking := [name for name in needed if name not in accepted]:
+        raise UnsupportedError(
+            f"{type(module).__name__} in the hf executor",
+            f"its forward takes no {', '.join(lacking)}; use vllm",
+        )
+
+
+def _dtype(value: str | torch.dtype) -> str | torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if value == "auto":
+        return "auto"
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(
+            f'dtype must be "auto" or a floating-point dtype such as "bfloat16", got {value!r}'
+        )
+    return found
+
+
+def _params_of_each(
+    prompts: Sequence[Sequence[int]], params: ParamsLike | Sequence[ParamsLike]
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, (SamplingParams, Mapping)):
+        return [SamplingParams.of(params)] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidInputError(
+            f"got {len(params)} sampling parameters for {len(prompts)} prompts; give one or one each"
+        )
+    return [SamplingParams.of(one) for one in params]
+
+
+def _seeds(params: Sequence[SamplingParams]) -> list[int]:
+    """The seed of each prompt; where none is given, one from torch's default generator."""
+    drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (len(params),)).tolist()
+    return [one.seed if one.seed is not None else new for one, new in zip(params, drawn, strict=True)]
+
+
+def _ignore(num_finished: int) -> None:
+    """Progress that nobody follows."""

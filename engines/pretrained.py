@@ -1,0 +1,164 @@
+"""A Hugging Face model folder: checked from its headers before any weight is read, and its tokenizer.
+
+Nothing here reaches the network or runs code from the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import CheckpointError, MissingDependencyError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that ``check_model_folder`` found complete."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """config.json."""
+    weight_files: tuple[Path, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the model knows."""
+        size = self.config.get("text_config", self.config).get("vocab_size")
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(
+                f"{self.path / 'config.json'} must have a vocab_size of at least 1, got {size!r}"
+            )
+        return size
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence tokens of generation_config.json, else of config.json; () if it has none."""
+        generation = self.path / "generation_config.json"
+        sources: list[Mapping[str, Any]] = [_read_json(generation)] if generation.exists() else []
+        sources += [self.config, self.config.get("text_config", {})]
+        eos = next(
+            (source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), ()
+        )
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def check_model_folder(path: str | Path) -> ModelFolder:
+    """Checks that a folder has a config and whole safetensors files, reading only their headers.
+
+    Raises:
+        CheckpointError: names the file, what is wrong with it, and what to do.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"model path {str(path)!r} is not a folder; rlcore does not download models: "
+            f"run `hf download <model> --local-dir <folder>` and give that folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+    found = ModelFolder(folder, _read_json(folder / "config.json"), _check_weights(folder))
+    _ = found.vocab_size
+    return found
+
+
+def load_tokenizer(folder: ModelFolder) -> Any | None:
+    """The folder's tokenizer, or None if it has none: prompts are then token ids, and text is "".
+
+    Raises:
+        CheckpointError: it cannot be read, or knows more tokens than the model.
+        MissingDependencyError: transformers is absent.
+    """
+    if not any((folder.path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingDependencyError("transformers", needed_for="reading a tokenizer", extra="hf") from error
+    # AutoTokenizer of transformers 5 replaces the splitting and decoding rules of tokenizer.json by those of
+    # the model type, and may add tokens; PreTrainedTokenizerFast takes the file as it is.
+    has_file = (folder.path / "tokenizer.json").is_file()
+    reader: Any = PreTrainedTokenizerFast if has_file else AutoTokenizer
+    try:
+        tokenizer: Any = reader.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # transformers and tokenizers raise many types; the user sees the original as the cause
+        raise CheckpointError(f"the tokenizer in {folder.path} cannot be loaded: {error}") from error
+    if len(tokenizer) > folder.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer in {folder.path} has {len(tokenizer)} tokens but the model's vocab_size is "
+            f"{folder.vocab_size}; use the tokenizer it was trained with, or enlarge its embedding"
+        )
+    return tokenizer
+
+
+def _check_weights(folder: Path) -> tuple[Path, ...]:
+    if (folder / _INDEX).is_file():
+        return _check_shards(folder)
+    if not (folder / _SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder} has no weights: neither {_SINGLE} nor {_INDEX}; other formats are not read: "
+            f"load them once with transformers and call save_pretrained"
+        )
+    _tensor_names(folder / _SINGLE)
+    return (folder / _SINGLE,)
+
+
+def _check_shards(folder: Path) -> tuple[Path, ...]:
+    shard_of: Any = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map; download it again")
+    shards = sorted(set(shard_of.values()))
+    if foreign := [name for name in shards if not isinstance(name, str) or Path(name).name != name]:
+        raise CheckpointError(f"{folder / _INDEX} names {foreign[0]!r}, which is not a file of this folder")
+    if absent := [name for name in shards if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{folder / _INDEX} names {len(shards)} files, of which {len(absent)} are missing: "
+            f"{', '.join(absent)}; download them"
+        )
+    for shard in shards:
+        expected = {tensor for tensor, file in shard_of.items() if file == shard}
+        if lacking := sorted(expected - _tensor_names(folder / shard)):
+            raise CheckpointError(
+                f"{folder / shard} lacks {len(lacking)} tensors that {_INDEX} puts there, "
+                f"such as {lacking[0]!r}; it belongs to another checkpoint, download it again"
+            )
+    return tuple(folder / name for name in shards)
+
+
+def _tensor_names(file: Path) -> set[str]:
+    """Names in a safetensors file whose size is what its header says: 8 bytes of length, header, data."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file} is truncated or not safetensors ({size} bytes); download it again")
+        try:
+            header: Any = json.loads(stream.read(header_bytes))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            data_bytes = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        except (ValueError, AttributeError, TypeError, LookupError) as error:
+            raise CheckpointError(f"{file} has a damaged header; download it again") from error
+    expected = 8 + header_bytes + data_bytes
+    if size != expected:
+        raise CheckpointError(
+            f"{file} is damaged: its header needs {expected} bytes, it has {size}; download it again"
+        )
+    return set(tensors)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}; download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value

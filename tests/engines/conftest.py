@@ -1,0 +1,103 @@
+"""Tiny random checkpoints, written as real Hugging Face model folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_CHARACTERS = "0123456789+-*=$ .abcd"
+
+
+@pytest.fixture(scope="session")
+def characters() -> str:
+    """The tiny models' tokens, one a character, by token id; "$" ends a text."""
+    return _CHARACTERS
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> dict[str, Any]:
+    """Arguments of a transformers config: grouped-query attention, tied head, 21 tokens, 256 positions."""
+    return {
+        "vocab_size": len(_CHARACTERS),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.4,  # peaked distributions, so that greedy choices have no near ties
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": _CHARACTERS.index("$"),
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[..., None]:
+    """``write_tokenizer(folder, characters=...)``."""
+
+    def write(folder: Path, characters: str = _CHARACTERS) -> None:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {character: token for token, character in enumerate(characters)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[-1]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens(["$"])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "$"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[..., None]
+) -> Callable[..., Path]:
+    """``write_checkpoint(config, seed=0, **save_options)``: folder of a random model with tokenizer."""
+
+    def write(config: Any, *, seed: int = 0, **save_options: Any) -> Path:
+        from transformers import AutoModelForCausalLM
+
+        folder = tmp_path_factory.mktemp(config.model_type)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder, **save_options)
+        write_tokenizer(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def qwen2_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> Path:
+    from transformers import Qwen2Config
+
+    return write_checkpoint(Qwen2Config(**tiny_config))
+
+
+@pytest.fixture(scope="session")
+def llama_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> Path:
+    from transformers import LlamaConfig
+
+    return write_checkpoint(LlamaConfig(**tiny_config))
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """``copy_of(folder)``: a copy to damage."""
+
+    def copy(folder: Path) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+    return copy
