@@ -1,0 +1,68 @@
+"""How many rows are worked on at once, and which.
+
+A chunk's temporaries are at most three [rows, V] tensors of the softmax's dtype (its exponentials, one for
+the entropy or the softcap, one for the products). A chunk is at most a quarter of all rows, so that nothing
+of the size of [T, V] exists whatever the budget, and chunks are of nearly equal size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from rlcore.errors import InvalidInputError
+
+DEFAULT_BUDGET_BYTES = 512 * 2**20
+"""Temporaries when the caller names no budget: 294 rows of 152,000 float32 logits."""
+
+_TEMPORARIES = 3
+_FEWEST_ROWS = 16
+"""Not split further for the sake of the quarter: a product of fewer rows only rereads the weight."""
+
+
+def rows_per_chunk(num_rows: int, vocab_size: int, itemsize: int, budget_bytes: int | None) -> int:
+    """Rows of a chunk whose temporaries stay within the budget.
+
+    Raises:
+        InvalidInputError: the budget does not hold one row.
+    """
+    row_bytes = _TEMPORARIES * vocab_size * itemsize
+    fitting = (DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes) // row_bytes
+    if budget_bytes is not None and fitting == 0:
+        raise InvalidInputError(
+            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; "
+            f"the least is {row_bytes}"
+        )
+    most = max(1, min(fitting, max(_FEWEST_ROWS, math.ceil(num_rows / 4))))
+    return math.ceil(num_rows / max(1, math.ceil(num_rows / most))) or 1
+
+
+def row_chunks(num_rows: int, rows: int) -> Iterator[slice]:
+    """Runs of ``rows``; of no rows one empty run, so that outputs keep their form."""
+    for start in range(0, max(num_rows, 1), rows):
+        yield slice(start, min(start + rows, num_rows))
+
+
+def batched_row_chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[int | slice, ...]]:
+    """Runs of the last dimension of ``shape``, the leading ones walked one by one.
+
+    No copy is needed where strides do not let the dimensions be flattened into one.
+    """
+    *leading, num_rows = shape
+    for position in itertools.product(*map(range, leading)):
+        for run in row_chunks(num_rows, rows):
+            yield (*position, run)
+
+
+def sequence_chunks(cu_seqlens: Sequence[int], rows: int) -> Iterator[tuple[slice, list[int]]]:
+    """Runs of whole sequences of at most ``rows`` rows, and their cu_seqlens. A longer one goes alone."""
+    first = 0
+    for end in range(1, len(cu_seqlens)):
+        is_last = end == len(cu_seqlens) - 1
+        if is_last or cu_seqlens[end + 1] - cu_seqlens[first] > rows:
+            start = cu_seqlens[first]
+            yield slice(start, cu_seqlens[end]), [edge - start for edge in cu_seqlens[first : end + 1]]
+            first = end
+    if len(cu_seqlens) == 1:
+        yield slice(0, 0), [0]

@@ -1,0 +1,166 @@
+"""Run a loss function on some tokens: its weighted sum, its gradients and its statistics.
+
+    loss = sum_t weight[t] * value[t]
+
+over the tokens that count. The others are kept out by selection, never by multiplication with 0, so that NaN
+in them cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.losses.interface import LossFn
+
+_ENDINGS = ("_mean", "_sum", "_min", "_max")
+
+
+class TokenInputs(NamedTuple):
+    """What a loss reads besides log-probabilities, and which tokens count."""
+
+    per_token: Mapping[str, Tensor]
+    weight: Tensor
+    is_counted: Tensor
+
+    def at(self, chunk: slice) -> TokenInputs:
+        sliced = {name: values[chunk] for name, values in self.per_token.items()}
+        return TokenInputs(sliced, self.weight[chunk], self.is_counted[chunk])
+
+    def counted(self) -> dict[str, Tensor]:
+        """``per_token`` with 0 for tokens that do not count."""
+        return {name: self._counted(values) for name, values in self.per_token.items()}
+
+    def _counted(self, values: Tensor) -> Tensor:
+        if not values.is_floating_point():
+            return values
+        trailing = (1,) * (values.dim() - 1)
+        return values.masked_fill(~self.is_counted.view(-1, *trailing), 0.0)
+
+
+def weighted_loss(
+    loss_fn: LossFn,
+    logprob_T: Tensor,
+    entropy_T: Tensor | None,
+    tokens: TokenInputs,
+    extra: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scalar loss, differentiable in its inputs, and the statistics of each token.
+
+    Raises:
+        InvalidInputError: the loss function returned something else than [t] vectors.
+    """
+    value_T, stats = loss_fn(logprob_T, entropy_T, {**tokens.counted(), **extra})
+    _check_vector("its value", value_T, logprob_T, loss_fn)
+    for name, values_T in stats.items():
+        _check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
+        if not name.endswith(_ENDINGS):
+            raise InvalidInputError(
+                f"{_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_ENDINGS)}, "
+                "which says how it is reduced over tokens"
+            )
+    if entropy_T is not None:
+        stats = {"entropy_mean": entropy_T} | stats
+    kept_T = torch.where(tokens.is_counted, value_T, 0.0)
+    return (kept_T * tokens.weight).sum(), stats
+
+
+def loss_and_gradients(
+    loss_fn: LossFn,
+    logprob_T: Tensor,
+    entropy_T: Tensor | None,
+    tokens: TokenInputs,
+    extra: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None, Tensor | None]:
+    """Also the gradients for log-probability and entropy: 0 for masked tokens, None if unused."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (logprob_T, entropy_T) if x is not None]
+        loss, stats = weighted_loss(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
+        if not loss.requires_grad:
+            raise InvalidInputError(
+                f"{_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be learnt; "
+                "was one of them detached?"
+            )
+        found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    counted = [None if g is None else torch.where(tokens.is_counted, g, 0.0) for g in found]
+    return loss.detach(), stats, counted[0], (*counted, None)[1]
+
+
+class Statistics:
+    """Reduces statistics over chunks by the ending of their names, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Tensor]] = {}
+        self._weights: list[Tensor] = []
+
+    def add(self, stats: Mapping[str, Tensor], tokens: TokenInputs) -> None:
+        self._weights.append(torch.where(tokens.is_counted, tokens.weight, 0.0).sum())
+        for name, values_T in stats.items():
+            part = _reduce(name, values_T.detach().to(tokens.weight.dtype), tokens)
+            self._parts.setdefault(name, []).append(part)
+
+    def result(self) -> dict[str, Tensor]:
+        """Scalars by name. Of no tokens a sum is 0, a mean NaN, a minimum inf and a maximum -inf."""
+        total_weight = torch.stack(self._weights).sum()
+        return {name: _merge(name, torch.stack(parts), total_weight) for name, parts in self._parts.items()}
+
+
+def _reduce(name: str, values_T: Tensor, tokens: TokenInputs) -> Tensor:
+    if name.endswith(("_min", "_max")):
+        nothing = float("inf") if name.endswith("_min") else float("-inf")
+        # one more element, so that no token at all is no error
+        kept_T = torch.nn.functional.pad(
+            torch.where(tokens.is_counted, values_T, nothing), (0, 1), value=nothing
+        )
+        return kept_T.amin() if name.endswith("_min") else kept_T.amax()
+    kept_T = torch.where(tokens.is_counted, values_T, 0.0)
+    return (kept_T * tokens.weight).sum() if name.endswith("_mean") else kept_T.sum()
+
+
+def _merge(name: str, parts: Tensor, total_weight: Tensor) -> Tensor:
+    if name.endswith("_mean"):
+        return parts.sum() / total_weight
+    if name.endswith("_sum"):
+        return parts.sum()
+    return parts.amin() if name.endswith("_min") else parts.amax()
+
+
+def refusing_mixed_tokens(loss_fn: LossFn) -> LossFn:
+    """``loss_fn``, run on half of the tokens alone too: a token's value must not change with its company.
+
+    A loss that looks at other tokens would depend on where chunks end. ``RLCORE_DEBUG`` turns this on.
+    """
+
+    def checked(
+        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        value, stats = loss_fn(logprob, entropy, per_token)
+        half = (len(logprob) + 1) // 2
+        few = {name: values[:half] for name, values in per_token.items()}
+        alone, _ = loss_fn(logprob[:half], None if entropy is None else entropy[:half], few)
+        if not torch.allclose(alone, value[:half], rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise InvalidInputError(
+                f"{_name(loss_fn)}: a token's value depends on other tokens, so it would change with the "
+                "chunks; mark it with @sequence_level if it needs whole sequences, else compute such values "
+                "beforehand and pass them in per_token"
+            )
+        return value, stats
+
+    return checked
+
+
+def _check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:
+    if not isinstance(values, Tensor) or values.shape != logprob_T.shape:
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InvalidInputError(
+            f"{_name(loss_fn)}: {what} must be a vector like logprob, {list(logprob_T.shape)}; got {got}. "
+            "Return the loss of each token; linear_loss weights and sums it"
+        )
+
+
+def _name(loss_fn: LossFn) -> str:
+    return f"loss function {getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}"

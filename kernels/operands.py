@@ -1,0 +1,147 @@
+"""Checks of the arguments that operators share.
+
+Shapes and dtypes are checked always. Values are checked at once on the CPU and under ``RLCORE_DEBUG``; on an
+accelerator they are checked on the device, without waiting for it, and a violation stops the process at a
+later call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.settings import Settings
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def is_debugging() -> bool:
+    return Settings.from_env().debug != ""
+
+
+def check_values(ok: Tensor, message: Callable[[], str]) -> None:
+    """``ok`` is a bool tensor that must be true everywhere; ``message`` is only called when it can be shown.
+
+    Raises:
+        InvalidInputError: on the CPU or with RLCORE_DEBUG=1; otherwise a device-side assertion.
+    """
+    if ok.device.type != "cpu" and not is_debugging():
+        torch._assert_async(ok.all(), "an operator of rlcore got bad values; RLCORE_DEBUG=1 shows which")
+    elif not bool(ok.all()):
+        raise InvalidInputError(message())
+
+
+def first_violation(ok_T: Tensor, values_T: Tensor) -> str:
+    """Such as "7 at [3]", for messages."""
+    position = (~ok_T).nonzero()[0].tolist()
+    return f"{values_T[tuple(position)].item():g} at {position}"
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise InvalidInputError(f"{name} must be {accepted}; got {tensor.dtype}")
+
+
+def check_same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            raise InvalidInputError(
+                f"{name} is on {tensor.device} but {first} is on {device}; move it with .to({first}.device)"
+            )
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InvalidInputError(f"{name} must be {meaning} = {list(shape)}; got {list(tensor.shape)}")
+
+
+def check_constant(name: str, tensor: Tensor | None) -> None:
+    """Refuse what would silently get no gradient."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError(f"{name} requires grad, but no gradient flows to it; pass {name}.detach()")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidInputError(f"{name} must be a finite number > 0; got {value}")
+
+
+def checked_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+    """``targets`` as int64, each a token id or ``ignore_index``."""
+    if targets.dtype not in _INTEGERS:
+        raise InvalidInputError(f"targets must be int64 or int32 token ids; got {targets.dtype}")
+    is_valid_T = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
+    check_values(
+        is_valid_T,
+        lambda: (
+            f"targets must be token ids in [0, {vocab_size}) or ignore_index={ignore_index}; "
+            f"got {first_violation(is_valid_T, targets)}"
+        ),
+    )
+    return targets.long()
+
+
+def checked_temperature(
+    temperature: float | Tensor, targets: Tensor, ignore_index: int, wide: torch.dtype
+) -> float | Tensor:
+    """A float, or a tensor like ``targets`` of dtype ``wide`` in which ignored rows have 1."""
+    if not isinstance(temperature, Tensor):
+        check_positive("temperature", temperature)
+        return float(temperature)
+    check_constant("temperature", temperature)
+    check_float("temperature", temperature)
+    check_shape("temperature", temperature, tuple(targets.shape), "a float, or one value for each target")
+    check_same_device("targets", targets.device, temperature=temperature)
+    values_T = temperature.detach().to(wide).masked_fill(targets == ignore_index, 1.0)
+    is_valid_T = (values_T > 0) & values_T.isfinite()
+    check_values(
+        is_valid_T,
+        lambda: f"temperature must be finite and > 0; got {first_violation(is_valid_T, values_T)}",
+    )
+    return values_T
+
+
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+) -> None:
+    """Shapes, dtypes, devices and constants of the operators that start from hidden states."""
+    check_float("hidden", hidden)
+    if hidden.dim() != 2:
+        raise InvalidInputError(
+            f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
+        raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
+    if weight.dtype != hidden.dtype:
+        raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
+    check_shape("targets", targets, (len(hidden),), "one token for each row of hidden")
+    check_same_device("hidden", hidden.device, weight=weight, targets=targets, bias=bias)
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, (len(weight),), "one value for each row of weight")
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    check_positive("logit_scale", logit_scale)
+
+
+def lowered_as_linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Under autocast what ``torch.nn.functional.linear`` would multiply; otherwise the same tensors."""
+    device_type = hidden.device.type
+    if not torch.is_autocast_enabled(device_type) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,0 +1,183 @@
+"""Padded batches to packed ones and back, and sequences of uneven length into even micro-batches.
+
+A padded batch holds ``attention_mask`` [N, L] and per-token entries [N, L, ...]; a packed one ``cu_seqlens``
+[N + 1] int32 (where each sequence begins, then the end) and per-token entries [T, ...]. Other entries (one
+value for each sequence, or a scalar) are the same in both.
+
+Karmarkar-Karp: "The differencing method of set partitioning", 1982.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+
+
+def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the padding: per-token entries become [T, ...], in order, and ``cu_seqlens`` replaces
+    ``attention_mask``.
+
+    The padding may be on either side. Works under autograd.
+
+    Raises:
+        InvalidInputError: no ``attention_mask`` [N, L].
+    """
+    mask = batch.get("attention_mask")
+    if mask is None or mask.dim() != 2:
+        got = sorted(batch) if mask is None else f"attention_mask {list(mask.shape)}"
+        raise InvalidInputError(f"pack needs a batch with attention_mask [N, L]; got {got}")
+    is_token_NL = mask != 0
+    edges_N = torch.nn.functional.pad(is_token_NL.sum(1).cumsum(0), (1, 0))
+    packed = {
+        name: values[is_token_NL] if values.shape[:2] == mask.shape else values
+        for name, values in batch.items()
+        if name != "attention_mask"
+    }
+    return {**packed, "cu_seqlens": edges_N.to(torch.int32)}
+
+
+def unpack(
+    batch: Mapping[str, Tensor],
+    *,
+    length: int | None = None,
+    side: Literal["left", "right"] = "right",
+    fill: Mapping[str, float] | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of ``pack``: per-token entries become [N, L, ...] with padding on ``side``.
+
+    An entry is per token if its first dimension is T; if every sequence has one token, that is every entry.
+
+    Args:
+        batch: packed, with ``cu_seqlens``.
+        length: L; None is the longest sequence.
+        side: where the padding goes.
+        fill: by name, what the padding holds; 0 for those not named.
+
+    Raises:
+        InvalidInputError: no ``cu_seqlens``, or a ``length`` too short.
+    """
+    edges = _edges(batch)
+    count_N = edges.diff()
+    longest = int(count_N.max()) if len(count_N) else 0
+    length = longest if length is None else length
+    if length < longest:
+        raise InvalidInputError(f"unpack: length={length} is below the longest sequence, {longest} tokens")
+    if side not in ("left", "right"):
+        raise InvalidInputError(f"unpack: side must be 'left' or 'right'; got {side!r}")
+    column_L = torch.arange(length, device=edges.device)
+    is_token_NL = column_L < count_N[:, None] if side == "right" else column_L >= length - count_N[:, None]
+    num_tokens = int(edges[-1])
+    padded = {"attention_mask": is_token_NL.long()}
+    for name, values in batch.items():
+        if name == "cu_seqlens":
+            continue
+        is_per_token = values.dim() > 0 and len(values) == num_tokens
+        padded[name] = _scatter(values, is_token_NL, (fill or {}).get(name, 0)) if is_per_token else values
+    return padded
+
+
+def _edges(batch: Mapping[str, Tensor]) -> Tensor:
+    if "cu_seqlens" not in batch:
+        raise InvalidInputError(f"unpack needs a batch with cu_seqlens [N + 1]; got {sorted(batch)}")
+    return batch["cu_seqlens"].long()
+
+
+def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
+    padded_NL = values_T.new_full((*is_token_NL.shape, *values_T.shape[1:]), fill)
+    return padded_NL.index_put((is_token_NL.to(values_T.device),), values_T)
+
+
+def position_ids(cu_seqlens: Tensor) -> Tensor:
+    """[T] int64: the position of each token in its own sequence."""
+    edges_N = cu_seqlens.long()
+    start_T = edges_N[:-1].repeat_interleave(edges_N.diff())
+    return torch.arange(len(start_T), device=edges_N.device) - start_T
+
+
+def balance(
+    lengths: Sequence[int] | Tensor, *, max_tokens: int | None = None, num_bins: int | None = None
+) -> list[list[int]]:
+    """Indices of sequences, in micro-batches of about equal token counts. The same input gives the same
+    answer.
+
+    Args:
+        lengths: tokens of each sequence.
+        max_tokens: a limit for each micro-batch; as few as first-fit decreasing needs (at most 11/9 of the
+            optimum, rounded up).
+        num_bins: exactly so many, as even as Karmarkar-Karp differencing makes them; some are empty if there
+            are fewer sequences.
+
+    Raises:
+        InvalidInputError: not exactly one of the two limits, or a sequence longer than ``max_tokens``.
+    """
+    tokens = [int(length) for length in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    if any(length < 0 for length in tokens):
+        raise InvalidInputError(f"balance: lengths must be >= 0; got {min(tokens)}")
+    if max_tokens is not None and num_bins is None:
+        return _first_fit_decreasing(tokens, max_tokens)
+    if num_bins is not None and max_tokens is None:
+        return _karmarkar_karp(tokens, num_bins)
+    raise InvalidInputError(
+        f"balance needs max_tokens or num_bins, one of them; got max_tokens={max_tokens}, num_bins={num_bins}"
+    )
+
+
+def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
+    """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i."""
+    inverse = [0] * sum(map(len, bins))
+    for place, index in enumerate(index for one in bins for index in one):
+        inverse[index] = place
+    return inverse
+
+
+def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        length = tokens[index]
+        if length > max_tokens:
+            raise InvalidInputError(
+                f"balance: sequence {index} has {length} tokens, more than max_tokens={max_tokens}; "
+                "raise max_tokens or shorten it"
+            )
+        fitting = next((place for place, left in enumerate(room) if left >= length), None)
+        if fitting is None:
+            fitting = len(bins)
+            bins.append([])
+            room.append(max_tokens)
+        bins[fitting].append(index)
+        room[fitting] -= length
+    return [sorted(one) for one in bins]
+
+
+def _karmarkar_karp(tokens: list[int], num_bins: int) -> list[list[int]]:
+    """Join the two most uneven partial solutions, the fullest bin of one with the emptiest of the other."""
+    if num_bins < 1:
+        raise InvalidInputError(f"balance: num_bins must be >= 1; got {num_bins}")
+    Partial = list[tuple[int, list[int]]]  # bins as (tokens, indices), fullest first
+    heap: list[tuple[int, int, Partial]] = []
+    for index, length in enumerate(tokens):
+        solution: Partial = [(length, [index]), *((0, list[int]()) for _ in range(num_bins - 1))]
+        heap.append((-_spread(solution), index, solution))
+    heapq.heapify(heap)
+    for serial in range(len(tokens), 2 * len(tokens) - 1):
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [
+            (full + empty, more + less)
+            for (full, more), (empty, less) in zip(one, reversed(other), strict=True)
+        ]
+        joined.sort(key=lambda entry: -entry[0])
+        heapq.heappush(heap, (-_spread(joined), serial, joined))
+    if not heap:
+        return [[] for _ in range(num_bins)]
+    return [sorted(indices) for _, indices in heap[0][2]]
+
+
+def _spread(solution: list[tuple[int, list[int]]]) -> int:
+    return solution[0][0] - solution[-1][0]

@@ -1,0 +1,248 @@
+"""Log-probability of chosen tokens, and the entropy, from logits.
+
+    s = z / temperature      logprob = s_y - logsumexp(s)      entropy = -sum_v p_v ln p_v,  p = softmax(s)
+
+z are the logits of a row, y its target. Rows are not shifted: row t scores ``targets[t]``. Gradients: see
+``rows``.
+
+Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
+Order of this file: reference, autograd function, chunked implementation, public operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import batched_row_chunks, rows_per_chunk
+from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.operands import (
+    check_float,
+    check_same_device,
+    check_shape,
+    checked_targets,
+    checked_temperature,
+)
+from rlcore.kernels.rows import (
+    Logprobs,
+    Rows,
+    RowStatistics,
+    column,
+    exponentials_,
+    gradient_,
+    statistics_,
+    wide_dtype,
+)
+
+
+def token_logprob_reference(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    ignore_index: int = -100,
+    keep_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+) -> Logprobs:
+    """The definition. ``inplace_backward`` is a permission that it does not use."""
+    is_ignored = targets == ignore_index
+    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(is_ignored[..., None], 0.0)
+    if keep_mask is not None:
+        logits = logits.masked_fill(~(keep_mask | is_ignored[..., None]), -math.inf)
+    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
+    logprobs = (centred / column(temperature)).log_softmax(-1)
+    target = targets.masked_fill(is_ignored, 0)[..., None]
+    logprob = logprobs.gather(-1, target).squeeze(-1).masked_fill(is_ignored, 0.0)
+    if not with_entropy:
+        return Logprobs(logprob, None)
+    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
+    return Logprobs(logprob, -(logprobs.exp() * finite).sum(-1).masked_fill(is_ignored, 0.0))
+
+
+class _Task(NamedTuple):
+    """Everything but the logits."""
+
+    rows: Rows
+    """Shaped like the targets."""
+    keep_mask: Tensor | None
+    with_entropy: bool
+    inplace_backward: bool
+
+    def chunks(self, logits: Tensor) -> Iterator[tuple[Any, Tensor, Rows]]:
+        """Index, wide copy of the logits, and rows of each chunk."""
+        wide = wide_dtype(logits.dtype)
+        shape = logits.shape[:-1]
+        for index in batched_row_chunks(
+            shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)
+        ):
+            rows = self.rows.at(index)
+            chunk_TV = rows.known(logits[index].to(wide))
+            if self.keep_mask is not None:
+                chunk_TV.masked_fill_(~(self.keep_mask[index] | rows.is_ignored[:, None]), -math.inf)
+            yield index, chunk_TV, rows
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """Saves the logits and four numbers a row; the probabilities are computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor | None]:
+        shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
+        logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
+        entropy = logits.new_empty(shape, dtype=wide) if task.with_entropy else None
+        for index, chunk_TV, rows in task.chunks(logits):
+            found = statistics_(chunk_TV, rows, with_entropy=task.with_entropy)
+            logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
+            if entropy is not None and found.entropy is not None:
+                entropy[index] = found.entropy
+        for output in (logprob, entropy):
+            if output is not None:
+                output.masked_fill_(task.rows.is_ignored, 0.0)
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, logprob, entropy, peak, total)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, None]:
+        task: _Task = ctx.task
+        logits, *saved = ctx.saved_tensors
+        g_logprob, g_entropy = task.rows.known_vector(g_logprob), task.rows.known_vector(g_entropy)
+        gradient = logits.detach() if task.inplace_backward else torch.empty_like(logits)
+        for index, chunk_TV, rows in task.chunks(logits):
+            statistics = RowStatistics(*(_at(values, index) for values in saved))
+            exp_TV = exponentials_(chunk_TV, statistics.peak, rows.sharpness)
+            gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
+            if task.keep_mask is not None:
+                # A target outside the mask has no gradient in its own column either.
+                gradient_TV.masked_fill_(~task.keep_mask[index], 0.0)
+            gradient[index] = gradient_TV
+        return gradient, None
+
+
+def _at(values: Tensor | None, index: Any) -> Any:
+    return None if values is None else values[index]
+
+
+def token_logprob_chunked(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor,
+    with_entropy: bool,
+    ignore_index: int,
+    keep_mask: Tensor | None,
+    inplace_backward: bool,
+) -> Logprobs:
+    """Plain torch in chunks of rows: no float32 copy of all logits, forward or backward."""
+    shape = targets.shape
+    if logits.dim() > 2 and _flattens(logits):  # one run of rows instead of one for each batch entry
+        logits, targets = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
+        temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature
+        keep_mask = None if keep_mask is None else keep_mask.reshape(-1, keep_mask.shape[-1])
+    rows = Rows.of(targets, ignore_index, temperature)
+    logprob, entropy = _TokenLogprob.apply(logits, _Task(rows, keep_mask, with_entropy, inplace_backward))  # type: ignore[no-untyped-call]
+    return Logprobs(logprob.view(shape), None if entropy is None else entropy.view(shape))
+
+
+def token_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    ignore_index: int = -100,
+    keep_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    implementation: str | None = None,
+) -> Logprobs:
+    """Log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
+
+    Args:
+        logits: [T, V], or [..., V]; float32, bfloat16, float16 or float64; any strides.
+        targets: [T], or [...]; int64 or int32 token ids, or ``ignore_index``.
+        temperature: the sampler's; > 0, a float or one for each target.
+        with_entropy: also the (differentiable) entropy.
+        ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever their logits
+            hold.
+        keep_mask: bool, shape of the logits; False marks tokens that could not be sampled (top-p, top-k):
+            they have probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
+        inplace_backward: the backward may overwrite ``logits``, which must be an intermediate result that
+            nothing else reads.
+        implementation: run this one or raise; None chooses.
+
+    Returns:
+        ``(logprob, entropy)`` shaped like ``targets``, float32 (float64 for float64 logits), nats, <= 0 and
+        >= 0; entropy is None unless asked for. Differentiable in ``logits``.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or value outside the above.
+        UnsupportedError: the implementation asked for refuses.
+    """
+    check_float("logits", logits)
+    if logits.dim() < 2 or logits.shape[-1] == 0:
+        raise InvalidInputError(f"logits must be [..., T, V] with V > 0; got {list(logits.shape)}")
+    check_shape("targets", targets, tuple(logits.shape[:-1]), "one token for each row of logits")
+    check_same_device("logits", logits.device, targets=targets, keep_mask=keep_mask)
+    _check_keep_mask(keep_mask, logits)
+    if inplace_backward:
+        _check_overwritable(logits)
+    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
+    targets = checked_targets(targets, logits.shape[-1], ignore_index)
+    flags = {
+        "entropy": with_entropy,
+        "keep_mask": keep_mask is not None,
+        "inplace_backward": inplace_backward,
+    }
+    options = frozenset(name for name, is_used in flags.items() if is_used)
+    query = Query(logits.device.type, logits.dtype, 0, logits.shape[-1], options)
+    with torch.autocast(logits.device.type, enabled=False):
+        result: Logprobs = choose("token_logprob", query, implementation).fn(
+            logits,
+            targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            ignore_index=ignore_index,
+            keep_mask=keep_mask,
+            inplace_backward=inplace_backward,
+        )
+    return result
+
+
+def _flattens(logits: Tensor) -> bool:
+    try:
+        logits.view(-1, logits.shape[-1])
+    except RuntimeError:  # torch's only way to say that the strides do not allow it
+        return False
+    return True
+
+
+def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:
+    if keep_mask is None:
+        return
+    if keep_mask.dtype != torch.bool:
+        raise InvalidInputError(
+            f"keep_mask must be bool, True where a token may be sampled; got {keep_mask.dtype}"
+        )
+    check_shape("keep_mask", keep_mask, tuple(logits.shape), "like the logits")
+
+
+def _check_overwritable(logits: Tensor) -> None:
+    if logits.requires_grad and logits.is_leaf:
+        raise InvalidInputError(
+            "inplace_backward=True would overwrite logits, a leaf tensor whose values its owner keeps; "
+            "pass an intermediate result, or inplace_backward=False"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise InvalidInputError(
+            "inplace_backward=True needs logits whose elements do not share memory; "
+            f"got strides {logits.stride()}"
+        )
