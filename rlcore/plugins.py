@@ -1,7 +1,7 @@
 """Load plugins one by one: a broken one never takes down the others, and is never silent.
 
 Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is
-rolled back and recorded with the stage, the distribution and the exception (``rlcore devices`` prints the record).
+rolled back and recorded with the stage, the distribution and the exception; see ``rlcore devices``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,31 @@
+# Everything runs in .venv, which the first target makes. Another interpreter: make test PYTHON=python3.13
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test check gpu-test bench
+
+quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
+	@$(BIN)/rlcore quickstart
+
+test: .venv/dev.installed  ## The tests that need no GPU
+	@$(BIN)/python -m pytest -m "not gpu and not multigpu and not vllm"
+
+check: .venv/dev.installed  ## Lint, format, types
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+
+gpu-test: .venv/dev.installed  ## The tests that need a GPU; fails where there is none
+	@$(BIN)/python -c "import rlcore; rlcore.get_device('cuda')"
+	@$(BIN)/python -m pytest -m "gpu or multigpu or vllm"
+
+bench: .venv/dev.installed  ## Every benchmark case on the default device; the last line says where the record is
+	@$(BIN)/rlcore bench run
+
+# Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.
+.venv/%.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"rlcore needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=..." if v < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing rlcore[$*] into .venv; the first time takes a few minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@

@@ -1,0 +1,93 @@
+"""What a benchmark is: a question, the work that answers it, and the check without which there is no number.
+
+``prepare`` makes the inputs on the device; each contender does the same work in another way; its check
+compares what it returned with a reference, in the run that is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.errors import BenchError
+from rlcore.registry import registry, resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to do the work of a case."""
+
+    implementation: str
+    """What runs, by the name it is registered under; never what was merely asked for."""
+    run: Callable[[], Any]
+    """Does the work once. What is queued on the device is waited for by the runner."""
+    check: Callable[[Any], None]
+    """Takes what ``run`` returned; raises AssertionError when it is wrong."""
+    seconds: Callable[[Any], float] | None = None
+    """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What ``Case.prepare`` makes: inputs are on the device, nothing has run."""
+
+    contenders: tuple[Contender, ...]
+    params: Mapping[str, int | float | str]
+    """Sizes and dtypes; results are comparable only where these are equal."""
+    flops: int | None = None
+    """Operations one run cannot do without; None where that means nothing."""
+    bytes: int | None = None
+    """Bytes of device memory that one run cannot avoid to read and write; None where that means nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question that a number answers."""
+
+    name: str
+    """Such as "kernels/token_logprob"; unique among the registered cases."""
+    description: str
+    """One line: what is measured."""
+    prepare: Callable[[Any], Work]
+    """Takes the device of ``rlcore.get_device``. Raises UnsupportedError where the device cannot do this."""
+
+
+def load_cases() -> dict[str, Case]:
+    """All registered cases by name.
+
+    Raises:
+        BenchError: a registered path cannot be imported, is no case, or repeats a name; names the plugin.
+    """
+    cases: dict[str, Case] = {}
+    for path, plugin in registry().benchmarks.items():
+        try:
+            case = resolve(path)
+        except (ImportError, AttributeError) as error:
+            raise BenchError(
+                f"benchmark case {path!r} of plugin {plugin!r} cannot be imported: {error}"
+            ) from error
+        if not isinstance(case, Case):
+            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} is no bench.case.Case: {case!r}")
+        if case.name in cases:
+            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} repeats the name {case.name!r}")
+        cases[case.name] = case
+    return dict(sorted(cases.items()))
+
+
+def select_cases(names: list[str]) -> list[Case]:
+    """The cases called ``names``, in that order; "kernels" means all in that folder, no name means all.
+
+    Raises:
+        BenchError: a name that no case has.
+    """
+    cases = load_cases()
+    chosen: dict[str, Case] = {}
+    for name in names or list(cases):
+        matching = {
+            known: case for known, case in cases.items() if known == name or known.startswith(f"{name}/")
+        }
+        if not matching:
+            raise BenchError(f"no benchmark case {name!r}; registered: {', '.join(cases)}")
+        chosen |= matching
+    return list(chosen.values())

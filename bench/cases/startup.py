@@ -1,0 +1,45 @@
+"""What starting costs: each run is a new Python process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from rlcore.bench.case import Case, Contender, Work
+
+_TIMED_IMPORT = "import time; t = time.perf_counter(); import rlcore; print(time.perf_counter() - t)"
+_HELP = "from rlcore.cli import main; main()"
+
+
+def _python(*arguments: str) -> str:
+    command = [sys.executable, "-c", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return result.stdout
+
+
+def _prepare_import(device: Any) -> Work:
+    def check(output: str) -> None:
+        assert float(output) > 0, f"the process printed {output!r}"
+
+    # The process times the import itself, so that starting Python is not counted.
+    contender = Contender(
+        implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float
+    )
+    return Work(contenders=(contender,), params={})
+
+
+def _prepare_help(device: Any) -> Work:
+    def check(output: str) -> None:
+        assert "quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}"
+
+    contender = Contender(implementation="python", run=lambda: _python(_HELP, "--help"), check=check)
+    return Work(contenders=(contender,), params={})
+
+
+import_case = Case(
+    name="startup/import", description="import rlcore in a new process", prepare=_prepare_import
+)
+help_case = Case(
+    name="startup/help", description="rlcore --help, from starting Python to its end", prepare=_prepare_help
+)

@@ -1,0 +1,80 @@
+"""What a record says about where it was made: machine, versions, commit, environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from rlcore.bench.result import System
+from rlcore.registry import get_device
+
+PACKAGES = (
+    "torch", "torch-npu", "triton", "triton-ascend", "numpy", "transformers", "safetensors", "peft", "vllm",
+    "vllm-ascend", "flash-attn", "liger-kernel", "trl", "ray", "nvidia-ml-py", "pluggy", "msgspec",
+)  # fmt: skip
+"""Whose versions are recorded where installed."""
+
+ENVIRONMENT = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "RLCORE_DEBUG",
+    "RLCORE_DEVICE",
+    "RLCORE_DISABLE_PLUGINS",
+)
+"""Variables that are recorded, and the device's visible-devices variable. No other: it may hold a secret."""
+
+
+def describe_system(device: Any) -> System:
+    host = get_device("cpu").properties()
+    chip = device.properties()
+    is_host = device.type == "cpu"
+    return System(
+        device=device.name,
+        accelerators_per_node=0 if is_host else device.count(),
+        accelerator_model_name="" if is_host else chip.name,
+        accelerator_memory_capacity_bytes=0 if is_host else chip.total_bytes,
+        host_processor_model_name=host.name,
+        host_processor_core_count=host.cores,
+        host_memory_capacity_bytes=host.total_bytes,
+        operating_system=platform.platform(),
+        python=platform.python_version(),
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions from package metadata; imports none of them."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def recorded_environment(device: Any) -> dict[str, str]:
+    names = (*ENVIRONMENT, device.spec.visible_devices_variable or "")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def source_commit() -> str | None:
+    """The commit of the git checkout that this file is tracked in; None when there is none."""
+    here = Path(__file__).resolve()
+    # Installed into a virtual environment inside somebody's repository, this file is in no commit of it.
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    commit = _git(here.parent, "rev-parse", "HEAD")
+    changes = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-modified" if commit and changes else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

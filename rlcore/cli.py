@@ -1,0 +1,255 @@
+"""The command ``rlcore``: parses, calls a function, prints. The work is done elsewhere.
+
+Standard output is the result, with ``--json`` nothing but JSON; progress and the log go to standard error.
+Exit code 0: done; 1: an error of rlcore, in one line; 2: wrong usage; 130: interrupted. Each command imports
+what it needs, so that ``rlcore --help`` loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import statistics
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlcore import __version__
+from rlcore.errors import InvalidInputError, RlcoreError
+from rlcore.settings import Settings
+
+if TYPE_CHECKING:
+    from rlcore.bench.result import CaseResult
+
+_PLAIN: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
+
+app = typer.Typer(help="The hardware layer under RL post-training of language models.", **_PLAIN)
+bench = typer.Typer(help="Measure this machine and its kernels.", **_PLAIN)
+ops = typer.Typer(help="Look at the operators.", **_PLAIN)
+app.add_typer(bench, name="bench")
+app.add_typer(ops, name="ops")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')
+]
+
+
+def main() -> None:
+    try:
+        app()
+    except RlcoreError as error:
+        sys.exit(f"rlcore: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.callback()
+def configure() -> None:
+    """The library leaves logging alone; here, where it is the program, it logs to standard error."""
+    logger = logging.getLogger("rlcore")
+    logger.setLevel(Settings.from_env().log_level)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger.handlers = [handler]
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+@app.command()
+def quickstart(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")
+    ] = None,
+    device: DeviceName = None,
+    seed: Annotated[int | None, typer.Option(help="Of the task and the sampling.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the picture, the metrics, the checkpoint.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+) -> None:
+    """Train a small language model by reinforcement learning, end to end."""
+    from rlcore.quickstart.config import QuickstartConfig
+    from rlcore.quickstart.run import run
+
+    given = {
+        "model": model,
+        "device": device,
+        "seed": seed,
+        "steps": steps,
+        "output": output,
+        "resume": resume,
+    }
+    raise typer.Exit(run(QuickstartConfig(**{name: x for name, x in given.items() if x is not None})))
+
+
+@app.command()
+def devices(as_json: AsJson = False) -> None:
+    """List the devices, and the plugins that failed to load."""
+    from rlcore.registry import list_devices, registry
+
+    found = list_devices()
+    failed = [record for record in registry().plugins if record.error]
+    if as_json:
+        plugins = [
+            {
+                "name": r.name,
+                "distribution": r.distribution,
+                "version": r.version,
+                "stage": r.stage,
+                "error": r.reason,
+            }
+            for r in failed
+        ]
+        _print_json({"devices": [asdict(info) for info in found], "failed_plugins": plugins})
+        return
+    rows = [
+        [info.name, info.vendor, str(info.count), info.plugin, info.reason or "available"] for info in found
+    ]
+    _print_table(["device", "vendor", "count", "plugin", "state"], rows)
+    if failed:
+        _print_table(
+            ["failed plugin", "distribution", "stage", "error"],
+            [[r.name, f"{r.distribution} {r.version}", r.stage, r.reason] for r in failed],
+        )
+
+
+@app.command()
+def version(as_json: AsJson = False) -> None:
+    """Show the versions of rlcore, Python and what it works with."""
+    from rlcore.bench.system import installed_versions, source_commit
+
+    found = {"rlcore": __version__, "commit": source_commit(), "python": platform.python_version()}
+    found |= installed_versions()
+    if as_json:
+        _print_json(found)
+    else:
+        _print_table(["package", "version"], [[name, value or "unknown"] for name, value in found.items()])
+
+
+@bench.command("list")
+def bench_list(as_json: AsJson = False) -> None:
+    """List the benchmark cases."""
+    from rlcore.bench.case import load_cases
+
+    rows = [[case.name, case.description] for case in load_cases().values()]
+    if as_json:
+        _print_json([dict(zip(("name", "description"), row, strict=True)) for row in rows])
+    else:
+        _print_table(["case", "what is measured"], rows)
+
+
+@bench.command("run")
+def bench_run(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help='Such as "kernels/linear_loss", or "kernels".')
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the record.")] = None,
+    device: DeviceName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run benchmark cases (all when none is named) and write the record as JSON."""
+    from rlcore.bench.case import select_cases
+    from rlcore.bench.result import encode
+    from rlcore.bench.runner import run_cases
+    from rlcore.registry import get_device
+
+    chosen, on = select_cases(cases or []), get_device(device)
+    path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
+    print(f"{len(chosen)} cases on {on.name}", file=sys.stderr)
+    try:
+        record = run_cases(chosen, on, path, report=_report)
+    except KeyboardInterrupt:
+        print(path, file=sys.stderr)
+        raise
+    print(path, file=sys.stderr)
+    if as_json:
+        sys.stdout.write(encode(record).decode())
+    else:
+        _print_table(
+            ["case", "implementation", "status", "median", "n"], [_row(result) for result in record.cases]
+        )
+    raise typer.Exit(int(any(result.status in ("fail", "oom") for result in record.cases)))
+
+
+@ops.command("explain")
+def ops_explain(
+    op: Annotated[str, typer.Argument(help='Such as "linear_loss".')],
+    device: DeviceName = None,
+    dtype: Annotated[str, typer.Option(help="Of hidden states or logits.")] = "bfloat16",
+    hidden_size: Annotated[int, typer.Option(min=0, help="0 for operators that take logits.")] = 2048,
+    vocab_size: Annotated[int, typer.Option(min=1)] = 151_936,
+    option: Annotated[
+        list[str] | None, typer.Option(help='Feature in use, such as "entropy"; repeat.')
+    ] = None,
+    implementation: Annotated[str | None, typer.Option(help="Ask for this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which implementation of an operator would run, and why each other would not."""
+    import torch
+
+    from rlcore.kernels.dispatch import Query, choose
+    from rlcore.registry import get_device
+
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise InvalidInputError(f"--dtype must be a torch dtype such as bfloat16 or float32, got {dtype!r}")
+    query = Query(get_device(device).type, torch_dtype, hidden_size, vocab_size, frozenset(option or ()))
+    choice = choose(op, query, implementation)
+    refused = [{"implementation": name, "reason": reason} for name, reason in choice.refused]
+    if as_json:
+        _print_json({"op": op, "implementation": choice.implementation, "refused": refused})
+    else:
+        rows = [[choice.implementation, "runs"], *([r["implementation"], r["reason"]] for r in refused)]
+        _print_table([op, ""], rows)
+
+
+# ------------------------------------------------------------------------------------------------- printing
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    # A pipe has no width: each row stays on its line, so that grep and awk see it whole.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+def _report(result: CaseResult) -> None:
+    print("  ".join(_row(result)), file=sys.stderr)
+
+
+def _row(result: CaseResult) -> list[str]:
+    if result.status != "pass":
+        return [result.name, result.implementation, result.status, result.reason.partition("\n")[0], ""]
+    samples = result.samples("time")
+    return [
+        result.name,
+        result.implementation,
+        "pass",
+        _seconds(statistics.median(samples)),
+        str(len(samples)),
+    ]
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"

@@ -1,0 +1,70 @@
+"""Shared by all tests: a clean environment, the devices to run on, and Python in a subprocess."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@functools.cache
+def _missing_gpus(needed: int) -> str:
+    """Why ``needed`` CUDA devices cannot be had here, or ""."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"needs {needed} CUDA device(s); this torch {torch.__version__} has no CUDA"
+    found = torch.cuda.device_count()
+    return "" if found >= needed else f"needs {needed} CUDA device(s), found {found}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, needed in (("gpu", 1), ("vllm", 1), ("multigpu", 2)):
+        if item.get_closest_marker(marker) and (reason := _missing_gpus(needed)):
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RLCORE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Each device this project can test on; absent hardware is a skip with its reason."""
+    from rlcore.registry import get_device
+
+    return get_device(request.param)
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Run code (or ``["-m", "module", ...]``) with this interpreter, ``env`` added to the environment."""
+
+    def run(
+        code: str | list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = ["-c", code] if isinstance(code, str) else code
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=os.environ | (env or {}),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,133 @@
+"""``import rlcore`` loads nothing and costs nothing; ``rlcore --help`` answers at once.
+
+Time is the processor time of a child process (user + system), so that other load does not decide the outcome.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import rlcore
+
+HEAVY = {
+    "cloudpickle",
+    "importlib.metadata",
+    "msgspec",
+    "numpy",
+    "pluggy",
+    "ray",
+    "rich",
+    "safetensors",
+    "torch",
+    "transformers",
+    "triton",
+    "typer",
+    "vllm",
+}
+
+# What ``import rlcore`` may add to bare Python; the scan of entry points alone cost 37 ms where this was set.
+IMPORT_BUDGET_S = 0.030
+HELP_BUDGET_S = 0.25
+
+
+def cpu_seconds(code: str, argv: list[str] | None = None) -> float:
+    """Processor seconds of ``python -c code``."""
+    arguments = [sys.executable, "-c", code, *(argv or [])]
+    to_null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+    pid = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=to_null)
+    _, status, usage = os.wait4(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f"failed: {code}"
+    return usage.ru_utime + usage.ru_stime
+
+
+def added_seconds(code: str, *, rounds: int = 7) -> float:
+    """What ``code`` adds to bare Python: the median over interleaved pairs, which see the same machine."""
+    cpu_seconds(code)  # compiles and fills the file cache
+    return statistics.median(cpu_seconds(code) - cpu_seconds("pass") for _ in range(rounds))
+
+
+def loaded_modules(run_python: Callable, code: str) -> set[str]:
+    result = run_python(f"{code}\nimport sys\nprint(*sys.modules)")
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_import_loads_nothing_heavy(run_python: Callable) -> None:
+    before = loaded_modules(run_python, "pass")  # an editable install's finder may load some by itself
+    assert (loaded_modules(run_python, "import rlcore") - before).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("code", "module"),
+    [("import rlcore, torch", "torch"), ("import rlcore; rlcore.list_devices()", "pluggy")],
+)
+def test_the_check_above_sees_a_heavy_import(run_python: Callable, code: str, module: str) -> None:
+    assert module in loaded_modules(run_python, code) & HEAVY
+
+
+def test_import_scans_no_entry_points(run_python: Callable) -> None:
+    spy = (
+        "import importlib.metadata as m\nfound = []\nreal = m.entry_points\n"
+        "m.entry_points = lambda **kw: (found.append(kw), real(**kw))[1]\n{}\nprint(found)"
+    )
+    assert run_python(spy.format("import rlcore")).stdout == "[]\n"
+    assert "'group': 'rlcore'" in run_python(spy.format("import rlcore; rlcore.list_devices()")).stdout
+
+
+def test_import_adds_under_30_ms() -> None:
+    assert added_seconds("import rlcore") < IMPORT_BUDGET_S
+
+
+def test_the_budget_of_the_import_can_be_exceeded() -> None:
+    assert (
+        added_seconds("import rlcore, rlcore.registry, importlib.metadata, email, typer", rounds=3)
+        > IMPORT_BUDGET_S
+    )
+
+
+def test_help_takes_under_a_quarter_second() -> None:
+    code = "import sys; from rlcore.cli import main; sys.exit(main())"
+    cpu_seconds(code, ["--help"])
+    assert statistics.median(cpu_seconds(code, ["--help"]) for _ in range(5)) < HELP_BUDGET_S
+
+
+def test_help_loads_no_torch(run_python: Callable) -> None:
+    code = "import sys, rlcore.cli as c; sys.argv = ['rlcore', {!r}]\ntry: c.main()\nexcept SystemExit: pass"
+    result = run_python(f"{code.format('--help')}\nprint('torch' in sys.modules)")
+    assert result.stdout.endswith("False\n"), result.stderr
+    result = run_python(f"{code.format('devices')}\nprint('torch' in sys.modules)")
+    assert result.stdout.endswith("True\n"), result.stderr
+
+
+def test_public_names() -> None:
+    assert rlcore.__all__ == [
+        "__version__",
+        "DeviceSpec",
+        "InferenceEngine",
+        "NeedParallel",
+        "RlcoreError",
+        "TrainEngine",
+        "collate",
+        "get_device",
+        "hookimpl",
+        "init",
+        "list_devices",
+        "meta_device",
+        "offloaded",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rlcore.__all__)
+def test_public_name_can_be_had(name: str) -> None:
+    assert getattr(rlcore, name) is not None
+    assert name in dir(rlcore)
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'rlcore' has no attribute 'get_devise'"):
+        _ = rlcore.get_devise

@@ -1,0 +1,284 @@
+"""The rules of the house: where folders import from, which way imports point, that kernels know no vendor.
+
+Each rule is a function over a tree of files that returns what breaks it; it is run on this repository, and on
+planted trees that break it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
+BASE = {"errors", "types", "hookspecs", "plugins", "registry", "settings", "nn"}
+BELOW = {
+    "base": set(),
+    "devices": {"base"},
+    "kernels": {"base"},
+    "collectives": {"base"},
+    "engines": {"base", "kernels", "collectives"},
+    "bench": {"base", "kernels", "collectives", "engines"},
+    "front": {"base", "kernels", "collectives", "engines", "bench", "devices"},
+}
+"""What each part may import besides itself. ``devices`` is reached through the registry."""
+
+VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
+
+Rule = Callable[[Path], list[str]]
+
+
+# -------------------------------------------------------------------------------------------------- rules
+
+
+def broken_links(root: Path) -> list[str]:
+    found = []
+    for folder in FOLDERS:
+        link = root / "rlcore" / folder
+        if not (link.is_symlink() and link.readlink() == Path("..", folder) and link.is_dir()):
+            found.append(f"rlcore/{folder} is not a link to ../{folder}")
+    return found
+
+
+def root_packages(root: Path) -> list[str]:
+    return [f"{folder}/__init__.py" for folder in FOLDERS if (root / folder / "__init__.py").exists()]
+
+
+def upward_imports(root: Path) -> list[str]:
+    found = []
+    for path in _python_files(root):
+        part = _part_of_file(path.relative_to(root))
+        for line, module in _rlcore_imports(ast.parse(path.read_text())):
+            target = _part_of_module(module)
+            if target not in BELOW[part] | {part}:
+                found.append(f"{path.relative_to(root)}:{line} ({part}) imports {module} ({target})")
+    return found
+
+
+def root_name_imports(root: Path) -> list[str]:
+    """``from kernels.x import y`` or a relative import: a second copy of the module, or somebody else's."""
+    found = []
+    for path in _python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = ["." * node.level + (node.module or "")]
+            found += [
+                f"{path.relative_to(root)} imports {module}"
+                for module in modules
+                if module.split(".")[0] in {*FOLDERS, ""}
+            ]
+    return found
+
+
+def vendors_named_in_kernels(root: Path) -> list[str]:
+    found = []
+    for path in sorted((root / "kernels").rglob("*.py")):
+        found += [
+            f"{path.relative_to(root)}:{line} names {word!r}"
+            for line, word in _words(ast.parse(path.read_text()))
+            if VENDOR.search(word)
+        ]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder in ("rlcore", *FOLDERS):
+        for path in sorted((root / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in path.relative_to(root).parents):
+                yield path
+
+
+def _part_of_file(path: Path) -> str:
+    return (
+        path.parts[0] if path.parts[0] in FOLDERS else _part_of_module(".".join(path.with_suffix("").parts))
+    )
+
+
+def _part_of_module(module: str) -> str:
+    second = module.split(".")[1] if "." in module else ""
+    return second if second in FOLDERS else "base" if second in BASE else "front"
+
+
+def _rlcore_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of rlcore, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "rlcore")
+        elif isinstance(node, ast.ImportFrom) and node.module == "rlcore":
+            # The version is no front door; every other name of rlcore/__init__.py is one.
+            yield from (
+                (node.lineno, f"rlcore.{alias.name}") for alias in node.names if alias.name != "__version__"
+            )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlcore."):
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and str(argument.value).startswith("rlcore."):
+                    yield node.lineno, str(argument.value)
+
+
+def _words(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Identifiers and strings of the code; not comments and docstrings."""
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.alias):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+# -------------------------------------------------------------------------------- this repository keeps them
+
+
+@pytest.mark.parametrize(
+    "rule", [broken_links, root_packages, upward_imports, root_name_imports, vendors_named_in_kernels]
+)
+def test_repository_keeps_rule(rule: Rule) -> None:
+    assert rule(ROOT) == []
+
+
+def test_links_are_committed_as_links() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = subprocess.run(
+        ["git", "ls-files", "--stage", *(f"rlcore/{folder}" for folder in FOLDERS)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert [line.split()[0] for line in listing.splitlines()] == ["120000"] * len(FOLDERS)
+
+
+def test_root_folder_names_are_not_importable_from_elsewhere(tmp_path: Path, run_python: Callable) -> None:
+    code = (
+        "import importlib.util, pathlib, sys\n"
+        f"specs = [importlib.util.find_spec(name) for name in {FOLDERS}]\n"
+        "places = [str(place) for s in specs if s for place in s.submodule_search_locations or []]\n"
+        f"print([place for place in places if pathlib.Path(place).is_relative_to({str(ROOT)!r})])"
+    )
+    assert run_python(code, cwd=tmp_path).stdout == "[]\n"
+    # With the checkout on the path the same code finds them, so the check above can fail.
+    planted = run_python(code, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).stdout
+    assert str(ROOT / "bench") in planted
+
+
+def test_checkout_on_the_path_does_not_shadow_another_kernels_package(
+    tmp_path: Path, run_python: Callable
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("owner = 'somebody else'")
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    assert run_python("import kernels; print(kernels.owner)", env=path).stdout == "somebody else\n"
+
+
+def test_every_file_imports_under_rlcore(tmp_path: Path, run_python: Callable) -> None:
+    modules = [
+        ".".join(("rlcore", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint(len({modules}))"
+    result = run_python(code, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"{len(modules)}\n"), result.stderr
+
+
+# ------------------------------------------------------------------------------------- and each rule can fail
+
+
+def plant(root: Path, file: str, text: str) -> Path:
+    for folder in FOLDERS:
+        (root / folder).mkdir(exist_ok=True)
+    (root / "rlcore").mkdir(exist_ok=True)
+    for folder in FOLDERS:
+        (root / "rlcore" / folder).symlink_to(Path("..", folder))
+    (root / file).write_text(text)
+    return root
+
+
+def test_a_folder_instead_of_a_link_is_found(tmp_path: Path) -> None:
+    root = plant(tmp_path, "rlcore/errors.py", "")
+    assert broken_links(root) == []
+    (root / "rlcore" / "bench").unlink()
+    (root / "rlcore" / "bench").mkdir()
+    assert broken_links(root) == ["rlcore/bench is not a link to ../bench"]
+
+
+def test_a_link_to_the_wrong_folder_is_found(tmp_path: Path) -> None:
+    root = plant(tmp_path, "rlcore/errors.py", "")
+    (root / "rlcore" / "bench").unlink()
+    (root / "rlcore" / "bench").symlink_to(Path("..", "engines"))
+    assert broken_links(root) == ["rlcore/bench is not a link to ../bench"]
+
+
+def test_a_package_in_the_root_is_found(tmp_path: Path) -> None:
+    assert root_packages(plant(tmp_path, "kernels/__init__.py", "")) == ["kernels/__init__.py"]
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("rlcore/errors.py", "import rlcore.kernels.losses"),
+        ("rlcore/registry.py", "from rlcore import get_device"),
+        ("kernels/a.py", "from rlcore.collectives.groups import x"),
+        ("kernels/a.py", "from rlcore.devices.generic import x"),
+        ("collectives/a.py", "def f():\n    from rlcore.kernels.dispatch import x"),
+        ("devices/a.py", "from rlcore.engines.engine import x"),
+        ("engines/a.py", "if TYPE_CHECKING:\n    from rlcore.devices.generic import x"),
+        ("engines/a.py", "importlib.import_module('rlcore.devices.generic')"),
+        ("engines/a.py", "from rlcore.bench.case import x"),
+        ("bench/a.py", "from rlcore.cli import main"),
+        ("bench/a.py", "from rlcore.devices.generic import x"),
+    ],
+)
+def test_an_import_that_points_up_or_sideways_is_found(tmp_path: Path, file: str, code: str) -> None:
+    (found,) = upward_imports(plant(tmp_path, file, code))
+    assert found.startswith(f"{file}:")
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("engines/a.py", "from rlcore.kernels.dispatch import x"),
+        ("bench/a.py", "from rlcore import __version__"),
+        ("rlcore/cli.py", "from rlcore.bench.case import x"),
+    ],
+)
+def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code: str) -> None:
+    assert upward_imports(plant(tmp_path, file, code)) == []
+
+
+@pytest.mark.parametrize("code", ["import kernels.losses", "from bench.case import x", "from . import x"])
+def test_an_import_by_root_name_is_found(tmp_path: Path, code: str) -> None:
+    (found,) = root_name_imports(plant(tmp_path, "bench/a.py", code))
+    assert found.startswith("bench/a.py imports ")
+
+
+@pytest.mark.parametrize(
+    "code", ["x.is_cuda", "torch.npu.x()", "f('ascend')", "import torch_npu", "def is_rocm(): ..."]
+)
+def test_a_vendor_in_kernels_is_found(tmp_path: Path, code: str) -> None:
+    assert vendors_named_in_kernels(plant(tmp_path, "kernels/a.py", code))
+
+
+def test_ordinary_words_are_no_vendor(tmp_path: Path) -> None:
+    code = '"""Fast on CUDA."""\ninputs = input_ids = cannot = ascending = 1  # npu'
+    assert vendors_named_in_kernels(plant(tmp_path, "kernels/a.py", code)) == []
