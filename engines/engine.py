@@ -7,10 +7,10 @@ device each.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.inline import InlineWorker
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.placement import choose_devices
@@ -24,14 +24,6 @@ Reports = dict[str, list[OffloadReport]]
 """Tag -> the report of each worker; a tag that was already there is absent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Executor:
-    """One full set of weights over its workers."""
-
-    name: str
-    workers: list[InlineWorker]
-
-
 class Engine(ABC):
     """Base of ``TrainEngine`` and ``InferenceEngine``."""
 
@@ -41,7 +33,7 @@ class Engine(ABC):
     def __init__(self, executor: str) -> None:
         self._executor_class = executor_class(self.kind, executor)
         self._executor_name = executor
-        self._executors: list[Executor] = []
+        self._group: WorkerGroup | None = None
         self._residency = Residency(self.label, self.tags)
         self._is_closed = False
 
@@ -57,6 +49,7 @@ class Engine(ABC):
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         onload: bool = True,
+        timeout_s: float = 3600.0,
         **executor_options: Any,
     ) -> Self:
         """Start the workers and load the weights.
@@ -66,6 +59,7 @@ class Engine(ABC):
             colocate_with: share the devices of these engines, in turns.
             not_colocate_with: avoid the devices of these engines.
             onload: False leaves the engine in host memory until ``onload()``.
+            timeout_s: the longest that one call of a worker may take.
             executor_options: passed to the executor; it names those it does not know.
 
         Raises:
@@ -73,12 +67,15 @@ class Engine(ABC):
             DeviceError: no device left; says which engine holds which.
             CheckpointError: the model folder is missing, damaged or does not fit.
         """
-        if self._executors or self._is_closed:
+        if self._group is not None or self._is_closed:
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
         _check_parallel(tensor_parallel_size, data_parallel_size, launcher)
-        (device,) = choose_devices(1, devices, colocate_with, not_colocate_with)
-        worker = InlineWorker(self._executor_class, WorkerContext(rank=0, world_size=1, device=device))
-        self._executors = [Executor(self._executor_name, [worker])]
+        devices_chosen = choose_devices(1, devices, colocate_with, not_colocate_with)
+        contexts = [
+            WorkerContext(self.label, rank, len(devices_chosen), device.name)
+            for rank, device in enumerate(devices_chosen)
+        ]
+        self._group = WorkerGroup([InlineWorker(self._executor_class, context) for context in contexts], timeout_s)
         try:
             self._build_workers(executor_options)
             if not onload:
@@ -98,9 +95,9 @@ class Engine(ABC):
         self._is_closed = True
 
     def _discard_workers(self) -> None:
-        executors, self._executors = self._executors, []
-        for worker in (worker for executor in executors for worker in executor.workers):
-            worker.call("close")
+        group, self._group = self._group, None
+        if group is not None:
+            group.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -116,27 +113,33 @@ class Engine(ABC):
 
     @property
     def is_built(self) -> bool:
-        return bool(self._executors)
+        return self._group is not None
 
     @property
-    def executors(self) -> list[Executor]:
-        return list(self._executors)
+    def executors(self) -> list[WorkerGroup]:
+        """Each holds one full set of weights; its ``workers`` by rank."""
+        return [] if self._group is None else [self._group]
 
     @property
-    def devices(self) -> list[Any]:
-        """The device of each worker."""
-        return [worker.context.device for worker in self._workers()]
+    def devices(self) -> list[str]:
+        """The device of each worker, such as "cuda:0"."""
+        return [worker.context.device_name for worker in self._built_group().workers]
 
     @property
     def device(self) -> str:
-        """Where it computes, such as "cuda:0"; of several workers the first."""
-        return str(self.devices[0].name)
+        """Where it computes; of several workers the first."""
+        return self.devices[0]
 
-    def _workers(self) -> list[InlineWorker]:
-        if not self._executors:
+    def _built_group(self) -> WorkerGroup:
+        if self._group is None:
             state = "is closed" if self._is_closed else "is not built; call build() first"
             raise StateError(f"{self.label} {state}")
-        return [worker for executor in self._executors for worker in executor.workers]
+        return self._group
+
+    def _call(self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker with the same arguments; results by rank."""
+        group = self._built_group()
+        return group.call(method, [(args, kwargs)] * len(group.workers), on_event)
 
     # ------------------------------------------------------------------------------------------ residency
 
@@ -158,10 +161,10 @@ class Engine(ABC):
         return self._move(Move.META, tags)
 
     def _move(self, move: Move, tags: tuple[str, ...]) -> Reports:
-        workers = self._workers()
+        self._built_group()
         reports: Reports = {}
         for tag, state in self._residency.plan(move, tags).items():
-            reports[tag] = [worker.call(move.value, tag) for worker in workers]
+            reports[tag] = self._call(move.value, tag)
             self._residency.set(tag, state)
         return reports
 
@@ -184,13 +187,16 @@ class Engine(ABC):
 
     def memory_report(self) -> list[dict[str, Any]]:
         """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
-        return [worker.call("memory_report") for worker in self._workers()]
+        return self._call("memory_report")
 
 
 def _check_parallel(tensor_parallel_size: int, data_parallel_size: int, launcher: str | None) -> None:
     if launcher is not None and launcher not in LAUNCHERS:
         raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
-    for name, size in {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}.items():
+    for name, size in {
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
+    }.items():
         if size < 1 and not (name == "data_parallel_size" and size == -1):
             raise InvalidInputError(f"{name} must be a positive number, got {size}")
         if size > 1:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
+from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.progress import progress_bar
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling_params import SamplingParams
@@ -43,8 +44,7 @@ class InferenceEngine(Engine):
         super().__init__(executor)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
-        for worker in self._workers():
-            worker.call("build", self._path, **options)
+        self._call("build", self._path, **options)
 
     # -------------------------------------------------------------------------------------------- generate
 
@@ -69,16 +69,16 @@ class InferenceEngine(Engine):
             StateError: weights or KV cache are not on the device, or the weights are not whole.
             InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
         """
-        (worker,) = self._workers()
+        self._built_group()
         self._require_serving("generate()")
         for tag in self.tags:
             self._residency.require(tag, "generate()")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         num_completions = _num_completions(len(texts), sampling_params)
         with progress_bar("Generating", num_completions, progress) as advance:
-            outputs: list[RequestOutput] = worker.call(
-                "generate", texts, sampling_params, version=self._version, on_progress=advance
-            )
+            outputs: list[RequestOutput] = self._call(
+                "generate", texts, sampling_params, version=self._version, on_event=advance
+            )[0]
         return outputs
 
     # ------------------------------------------------------------------------------------------------ sync
@@ -92,12 +92,12 @@ class InferenceEngine(Engine):
     def sync_state(self) -> SyncState:
         return self._sync_state
 
-    def begin_sync(self) -> Any:
-        """The model that a sync in this process writes to; raises StateError when its weights are away."""
-        (worker,) = self._workers()
+    def receivers(self) -> list[WorkerHandle]:
+        """The workers that take new weights; raises StateError when theirs are not on the device."""
+        group = self._built_group()
         if self._residency.states["weights"] is not State.EMPTY:
             self._residency.require("weights", "sync_weights()")
-        return worker.worker.module
+        return group.workers
 
     @contextlib.contextmanager
     def poisoned_until(self, version: int) -> Iterator[None]:
@@ -120,10 +120,9 @@ class InferenceEngine(Engine):
             StateError: the weights are not on the device.
             CheckpointError: the folder is damaged or of another model.
         """
-        self.begin_sync()
+        self.receivers()
         with self.poisoned_until(0 if path is None else self._version + 1):
-            for worker in self._workers():
-                worker.call("load", Path(path or self._path))
+            self._call("load", Path(path or self._path))
 
     def _move(self, move: Move, tags: tuple[str, ...]) -> Any:
         if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):

@@ -60,7 +60,11 @@ def micro_batches(
 
 
 def _select(
-    packed: Mapping[str, Tensor], scored_T: Tensor, cu_seqlens: Tensor, sequences: Tensor, device: torch.device
+    packed: Mapping[str, Tensor],
+    scored_T: Tensor,
+    cu_seqlens: Tensor,
+    sequences: Tensor,
+    device: torch.device,
 ) -> MicroBatch:
     lengths_N = cu_seqlens.diff()[sequences]
     cu_local = _offsets(lengths_N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,7 @@ class NeedParallel:
         """``parts`` contiguous pieces, in order."""
         rows = _num_rows(self.data)
         bounds = [rows * part // parts for part in range(parts + 1)]
-        return [_slice(self.data, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [_slice(self.data, start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _num_rows(data: Any) -> int:
@@ -65,6 +66,9 @@ def split_arguments(
     args_by_part = [spread(value) for value in args]
     kwargs_by_part = {name: spread(value) for name, value in kwargs.items()}
     return [
-        ([values[part] for values in args_by_part], {name: values[part] for name, values in kwargs_by_part.items()})
+        (
+            [values[part] for values in args_by_part],
+            {name: values[part] for name, values in kwargs_by_part.items()},
+        )
         for part in range(parts)
     ]

@@ -53,7 +53,7 @@ def _held_by(engines: Engine | Iterable[Engine] | None, argument: str) -> dict[s
     for engine in listed:
         if not engine.is_built:
             raise StateError(f"{argument} names {engine.label}, which is not built; call its build() first")
-    return {device.name: engine.label for engine in listed for device in engine.devices}
+    return {device: engine.label for engine in listed for device in engine.devices}
 
 
 def _all_like(device: Any) -> list[str]:

@@ -1,9 +1,9 @@
 """Where each part of an engine is: on its device, on the host, or nowhere. One table decides every move.
 
-    loaded     on the device, with its values
-    offloaded  values in host memory, nothing on the device
-    released   nowhere
-    empty      on the device without values (weights taken back after a release): only a sync or a load fills it
+loaded     on the device, with its values
+offloaded  values in host memory, nothing on the device
+released   nowhere
+empty      on the device without values (weights taken back after a release): only a sync or a load fills it
 """
 
 from __future__ import annotations
@@ -48,8 +48,14 @@ _TABLES: dict[str, dict[tuple[Move, State], State]] = {
 }
 _REMEDY = {
     (Move.ONLOAD, R): "{owner} released its {tag}; call load(path), or build it again",
-    (Move.OFFLOAD, R): "the {tag} of {owner} are released: there is nothing to offload. Call onload({tag!r}) and fill them",
-    (Move.OFFLOAD, E): "the {tag} of {owner} have no values yet; call sync_weights() or load(path) first, or meta({tag!r})",
+    (
+        Move.OFFLOAD,
+        R,
+    ): "the {tag} of {owner} are released: there is nothing to offload. Call onload({tag!r}) and fill them",
+    (
+        Move.OFFLOAD,
+        E,
+    ): "the {tag} of {owner} have no values yet; call sync_weights() or load(path) first, or meta({tag!r})",
 }
 
 
@@ -100,7 +106,8 @@ class Residency:
             return
         remedy = {
             State.OFFLOADED: f"call onload({tag!r})",
-            State.RELEASED: f"call onload({tag!r})" + (", then sync_weights() or load(path)" if tag == "weights" else ""),
+            State.RELEASED: f"call onload({tag!r})"
+            + (", then sync_weights() or load(path)" if tag == "weights" else ""),
             State.EMPTY: "call sync_weights() into it or load(path)",
         }[state]
         raise StateError(f"{purpose} needs the {tag} of {self._owner}, which are {state}; {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from rlcore.engines.batch import to_packed
 from rlcore.engines.engine import Engine
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.need_parallel import split_arguments
 from rlcore.engines.residency import State
-from rlcore.engines.sync.local import sync_local
+from rlcore.engines.sync.local import ROUTE
 from rlcore.engines.train_step import ScoreOptions, StepOptions
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.types import SyncReport
@@ -46,10 +50,9 @@ class TrainEngine(Engine):
         super().__init__(executor)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
-        (worker,) = self._workers()
-        has_optimizer = worker.call("build", self._module, **options)
+        has_optimizer = self._call("build", self._module, **options)
         self._module = None  # it belongs to the worker now
-        if not has_optimizer:
+        if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
 
     # ------------------------------------------------------------------------------- the module's methods
@@ -66,14 +69,12 @@ class TrainEngine(Engine):
         Args:
             gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors or lists joined.
         """
-        workers = self._workers()
+        group = self._built_group()
         if not callable(getattr(self._module_class, name, None)):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._residency.require("weights", f"{name}()")
-        calls = split_arguments(args, kwargs, len(workers))
-        results = [
-            worker.call("run", name, *call) for worker, call in zip(workers, calls, strict=True)
-        ]
+        calls = split_arguments(args, kwargs, len(group.workers))
+        results = group.call(f"module.{name}", calls)
         return _gathered(results, gather)
 
     def train(self, mode: bool = True) -> TrainEngine:
@@ -92,7 +93,7 @@ class TrainEngine(Engine):
         batch: Mapping[str, Tensor],
         loss_fn: Callable[..., Any],
         *,
-        token_weights: str = "token-mean",
+        token_weights: Mode = "token-mean",
         max_tokens_per_micro_batch: int = _MAX_TOKENS,
         max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
@@ -118,7 +119,6 @@ class TrainEngine(Engine):
             InvalidInputError: token ids outside the vocabulary, or a NaN on a token that is trained on.
             StateError: weights, optimizer or gradients are not on the device.
         """
-        (worker,) = self._workers()
         for tag in self.tags:
             self._residency.require(tag, "train_batch()")
         packed = to_packed(batch)
@@ -129,7 +129,7 @@ class TrainEngine(Engine):
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        metrics: dict[str, float] = worker.call("train_step", packed, weight_T, loss_fn, options)
+        metrics: dict[str, float] = self._call("train_step", packed, weight_T, loss_fn, options)[0]
         return metrics
 
     def forward_logprobs(
@@ -147,13 +147,15 @@ class TrainEngine(Engine):
             float32 on the host, shaped as ``input_ids``; 0 on first tokens, on padding, and outside ``loss_mask``
             when the batch has one.
         """
-        (worker,) = self._workers()
         self._residency.require("weights", "forward_logprobs()")
         packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
         options = ScoreOptions(
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, top_p=top_p, top_k=top_k
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
         )
-        logprob_T: Tensor = worker.call("score", packed, _loss_mask(packed), options)
+        logprob_T: Tensor = self._call("score", packed, _loss_mask(packed), options)[0]
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
 
     # --------------------------------------------------------------------------------------------- weights
@@ -171,25 +173,40 @@ class TrainEngine(Engine):
             StateError: the weights of either side are not on the device.
             SyncError: the models differ, or the copy failed; the message says what the target holds.
         """
-        if route not in (None, "local"):
-            raise UnsupportedError(f"route={route!r}", "only 'local' exists so far")
-        (source,) = self._workers()
+        started = time.perf_counter()
+        if route not in (None, ROUTE):
+            raise UnsupportedError(f"route={route!r}", f"only {ROUTE!r} exists so far")
         self._residency.require("weights", "sync_weights()")
-        return sync_local(source.worker.module, target, version)
+        pairs = _pairs(self._built_group(), target.receivers())
+        calls: list[tuple[Any, dict[str, Any]]] = [((receiver,), {}) for _, receiver in pairs]
+        self._built_group().call("check_weights_for", calls)
+        new_version = target.version + 1 if version is None else version
+        with target.poisoned_until(new_version):
+            moved = sum(self._built_group().call("copy_weights_to", calls))
+        return SyncReport(
+            version=new_version,
+            route=ROUTE,
+            moved_bytes=moved,
+            needed_bytes=moved,
+            fallback_bytes=0,
+            handles_opened=0,
+            seconds=time.perf_counter() - started,
+        )
 
     p2p_weight_sync = sync_weights
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight by checkpoint name, copied to the host."""
         self._residency.require("weights", "state_dict()")
-        state: dict[str, Tensor] = self._workers()[0].call("state_dict")
+        state: dict[str, Tensor] = self._call("state_dict")[0]
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite every weight; the names must be those of ``state_dict()``."""
+        self._built_group()
         if self._residency.states["weights"] is not State.EMPTY:
             self._residency.require("weights", "load_state_dict()")
-        self._workers()[0].call("load_state_dict", state)
+        self._call("load_state_dict", state)
         self._residency.set("weights", State.LOADED)
 
     # ----------------------------------------------------------------------------------------- checkpoints
@@ -208,7 +225,7 @@ class TrainEngine(Engine):
         """
         for tag in ("weights", "optimizer"):
             self._residency.require(tag, "save()")
-        seconds: float = self._workers()[0].call("save", Path(folder), extra or {})
+        seconds: float = self._call("save", Path(folder), extra or {})[0]
         return seconds
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -221,7 +238,7 @@ class TrainEngine(Engine):
             self._residency.require("weights", "load()")
         if self._residency.states["optimizer"] is State.OFFLOADED:
             self._residency.require("optimizer", "load()")
-        extra: dict[str, Any] = self._workers()[0].call("load", Path(folder))
+        extra: dict[str, Any] = self._call("load", Path(folder))[0]
         for tag in ("weights", "optimizer"):
             self._residency.set(tag, State.LOADED)
         return extra
@@ -232,11 +249,21 @@ class TrainEngine(Engine):
         Raises:
             CheckpointError: the folder is not empty, or could not be written.
         """
+        self._built_group()
         self._residency.require("weights", "export()")
-        self._workers()[0].call("export", Path(folder))
+        self._call("export", Path(folder))
 
 
 _LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+
+
+def _pairs(source: WorkerGroup, receivers: list[WorkerHandle]) -> list[tuple[WorkerHandle, WorkerHandle]]:
+    """Each trainer worker with the receiver of its own process."""
+    if [worker.process_id for worker in source.workers] != [worker.process_id for worker in receivers]:
+        raise UnsupportedError(
+            "sync_weights() between these engines", "route 'local' needs both on the same devices under one launcher"
+        )
+    return list(zip(source.workers, receivers, strict=True))
 
 
 def _check_module(module: TrainModule) -> None:

@@ -108,7 +108,8 @@ def _join_optimizer(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
     for path, tensor in checkpoint.tensors["optimizer"].items():
         owner, index, key = path.split("/")
         if owner == name:
-            state.setdefault(int(index), {})[key] = tensor
+            # a copy: the storage of a tensor from a file cannot be freed for an offload
+            state.setdefault(int(index), {})[key] = tensor.clone()
     groups = [{key: _tupled(key, value) for key, value in group.items()} for group in saved["groups"]]
     return {"state": state, "param_groups": groups}
 

@@ -47,6 +47,7 @@ def train_step(
     packed: Mapping[str, Tensor],
     weight_T: Tensor,
     loss_fn: Callable[..., Any],
+    *,
     options: StepOptions,
 ) -> dict[str, float]:
     """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients."""
@@ -102,7 +103,7 @@ def _accumulate(
             softcap=head.softcap,
             logit_scale=head.logit_scale,
         )
-        output.loss.backward()
+        output.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(output.loss.detach(), output.stats, weight_R.sum())
     return metrics
 
@@ -146,7 +147,11 @@ def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(
-    module: TrainModule, device: torch.device, packed: Mapping[str, Tensor], scored_T: Tensor, options: ScoreOptions
+    module: TrainModule,
+    device: torch.device,
+    packed: Mapping[str, Tensor],
+    scored_T: Tensor,
+    options: ScoreOptions,
 ) -> Tensor:
     """Log-probability [T] float32, on the host, of every token marked in ``scored_T``; 0 elsewhere."""
     _check(module, packed, scored_T)
@@ -181,7 +186,7 @@ _ROWS = 1024  # rows whose whole logits top-p and top-k have to see at once
 
 
 def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: Any, options: ScoreOptions) -> Iterator[Tensor]:
-    for hidden, targets in zip(hidden_RH.split(_ROWS), targets_R.split(_ROWS), strict=True):
+    for hidden, targets in zip(torch.split(hidden_RH, _ROWS), torch.split(targets_R, _ROWS), strict=True):
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)

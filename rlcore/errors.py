@@ -8,6 +8,8 @@
     ├── DeviceError                             a device is unknown, absent or failed
     ├── StateError                              calls in a wrong order; says the call to make
     ├── WorkerError                             user code failed inside a worker
+    │   ├── WorkerDiedError                     its process ended
+    │   └── WorkerTimeoutError                  it did not answer in time
     ├── CheckpointError                         a checkpoint is missing, damaged, foreign or not writable
     ├── SyncError                               a weight sync failed; says what state the engine is in
     └── BenchError                              a benchmark cannot run, or its record is unreadable
@@ -65,6 +67,25 @@ class WorkerError(RlcoreError):
         self.device = device
         self.method = method
         self.traceback = traceback
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process ended while its engine needed it."""
+
+    def __init__(self, *, rank: int, device: str, method: str, how: str) -> None:
+        RlcoreError.__init__(self, f"the worker of rank {rank} ({device}) {how} during {method}()")
+        self.rank, self.device, self.method, self.traceback = rank, device, method, ""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A worker did not answer in time; the message ends with what it was doing."""
+
+    def __init__(self, *, rank: int, device: str, method: str, timeout_s: float, stack: str) -> None:
+        RlcoreError.__init__(
+            self,
+            f"{method}() did not end within {timeout_s:g} s on rank {rank} ({device}); the worker was at:\n\n{stack}",
+        )
+        self.rank, self.device, self.method, self.traceback = rank, device, method, stack
 
 
 class CheckpointError(RlcoreError):

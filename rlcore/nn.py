@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -96,9 +96,8 @@ class HuggingFaceTrainModule(TrainModule):
         if not _parameters_land_on_meta():
             return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
         config = kwargs.pop("config", None) or _read_config(cls, path)
-        with torch.device("cpu"), meta_device():
+        with _without_foreign_meta(), meta_device():
             module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
-        module.tie_weights()
         module._source = Path(path)
         return module
 
@@ -164,7 +163,7 @@ def meta_device() -> Iterator[None]:
             moved[id(parameter)] = (parameter, replacement)
         return moved[id(parameter)][1]
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its stub says -> None
     try:
         yield
     finally:
@@ -177,13 +176,22 @@ def real_device() -> Iterator[None]:
     if not _parameters_land_on_meta():
         yield
         return
-    patched, nn.Module.register_parameter = nn.Module.register_parameter, _register_parameter  # type: ignore[method-assign]
     token = _is_building.set(True)
+    try:
+        with _without_foreign_meta():
+            yield
+    finally:
+        _is_building.reset(token)
+
+
+@contextlib.contextmanager
+def _without_foreign_meta() -> Iterator[None]:
+    """Undo ``torch.device("meta")`` and accelerate's ``init_empty_weights``, which patches this method."""
+    patched, nn.Module.register_parameter = nn.Module.register_parameter, _register_parameter  # type: ignore[method-assign]
     try:
         with torch.device("cpu"):
             yield
     finally:
-        _is_building.reset(token)
         nn.Module.register_parameter = patched  # type: ignore[method-assign]
 
 

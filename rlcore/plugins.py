@@ -80,9 +80,7 @@ def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Set
     unknown = set(settings.disable_plugins) - {record.name for record in records} - {"all"}
     if unknown:
         names = ", ".join(record.name for record in records)
-        logger.warning(
-            "RLCORE_DISABLE_PLUGINS names no plugin: %s; there are %s", ", ".join(sorted(unknown)), names
-        )
+        logger.warning("RLCORE_DISABLE_PLUGINS names no plugin: %s; there are %s", ", ".join(sorted(unknown)), names)
     return records
 
 
@@ -112,9 +110,7 @@ def _load(
     if source.name in disabled or (is_third_party and "all" in disabled):
         return ended("disabled")
     if owner is not None:
-        return ended(
-            "validate", PluginError(f"the plugin name {source.name!r} belongs to {owner}; choose another")
-        )
+        return ended("validate", PluginError(f"the plugin name {source.name!r} belongs to {owner}; choose another"))
     # A plugin is somebody else's code: whatever it raises is recorded, never passed over.
     try:
         module = source.load()

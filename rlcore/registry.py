@@ -93,9 +93,7 @@ class _Draft:
     ) -> None:
         check_import_path(path, f"implementation {name!r} of {op}")
         if type(priority) is not int:
-            raise PluginError(
-                f"priority of implementation {name!r} of {op} must be a whole number, got {priority!r}"
-            )
+            raise PluginError(f"priority of implementation {name!r} of {op} must be a whole number, got {priority!r}")
         if when is not None:
             check_import_path(when, f"'when' of implementation {name!r} of {op}")
         for other in [*self.registry.ops.get(op, ()), *self.ops]:
@@ -114,9 +112,7 @@ class _Draft:
         check_import_path(path, f"{kind} executor {name!r}")
         taken = self.registry.executors | self.executors
         if (kind, name) in taken:
-            raise PluginError(
-                f"{kind} executor {name!r} is already registered by plugin {taken[kind, name][1]!r}"
-            )
+            raise PluginError(f"{kind} executor {name!r} is already registered by plugin {taken[kind, name][1]!r}")
         self.executors[kind, name] = (path, self.plugin)
 
     def benchmark(self, path: str) -> None:
@@ -189,13 +185,9 @@ def _device(kind: str, index: int) -> Any:
     spec = _spec(kind)
     probe, error = _probe(spec)
     if not probe.is_available:
-        raise DeviceError(
-            f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`."
-        ) from error
+        raise DeviceError(f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`.") from error
     if index >= probe.count:
-        raise DeviceError(
-            f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}"
-        )
+        raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
     return resolve(spec.loader)(spec, index)
 
 
@@ -207,9 +199,7 @@ def _parse(wanted: str) -> tuple[str, int]:
 
 
 def _name_of_torch_type(torch_type: str) -> str:
-    return next(
-        (spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type
-    )
+    return next((spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type)
 
 
 def _spec(kind: str) -> DeviceSpec:
@@ -226,9 +216,7 @@ def _spec(kind: str) -> DeviceSpec:
         ) from error
     failed = [record.name for record in registry().plugins if record.error]
     but = f" (plugins that failed: {', '.join(failed)})" if failed else ""
-    raise DeviceError(
-        f"no device {kind!r}; registered: {', '.join(sorted(known))}{but}. See `rlcore devices`."
-    )
+    raise DeviceError(f"no device {kind!r}; registered: {', '.join(sorted(known))}{but}. See `rlcore devices`.")
 
 
 def _default_name() -> str:

@@ -57,9 +57,7 @@ VARIABLES = tuple(_PREFIX + field.name.upper() for field in fields(Settings))
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     for name in env:
         if name.startswith(_PREFIX) and name not in VARIABLES:
-            raise InvalidInputError(
-                f"unknown environment variable {name}; rlcore reads {', '.join(VARIABLES)}"
-            )
+            raise InvalidInputError(f"unknown environment variable {name}; rlcore reads {', '.join(VARIABLES)}")
 
 
 def _one_of(env: Mapping[str, str], name: str, default: str, accepted: tuple[str, ...]) -> str:

@@ -50,9 +50,7 @@ class DeviceSpec:
         for field in ("name", "torch_type"):
             value = getattr(self, field)
             if not isinstance(value, str) or not _NAME.fullmatch(value):
-                raise InvalidInputError(
-                    f"DeviceSpec.{field} must be lower case letters, digits and '_', got {value!r}"
-                )
+                raise InvalidInputError(f"DeviceSpec.{field} must be lower case letters, digits and '_', got {value!r}")
         if type(self.priority) is not int:
             raise InvalidInputError(f"DeviceSpec.priority must be a whole number, got {self.priority!r}")
         if not isinstance(self.api_version, tuple) or list(map(type, self.api_version)) != [int, int]:

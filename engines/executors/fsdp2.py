@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.offload.guards import Guard
-from rlcore.engines.offload.resident import Resident, module_tensors, optimizer_tensors
+from rlcore.engines.offload.resident import Resident, optimizer_tensors
+from rlcore.engines.sync.local import copy_weights, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
@@ -53,7 +54,7 @@ class Fsdp2Worker(Worker):
             return guard_them
 
         return {
-            "weights": Resident(self.device, lambda: module_tensors(module), guard_weights),
+            "weights": Resident(self.device, module.parameters, guard_weights),
             "optimizer": Resident(
                 self.device,
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
@@ -62,21 +63,27 @@ class Fsdp2Worker(Worker):
             "grads": Resident(self.device, lambda: _grads(module), guard_optimizers("grads")),
         }
 
-    # ---------------------------------------------------------------------------------------- the user's
-
-    def run(self, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of the module."""
-        return getattr(self.module, name)(*args, **kwargs)
-
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(
         self, packed: Mapping[str, Tensor], weight_T: Tensor, loss_fn: Any, options: StepOptions
     ) -> dict[str, float]:
-        return train_step(self.module, self.device.torch_device, packed, weight_T, loss_fn, options)
+        return train_step(self.module, self.device.torch_device, packed, weight_T, loss_fn, options=options)
 
     def score(self, packed: Mapping[str, Tensor], scored_T: Tensor, options: ScoreOptions) -> Tensor:
         return score(self.module, self.device.torch_device, packed, scored_T, options)
+
+    # -------------------------------------------------------------------------------------- route "local"
+
+    def check_weights_for(self, target: Any) -> None:
+        """Raise SyncError unless ``target.module`` takes these weights."""
+        pair_weights(self.module.named_weights(), target.module)
+
+    def copy_weights_to(self, target: Any) -> int:
+        """Bytes written into ``target.module``."""
+        copied = copy_weights(self.module.named_weights(), target.module)
+        self.device.synchronize()
+        return copied
 
     # ---------------------------------------------------------------------------------------------- state
 

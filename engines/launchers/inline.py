@@ -1,33 +1,67 @@
-"""Runs a worker in the user's own process: no copies, breakpoints work."""
+"""Runs a worker in the user's own process: no copies, and breakpoints work."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from rlcore.engines.launchers.worker import WorkerContext, as_engine_error
+from rlcore.engines.launchers.worker import WorkerContext, describe, raised
+from rlcore.errors import RlcoreError
 from rlcore.nn import real_device
 
 
 class InlineWorker:
-    """A worker that lives here; a call returns when it is done."""
+    """A worker that lives here; a call has ended when it returns."""
 
     def __init__(self, worker_class: Any, context: WorkerContext) -> None:
-        self.context = context
-        self.worker = worker_class(context)
+        self._on_event: Callable[[Any], None] | None = None
+        self.context = replace(context, emit=self._emit)
+        self.worker = worker_class(self.context)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker.
-
-        Raises:
-            RlcoreError: as raised, with a note naming the rank.
-            WorkerError: for anything else; its ``__cause__`` is the original.
-        """
+    def call(
+        self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
+    ) -> Future[Any]:
+        """The future is done."""
+        future: Future[Any] = Future()
+        args = tuple(arg.worker if isinstance(arg, InlineWorker) else arg for arg in args)
+        self._on_event = on_event
         try:
             # The user may stand inside a meta context (`build` in the RLite tutorial does); workers never do.
             with real_device():
-                return getattr(self.worker, method)(*args, **kwargs)
+                future.set_result(attrgetter(method)(self.worker)(*args, **kwargs))
+        except RlcoreError as error:
+            error.add_note(f"raised by {method}() on {self.context.where}")
+            future.set_exception(error)
         except Exception as error:
-            translated = as_engine_error(error, self.context, method)
-            if translated is error:
-                raise
-            raise translated from error
+            failed = raised(describe(error), self.context, method)
+            failed.__cause__ = error
+            future.set_exception(failed)
+        finally:
+            self._on_event = None
+        return future
+
+    @property
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def ask_to_stop(self) -> None:
+        """End it."""
+        self.call("close").result()
+
+    def join(self, timeout_s: float) -> bool:
+        """It has ended when ``ask_to_stop`` returns."""
+        return True
+
+    def kill(self) -> None:
+        """A worker in the user's process ends with the call that failed."""
+
+    def stack(self) -> str:
+        return "in the user's process"
+
+    def _emit(self, event: Any) -> None:
+        if self._on_event is not None:
+            self._on_event(event)

@@ -1,31 +1,107 @@
-"""What a worker is told when it starts, and how its failures come back."""
+"""What a worker is told when it starts, and how its failures come back to the user's process."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
+
+import rlcore.errors
 from rlcore.errors import RlcoreError, WorkerError
+from rlcore.registry import get_device
+
+
+def _ignore(event: Any) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
     """A worker owns one device; its executor holds one full set of weights over ``world_size`` workers."""
 
+    engine: str
+    """Label of the engine, such as "the train engine"."""
     rank: int
     world_size: int
-    device: Any
+    device_name: str
+    emit: Callable[[Any], None] = _ignore
+    """Send plain data to whoever waits for the present call, such as progress."""
+
+    @property
+    def device(self) -> Any:
+        return get_device(self.device_name)
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} ({self.device_name}) of {self.engine}"
 
 
-def as_engine_error(error: Exception, context: WorkerContext, method: str) -> Exception:
-    """rlcore's own errors keep their class, with a note of where they arose; all others become a WorkerError."""
-    if isinstance(error, RlcoreError):
-        error.add_note(f"raised by {method}() on rank {context.rank} ({context.device.name})")
-        return error
-    return WorkerError(
-        rank=context.rank,
-        device=context.device.name,
-        method=method,
+class WorkerHandle(Protocol):
+    """A worker as the user's process sees it, wherever it runs."""
+
+    context: WorkerContext
+
+    @property
+    def process_id(self) -> int:
+        """Workers of one process can work on each other's tensors."""
+
+    def call(
+        self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
+    ) -> Future[Any]:
+        """Call a method of the worker, or of one of its attributes ("module.step"); calls run in their order.
+
+        A handle among ``args`` arrives as the worker itself; both must be of one process.
+        The future raises rlcore's own errors as they were, with a note naming the rank, and WorkerError for others.
+        """
+
+    def stack(self) -> str:
+        """What the worker is doing, or why that cannot be seen."""
+
+    def ask_to_stop(self) -> None:
+        """Let it end after the calls it already has."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False if it still lives."""
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An exception on its way from a worker process."""
+
+    kind: str
+    """Name of a class in ``rlcore.errors``; "" for any other exception."""
+    message: str
+    traceback: str
+    attributes: dict[str, str | int]
+
+
+def describe(error: Exception) -> Failure:
+    """Plain data about an exception raised in a worker."""
+    is_ours = vars(rlcore.errors).get(type(error).__name__) is type(error)
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int)}
+    return Failure(
+        kind=type(error).__name__ if is_ours else "",
+        message=str(error),
         traceback="".join(traceback.format_exception(error)),
+        attributes=attributes if is_ours else {},
     )
+
+
+def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:
+    """The error of the user's process: rlcore's own keep their class, all others become a WorkerError.
+
+    The worker's traceback is a note on it, or part of the WorkerError's text.
+    """
+    if not failure.kind:
+        return WorkerError(rank=context.rank, device=context.device_name, method=method, traceback=failure.traceback)
+    kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
+    error = kind.__new__(kind, failure.message)
+    error.__dict__.update(failure.attributes)
+    error.add_note(f"raised by {method}() on {context.where}:\n{failure.traceback}")
+    return error

@@ -23,7 +23,7 @@ class Guard:
         refuse = _refusal(message)
         for part in module.modules():
             self._handles.append(part.register_forward_pre_hook(refuse))
-        self._handles.append(module.register_state_dict_pre_hook(refuse))
+        self._handles.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def guard_optimizers(self, optimizers: Iterable[Optimizer], message: str) -> None:
         """Refuse ``step`` and ``state_dict``."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlcore.errors import UnsupportedError
 from rlcore.types import OffloadReport
 
 
@@ -105,11 +106,20 @@ class HostBuffers:
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Every storage once, in order; tied parameters and views share one."""
+    """Every storage once, in order; tied parameters and views share one.
+
+    Raises:
+        UnsupportedError: a storage belongs to a file or to numpy, so that it cannot be freed.
+    """
     found = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
+        if not storage.resizable():
+            raise UnsupportedError(
+                f"offloading a tensor of shape {list(tensor.shape)} made from a file or a numpy array",
+                "torch cannot free its storage; give the module or optimizer tensor.clone() instead",
+            )
         found[storage._cdata] = storage
     return list(found.values())
 

@@ -1,4 +1,7 @@
-"""One tag of one worker: tensors that can leave the device and come back, guarded while they are away."""
+"""One tag of one worker: tensors that can leave the device and come back, guarded while they are away.
+
+Weights are parameters. Buffers stay: they are small, and many (rotary tables) could not be made again after a release.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,6 @@ class Resident:
         return sum(storage.nbytes() for storage in distinct_storages(self._tensors()))
 
 
-def module_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     """Every tensor of every optimizer's state."""
     for optimizer in optimizers:
@@ -78,7 +75,7 @@ def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadRepo
     device = get_device(next(module.parameters()).device)
 
     def tensors() -> Iterator[Tensor]:
-        yield from module_tensors(module)
+        yield from module.parameters()
         yield from optimizer_tensors(optimizers)
 
     def guard(up: Guard, state: str) -> None:

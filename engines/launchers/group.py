@@ -1,0 +1,94 @@
+"""The workers of one executor, called together; they fail together, with one error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from rlcore.engines.launchers.worker import WorkerHandle
+from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
+
+_GRACE_S = 5.0
+"""After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
+STOP_S = 5.0
+"""How long workers get to end in order before they are killed."""
+
+
+class WorkerGroup:
+    """All workers of an executor, by rank."""
+
+    def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float) -> None:
+        self.workers = list(workers)
+        self._timeout_s = timeout_s
+        self._broken_by: BaseException | None = None
+
+    def call(
+        self,
+        method: str,
+        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        on_event: Callable[[Any], None] | None = None,
+    ) -> list[Any]:
+        """Call ``method`` on all workers at once, with one (args, kwargs) each; their results by rank.
+
+        Raises:
+            StateError: the workers were ended by an earlier failure.
+            WorkerDiedError, WorkerTimeoutError: all workers of the executor are ended then.
+            Exception: what the first worker raised; if others cannot end without it, all are ended.
+        """
+        if self._broken_by is not None:
+            raise StateError(
+                f"{method}() is refused: the workers were ended after an earlier failure; call restart()"
+            ) from self._broken_by
+        futures = [
+            worker.call(method, *args, on_event=on_event, **kwargs)
+            for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
+        ]
+        wait(futures, self._timeout_s, return_when=FIRST_EXCEPTION)
+        if error := self._failure(method, futures):
+            raise error
+        return [future.result() for future in futures]
+
+    def _failure(self, method: str, futures: list[Future[Any]]) -> BaseException | None:
+        error = next((future.exception() for future in futures if future.done() and future.exception()), None)
+        pending = [rank for rank, future in enumerate(futures) if not future.done()]
+        if error is None:
+            return self._timeout(method, pending[0]) if pending else None
+        if isinstance(error, WorkerDiedError) or wait(futures, _GRACE_S).not_done:
+            error.add_note("the executor's workers were ended; restart() brings them back")
+            self._break(error)
+        return error
+
+    def _timeout(self, method: str, rank: int) -> WorkerTimeoutError:
+        worker = self.workers[rank]
+        error = WorkerTimeoutError(
+            rank=rank,
+            device=worker.context.device_name,
+            method=method,
+            timeout_s=self._timeout_s,
+            stack=worker.stack(),
+        )
+        self._break(error)
+        return error
+
+    def _break(self, error: BaseException) -> None:
+        self._broken_by = error
+        self.kill()
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.join(STOP_S)
+
+    def stop(self) -> None:
+        """Let the workers close what they hold and end; kill those that do not within ``STOP_S``."""
+        for worker in self.workers:
+            worker.ask_to_stop()
+        deadline = time.monotonic() + STOP_S
+        for worker in self.workers:
+            if not worker.join(max(0.0, deadline - time.monotonic())):
+                self.kill()
+                return
