@@ -33,8 +33,8 @@ class _Size:
     dtype: torch.dtype
 
 
-_HOST = _Size(512, 32_000, 256, torch.float32)
-"""About a tenth of a second a run on two cores."""
+_HOST = _Size(256, 32_000, 256, torch.float32)
+"""Under a second a run on two cores."""
 _ACCELERATOR = _Size(8192, 151_936, 2048, torch.bfloat16)
 """A micro-batch of a Qwen2.5 3B: 2.5 GB of logits."""
 
@@ -68,9 +68,7 @@ class _Inputs:
         weight_VH = self.weight_VH.double()
         return torch.cat(
             [
-                linear_logprob_reference(
-                    self.hidden_TH[rows].double(), weight_VH, self.target_T[rows]
-                ).logprob
+                linear_logprob_reference(self.hidden_TH[rows].double(), weight_VH, self.target_T[rows]).logprob
                 for rows in self.slices()
             ]
         )
@@ -123,9 +121,7 @@ def _prepare_token_logprob(device: Any) -> Work:
 
     # The logits are read in the forward and in the backward, which writes as much.
     num_bytes = 3 * size.T * size.V * size.dtype.itemsize
-    return Work(
-        contenders=_contenders("token_logprob", device, runs, check), params=inputs.params, bytes=num_bytes
-    )
+    return Work(contenders=_contenders("token_logprob", device, runs, check), params=inputs.params, bytes=num_bytes)
 
 
 def _prepare_linear_logprob(device: Any) -> Work:
@@ -159,10 +155,8 @@ def _prepare_linear_loss(device: Any) -> Work:
     loss_fn = ppo_clip()
     per_token = {
         # Within the clip range, where the loss is smooth: rounding cannot switch a token's gradient off.
-        "old_logprob": (
-            inputs.true_logprob() + torch.linspace(-0.1, 0.1, size.T).to(device.torch_device)
-        ).float(),
-        "advantage": torch.randn(size.T, device=device.torch_device),
+        "old_logprobs": (inputs.true_logprob() + torch.linspace(-0.1, 0.1, size.T).to(device.torch_device)).float(),
+        "advantages": torch.randn(size.T, device=device.torch_device),
     }
     token_weight = torch.full((size.T,), 1 / size.T, device=device.torch_device)
     truth = _true_loss_and_gradients(inputs, per_token, token_weight)
@@ -185,9 +179,7 @@ def _prepare_linear_loss(device: Any) -> Work:
         return run
 
     def check(output: tuple[Tensor, ...]) -> None:
-        for name, got, want in zip(
-            ("loss", "hidden gradient", "weight gradient"), output, truth, strict=True
-        ):
+        for name, got, want in zip(("loss", "hidden gradient", "weight gradient"), output, truth, strict=True):
             _assert_close(name, got, want, _tolerance(size.dtype))
 
     return Work(

@@ -17,7 +17,7 @@ from rlcore.types import DeviceProperties, MemoryInfo, MemoryStats, Probe
 def _kib_field(path: str, field: str) -> int:
     """Bytes in a "Field:  123 kB" line of a /proc file."""
     if not Path(path).exists():
-        raise UnsupportedError("memory figures of the cpu device", f"they are read from {path} of Linux")
+        raise UnsupportedError("reading memory figures of the cpu device", f"they are read from {path} of Linux")
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

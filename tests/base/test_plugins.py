@@ -1,0 +1,302 @@
+"""A broken plugin is recorded, takes nobody down, leaves nothing behind, and is the cause of missing its device.
+
+Every plugin here is a real distribution in a folder of its own, found through its entry point by a new process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+DEVICE = """
+class Device:
+    @staticmethod
+    def probe():
+        return Probe(1)
+
+    def __init__(self, spec, index):
+        self.name = spec.name
+"""
+
+
+def registering(*calls: str) -> str:
+    body = "\n    ".join(calls)
+    return f"@hookimpl\ndef rlcore_register_devices(register):\n    {body}\n{DEVICE}"
+
+
+# Name of the plugin and of the device it would give, code, stage that fails, error.
+BROKEN = {
+    "raises_on_import": ("raise OSError('libacme.so: not found')", "import", "OSError: libacme.so: not found"),
+    "exits_on_import": ("import sys; sys.exit('no driver')", "import", "SystemExit: no driver"),
+    "needs_missing_module": (
+        "import acme_runtime",
+        "import",
+        "ModuleNotFoundError: No module named 'acme_runtime'",
+    ),
+    "wrong_hook_name": (
+        "@hookimpl\ndef rlcore_register_device(register): ...",
+        "validate",
+        "unknown hook 'rlcore_register_device'",
+    ),
+    "wrong_signature": (
+        "@hookimpl\ndef rlcore_register_devices(register, priority): ...",
+        "validate",
+        "Argument(s) {'priority'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "no_hook": (
+        "def rlcore_register_devices(register): ...",
+        "validate",
+        "implements no hook; mark functions named rlcore_register_devices, ",
+    ),
+    "not_a_spec": (
+        registering("register('not_a_spec')"),
+        "register",
+        "register() takes a DeviceSpec, got str: 'not_a_spec'",
+    ),
+    "other_major": (
+        registering("register(spec('other_major', f'{__name__}:Device', api_version=(2, 0)))"),
+        "register",
+        "device 'other_major' was written for plugin API 2.0; this rlcore has 1.0. Install a version of the plugin",
+    ),
+    "newer_minor": (
+        registering("register(spec('newer_minor', f'{__name__}:Device', api_version=(1, 1)))"),
+        "register",
+        "device 'newer_minor' was written for plugin API 1.1; this rlcore has 1.0.",
+    ),
+    "no_version": (
+        registering(
+            "register(DeviceSpec(name='no_version', vendor='A', torch_type='cpu', priority=1, "
+            "loader='a:B', collective_backend='gloo'))"
+        ),
+        "register",
+        "missing 1 required keyword-only argument: 'api_version'",
+    ),
+    "takes_cuda": (
+        registering("register(spec('cuda', f'{__name__}:Device'))"),
+        "register",
+        "device 'cuda' is already registered by plugin 'cuda'",
+    ),
+    "raises_in_hook": (
+        registering("register(spec('raises_in_hook', f'{__name__}:Device'))", "raise RuntimeError('half way')"),
+        "register",
+        "RuntimeError: half way",
+    ),
+    "cpu": (
+        registering("register(spec('cpu2', f'{__name__}:Device'))"),
+        "validate",
+        "the plugin name 'cpu' belongs to rlcore; choose another",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_plugin_is_recorded_and_the_others_work(site: Any, name: str) -> None:
+    code, stage, error = BROKEN[name]
+    site.install(name, code)
+    found = site.registered()
+    assert set(found["devices"]) == {"cpu", "cuda", "good"}  # nothing is half registered
+    record = found["failed"][name]
+    assert error in record.pop("reason")
+    assert record == {"name": name, "distribution": f"acme-{name}", "version": "1.2", "stage": stage}
+    assert f"plugin '{name}' of acme-{name} 1.2 failed at stage {stage}" in found["log"]
+
+
+def test_all_broken_plugins_together_leave_the_good_one(site: Any) -> None:
+    for name, (code, _, _) in BROKEN.items():
+        site.install(name, code)
+    found = site.registered()
+    assert set(found["failed"]) == set(BROKEN)
+    assert set(found["devices"]) == {"cpu", "cuda", "good"}
+
+
+@pytest.mark.parametrize("name", ["raises_on_import", "exits_on_import", "wrong_signature", "raises_in_hook"])
+def test_broken_plugin_is_fatal_when_strict(site: Any, name: str) -> None:
+    code, stage, error = BROKEN[name]
+    site.install(name, code)
+    result = site.run("import rlcore; rlcore.list_devices()", RLCORE_STRICT_PLUGINS="1")
+    assert result.returncode == 1
+    assert f"PluginError: plugin '{name}' of acme-{name} 1.2 failed at stage {stage}: " in result.stderr
+    assert error in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("(RLCORE_STRICT_PLUGINS=1 makes this fatal)")
+
+
+def test_good_plugins_load_when_strict(site: Any) -> None:
+    assert set(site.registered(RLCORE_STRICT_PLUGINS="1")["devices"]) == {"cpu", "cuda", "good"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises_on_import", "device 'raises_on_import' is missing because its plugin failed: OSError: libacme.so"),
+        ("exits_on_import", "device 'exits_on_import' is missing because its plugin failed: SystemExit: no driver"),
+        ("other_major", "device 'other_major' is missing because its plugin failed: PluginError: device 'other_major'"),
+        ("raises_in_hook", "device 'raises_in_hook' is missing because its plugin failed: RuntimeError: half way"),
+    ],
+)  # fmt: skip
+def test_asking_for_a_broken_plugins_device_raises_with_its_error_as_cause(site: Any, name: str, message: str) -> None:
+    site.install(name, BROKEN[name][0])
+    result = site.run(f"""
+        import rlcore
+        try:
+            rlcore.get_device({name!r})
+        except rlcore.RlcoreError as error:
+            print(type(error).__name__, error, type(error.__cause__).__name__, sep="\\n")
+    """)
+    kind, text, cause = result.stdout.splitlines()
+    assert kind == "DeviceError"
+    assert text.startswith(message)
+    assert f"failed: {cause}: " in text
+
+
+def test_the_cause_is_found_when_plugin_and_device_have_different_names(site: Any) -> None:
+    code = registering("register(spec('acme_npu', f'{__name__}:Device'))", "raise RuntimeError('half way')")
+    site.install("acme", code)
+    result = site.run("import rlcore; rlcore.get_device('acme_npu:0')")
+    assert (
+        "DeviceError: device 'acme_npu' is missing because its plugin failed: RuntimeError: half way" in result.stderr
+    )
+
+
+def test_unknown_device_lists_the_plugins_that_failed(site: Any) -> None:
+    site.install("raises_on_import", BROKEN["raises_on_import"][0])
+    result = site.run("import rlcore; rlcore.get_device('tpu')")
+    assert result.stderr.splitlines()[-1] == (
+        "rlcore.errors.DeviceError: no device 'tpu'; registered: cpu, cuda, good "
+        "(plugins that failed: raises_on_import). See `rlcore devices`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise OSError('driver too old')", "OSError: driver too old"),
+        ("return 1", "PluginError: probe() returned int, not rlcore.types.Probe"),
+        ("return Probe('1')", "Probe.count must be a whole number of at least 0, got '1'"),
+        ("return Probe(0)", "Probe(0) must say the reason why the device is not available"),
+    ],
+)
+def test_broken_probe_makes_the_device_unavailable_with_the_reason(site: Any, body: str, reason: str) -> None:
+    code = registering("register(spec('sick', f'{__name__}:Device', priority=999))")
+    site.install("sick", code.replace("return Probe(1)", body))
+    result = site.run(
+        """
+        import rlcore
+        print(rlcore.list_devices()[-1].reason)
+        print(rlcore.get_device().name)
+        rlcore.get_device("sick")
+        """,
+        RLCORE_DISABLE_PLUGINS="cpu,cuda",
+    )
+    listed, default = result.stdout.splitlines()
+    assert listed.startswith("its probe failed: ")
+    assert reason in listed
+    assert default == "good:0"  # by priority the sick one would be the default
+    assert f"DeviceError: device 'sick' is not available here: {listed}. See `rlcore devices`." in result.stderr
+    assert "The above exception was the direct cause" in result.stderr
+
+
+def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> None:
+    site.install("lost", registering("register(spec('lost', 'acme_lost:Devise'))"))
+    result = site.run("import rlcore; rlcore.get_device('lost')")
+    assert "device 'lost' is not available here: its probe failed: AttributeError" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("name", "'Acme NPU'", "DeviceSpec.name must be lower case letters, digits and '_', got 'Acme NPU'"),
+        ("torch_type", "7", "DeviceSpec.torch_type must be lower case letters, digits and '_', got 7"),
+        ("priority", "'high'", "DeviceSpec.priority must be a whole number, got 'high'"),
+        ("loader", "'acme.Device'", "DeviceSpec.loader must be an import path 'package.module:attribute', got"),
+        ("api_version", "'1.0'", "DeviceSpec.api_version must be two numbers such as (1, 0), got '1.0'"),
+    ],
+)
+def test_wrong_field_of_a_spec_is_refused(site: Any, field: str, value: str, message: str) -> None:
+    arguments = {"name": "'acme'", "loader": "'a:B'", field: value}
+    site.install("acme", registering(f"register(spec(**dict({', '.join(f'{k}={v}' for k, v in arguments.items())})))"))
+    found = site.registered()
+    assert message in found["failed"]["acme"]["reason"]
+    assert "good" in found["devices"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "message"),
+    [
+        ("ops", "register('my_op', '*', 'a.b.c', name='x')", "implementation 'x' of my_op must be an import path"),
+        ("ops", "register('my_op', '*', 'a:b', name='x', when='b')", "'when' of implementation 'x' of my_op must be"),
+        ("ops", "register('my_op', '*', 'a:b', name='x', priority=None)", "must be a whole number, got None"),
+        (
+            "ops",
+            "register('token_logprob', '*', 'a:b', name='chunked', priority=77)",
+            "implementation 'chunked' (priority 77) of token_logprob on '*' clashes with 'chunked'",
+        ),
+        ("executors", "register('training', 'x', 'a:b')", "executor kind must be one of ('train', 'inference')"),
+        ("executors", "register('train', 'fsdp2', 'a:b')", "train executor 'fsdp2' is already registered by plugin"),
+        ("benchmarks", "register('a.b')", "benchmark case must be an import path"),
+        ("benchmarks", "register('rlcore.bench.cases.startup:help_case')", "is already registered"),
+    ],
+)
+def test_wrong_registration_is_refused_and_rolled_back(site: Any, hook: str, call: str, message: str) -> None:
+    code = f"@hookimpl\ndef rlcore_register_{hook}(register):\n    {call}\n"
+    site.install("acme", registering("register(spec('acme', f'{__name__}:Device'))") + code)
+    found = site.registered()
+    assert found["failed"]["acme"]["stage"] == "register"
+    assert message in found["failed"]["acme"]["reason"]
+    assert "acme" not in found["devices"]
+
+
+def test_plugin_without_devices_can_register_the_rest(site: Any) -> None:
+    site.install(
+        "acme",
+        """
+        @hookimpl
+        def rlcore_register_ops(register):
+            register("my_op", "*", "math:sqrt", name="plain")
+
+        @hookimpl
+        def rlcore_register_executors(register):
+            register("inference", "mine", "fractions:Fraction")
+        """,
+    )
+    code = """
+        from rlcore.registry import executor_class, registry
+        print(executor_class("inference", "mine").__name__, registry().ops["my_op"][0].plugin)
+    """
+    assert site.run(code, RLCORE_STRICT_PLUGINS="1").stdout == "Fraction acme\n"
+
+
+def test_two_distributions_cannot_share_a_plugin_name(site: Any) -> None:
+    site.install("good", registering("register(spec('other', f'{__name__}:Device'))"), distribution="rival")
+    found = site.registered()
+    assert len(set(found["devices"]) & {"good", "other"}) == 1  # which is found first is up to the file system
+    assert "the plugin name 'good' belongs to" in found["failed"]["good"]["reason"]
+
+
+def test_disabled_plugin_is_not_imported(site: Any) -> None:
+    site.install("loud", "print('imported')")
+    assert site.run("from rlcore.registry import registry; registry()").stdout == "imported\n"
+    found = site.registered(RLCORE_DISABLE_PLUGINS="good, loud")
+    assert not found["failed"]
+    assert "good" not in found["devices"]
+    result = site.run("import rlcore; rlcore.get_device('good')", RLCORE_DISABLE_PLUGINS="good,loud")
+    assert "device 'good' is missing because RLCORE_DISABLE_PLUGINS names its plugin" in result.stderr
+    assert result.stdout == ""
+
+
+def test_disabling_all_leaves_the_built_in_ones(site: Any) -> None:
+    assert set(site.registered(RLCORE_DISABLE_PLUGINS="all")["devices"]) == {"cpu", "cuda"}
+
+
+def test_built_in_plugin_can_be_disabled(site: Any) -> None:
+    assert set(site.registered(RLCORE_DISABLE_PLUGINS="cuda")["devices"]) == {"cpu", "good"}
+
+
+def test_disabling_an_unknown_plugin_is_said(site: Any) -> None:
+    log = site.registered(RLCORE_DISABLE_PLUGINS="goood")["log"]
+    assert "RLCORE_DISABLE_PLUGINS names no plugin: goood; there are cpu, cuda, " in log
+
+
+def test_no_device_at_all_is_an_error_that_says_why(site: Any) -> None:
+    result = site.run("import rlcore; rlcore.get_device()", RLCORE_DISABLE_PLUGINS="cpu,cuda,good")
+    assert "DeviceError: no device is available: none is registered. See `rlcore devices`." in result.stderr

@@ -1,0 +1,155 @@
+"""What every device does, on each device there is: the same bodies on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.devices.cpu.device import _kib_field
+from rlcore.errors import UnsupportedError
+
+MB = 2**20
+NUM_BYTES = 256 * MB
+SLACK = 16 * MB  # what the interpreter and the allocator move by themselves
+
+
+def filled(device: Any, num_bytes: int = NUM_BYTES) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
+
+
+def allocated(device: Any) -> int:
+    device.synchronize()
+    num_bytes: int = device.memory.stats().allocated_bytes
+    return num_bytes
+
+
+def test_identity_names_one_device(device: Any) -> None:
+    assert device.name == f"{device.spec.name}:0"
+    assert (device.type, device.index, device.vendor) == (device.torch_device.type, 0, device.spec.vendor)
+    assert device.count() >= 1
+    assert repr(device) == f"<{device.vendor} device {device.name}>"
+
+
+def test_a_tensor_made_there_says_it_is_there(device: Any) -> None:
+    assert torch.ones(1, device=device.torch_device).device == device.torch_device
+
+
+def test_properties_are_those_of_the_machine(device: Any) -> None:
+    found = device.properties()
+    assert found == device.properties()
+    assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", found.uuid)
+    assert found.name.strip()
+    assert found.capability
+    assert found.cores >= 1
+    assert found.total_bytes == pytest.approx(device.memory.info().total_bytes, rel=0.05)
+
+
+def test_allocated_bytes_follow_a_tensor(device: Any) -> None:
+    filled(device, 1)  # the first tensor makes the context
+    before = allocated(device)
+    tensor = filled(device)
+    assert allocated(device) - before == pytest.approx(NUM_BYTES, abs=SLACK)
+    del tensor
+    device.memory.empty_cache()
+    assert allocated(device) - before == pytest.approx(0, abs=SLACK)
+
+
+def test_empty_cache_gives_memory_back(device: Any) -> None:
+    filled(device, 1)
+    device.memory.empty_cache()
+    before = device.memory.stats().reserved_bytes
+    tensors = [filled(device, MB // 16) for _ in range(NUM_BYTES // (MB // 16))]
+    last = tensors[-1]  # what is freed below it, an allocator keeps
+    tensors.clear()
+    assert device.memory.stats().reserved_bytes - before > NUM_BYTES / 2
+    device.memory.empty_cache()
+    assert device.memory.stats().reserved_bytes - before == pytest.approx(0, abs=SLACK)
+    assert last.sum().item() == MB // 16
+
+
+def test_peak_remembers_what_was_freed_until_reset(device: Any) -> None:
+    filled(device, 1)
+    device.memory.reset_peak()
+    before = device.memory.stats().peak_allocated_bytes
+    filled(device)
+    assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(NUM_BYTES, abs=SLACK)
+    device.memory.reset_peak()
+    assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(0, abs=SLACK)
+
+
+def test_memory_info_is_of_the_whole_device(device: Any) -> None:
+    info = device.memory.info()
+    assert 0 < info.free_bytes <= info.total_bytes
+    assert device.memory.stats().allocated_bytes <= info.total_bytes
+
+
+def test_synchronize_waits_for_queued_work(device: Any) -> None:
+    factor = torch.full((2048, 2048), 1 / 2048, device=device.torch_device)
+    product = torch.ones_like(factor)
+    for _ in range(4):
+        product = product @ factor
+    device.synchronize()
+    if device.type != "cpu":  # a processor has no stream: its operators return when they are done
+        assert torch.accelerator.current_stream(device.torch_device).query()
+    torch.testing.assert_close(product[0, 0].item(), 1.0, rtol=1e-3, atol=0)
+
+
+def test_seed_decides_what_is_drawn(device: Any) -> None:
+    device.seed(7)
+    first = torch.rand(8, device=device.torch_device)
+    second = torch.rand(8, device=device.torch_device)
+    device.seed(7)
+    torch.testing.assert_close(torch.rand(8, device=device.torch_device), first, rtol=0, atol=0)
+    assert not torch.equal(first, second)
+
+
+def test_rng_state_continues_where_it_was_taken(device: Any) -> None:
+    state = device.rng_state()
+    assert (state.dtype, state.device.type) == (torch.uint8, "cpu")
+    drawn = torch.rand(8, device=device.torch_device)
+    assert not torch.equal(torch.rand(8, device=device.torch_device), drawn)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(8, device=device.torch_device), drawn)
+
+
+def test_range_shows_in_a_profile(device: Any) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile, device.range("a phase"):
+        torch.ones(4, device=device.torch_device).sum().item()
+    names = [event.key for event in profile.key_averages()]
+    assert "a phase" in names
+    assert "aten::sum" in names
+
+
+def test_pinned_host_memory_is_offered_where_it_helps(device: Any) -> None:
+    assert device.memory.can_pin == (device.type != "cpu")
+    if device.memory.can_pin:
+        assert torch.empty(MB, dtype=torch.uint8, pin_memory=True).is_pinned()
+
+
+def test_what_a_device_lacks_is_an_error_that_names_it(device: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^streams on {device.name} is not supported: it has none$"):
+        raise device.unsupported("streams", "it has none")
+
+
+def test_listing_devices_makes_no_context(run_python: Any) -> None:
+    code = "import rlcore, torch; rlcore.list_devices(); print(torch.cuda.is_initialized())"
+    assert run_python(code).stdout == "False\n"
+
+
+@pytest.mark.gpu
+def test_the_check_above_sees_a_context(run_python: Any) -> None:
+    code = (
+        "import rlcore, torch; torch.ones(1, device='cuda'); rlcore.list_devices(); print(torch.cuda.is_initialized())"
+    )
+    assert run_python(code).stdout == "True\n"
+
+
+def test_cpu_without_proc_says_what_it_needs() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^reading memory figures of the cpu device is not supported: .* of Linux$"
+    ):
+        _kib_field("/nowhere/meminfo", "MemTotal")
