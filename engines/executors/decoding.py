@@ -137,6 +137,8 @@ class BatchDecoder:
         return token_B[index_B]
 
     def _prefill(self) -> tuple[Tensor, _Rows]:
+        from rlcore.engines.executors.kv_cache import grow_in_blocks  # loads transformers
+
         token_PL, mask_PL = self._padded_prompts()
         position_PL = (mask_PL.long().cumsum(1) - 1).clamp_(min=0)
         num_columns = self._num_prompt_columns
@@ -149,6 +151,7 @@ class BatchDecoder:
         index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
         prompt_N = self._tensor([index_of[sample.prompt] for sample in self._samples])
         self._cache.reorder_cache(prompt_N)
+        grow_in_blocks(self._cache, max_new_columns=self._num_steps - 1)
         columns_PL = torch.nn.functional.pad(mask_PL, (0, self._num_steps), value=True)
         return logits_PV[prompt_N], self._first_rows(columns_PL[prompt_N] if is_padded else None)
 

@@ -28,9 +28,7 @@ def test_a_whole_folder_passes(qwen2_folder: Path, sharded_folder: Path, charact
     assert folder.vocab_size == len(characters)
     assert folder.stop_token_ids == (characters.index("$"),)
     assert folder.weight_files == (qwen2_folder / "model.safetensors",)
-    assert check_model_folder(str(sharded_folder)).weight_files == tuple(
-        sorted(sharded_folder.glob("*.safetensors"))
-    )
+    assert check_model_folder(str(sharded_folder)).weight_files == tuple(sorted(sharded_folder.glob("*.safetensors")))
 
 
 def test_stop_tokens_are_those_of_generation_config_else_of_config(
@@ -69,16 +67,12 @@ def test_a_broken_config_is_refused(qwen2_folder: Path, copy_of: Copy) -> None:
 def test_a_folder_without_weights_is_refused(qwen2_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(qwen2_folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"has no weights: neither model\.safetensors nor .*save_pretrained"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no weights: neither model\.safetensors nor .*save_pretrained"):
         check_model_folder(folder)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 200])
-def test_weights_truncated_within_the_header_are_refused(
-    qwen2_folder: Path, copy_of: Copy, kept_bytes: int
-) -> None:
+def test_weights_truncated_within_the_header_are_refused(qwen2_folder: Path, copy_of: Copy, kept_bytes: int) -> None:
     weights = copy_of(qwen2_folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept_bytes])
     with pytest.raises(CheckpointError, match=rf"is truncated or not safetensors \({kept_bytes} bytes\)"):
@@ -89,9 +83,7 @@ def test_weights_truncated_within_the_data_are_refused(qwen2_folder: Path, copy_
     weights = copy_of(qwen2_folder) / "model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(
-        CheckpointError, match=rf"is damaged: its header needs {size} bytes, it has {size - 1}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"is damaged: its header needs {size} bytes, it has {size - 1}"):
         check_model_folder(weights.parent)
 
 
@@ -107,15 +99,11 @@ def test_absent_shards_are_named(sharded_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(sharded_folder)
     shards = sorted(folder.glob("*.safetensors"))
     shards[1].unlink()
-    with pytest.raises(
-        CheckpointError, match=rf"names {len(shards)} files, of which 1 are missing: {shards[1].name}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"names {len(shards)} files, of which 1 are missing: {shards[1].name}"):
         check_model_folder(folder)
 
 
-def test_a_shard_of_another_checkpoint_is_refused(
-    sharded_folder: Path, qwen2_folder: Path, copy_of: Copy
-) -> None:
+def test_a_shard_of_another_checkpoint_is_refused(sharded_folder: Path, qwen2_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(sharded_folder)
     shards = sorted(folder.glob("*.safetensors"))
     shards[0].write_bytes(shards[1].read_bytes())

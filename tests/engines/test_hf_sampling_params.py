@@ -37,9 +37,7 @@ def test_a_mapping_none_and_an_instance_are_accepted() -> None:
     ],
 )
 def test_an_unknown_key_names_the_nearest_field(key: str, nearest: str) -> None:
-    with pytest.raises(
-        InvalidInputError, match=f"unknown sampling parameter '{key}'; did you mean '{nearest}'"
-    ):
+    with pytest.raises(InvalidInputError, match=f"unknown sampling parameter '{key}'; did you mean '{nearest}'"):
         SamplingParams.of({key: 4})
 
 
@@ -69,9 +67,7 @@ def test_another_type_is_refused() -> None:
         ("seed", 2**63, r"None or an int in \[-2\*\*63, 2\*\*63\)"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_field_value_and_range(
-    field: str, value: Any, accepted: str
-) -> None:
+def test_a_value_out_of_range_is_refused_by_field_value_and_range(field: str, value: Any, accepted: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"SamplingParams\.{field} must be {accepted}, got "):
         SamplingParams(**{field: value})
 

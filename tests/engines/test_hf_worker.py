@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlcore
 from rlcore.engines.completion import RequestOutput, VersionSpan
 from rlcore.engines.executors.hf import HfWorker
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.errors import (
     CheckpointError,
@@ -26,8 +26,12 @@ from rlcore.errors import (
 PROMPTS = [[4, 7, 10], [1], [8, 5, 2, 10, 3, 9, 0, 11, 12], [7, 10], [4, 7, 10], [2, 2, 2, 2, 2, 13]]
 
 
+def context(**options: Any) -> WorkerContext:
+    return WorkerContext("the inference engine", rank=0, world_size=1, device_name="cpu", **options)
+
+
 def build(folder: Path, **options: Any) -> HfWorker:
-    worker = HfWorker(rlcore.get_device("cpu"))
+    worker = HfWorker(context())
     worker.build(folder, **options)
     return worker
 
@@ -78,11 +82,7 @@ def restricted(scaled_V: Tensor, params: SamplingParams) -> Tensor:
     kept = order[: params.top_k] if params.top_k > 0 and params.temperature else order
     probability = dict(zip(kept, scaled_V[kept].softmax(0).tolist(), strict=True))
     nucleus: list[int] = []
-    while (
-        params.temperature
-        and sum(probability[t] for t in nucleus) < params.top_p
-        and len(nucleus) < len(kept)
-    ):
+    while params.temperature and sum(probability[t] for t in nucleus) < params.top_p and len(nucleus) < len(kept):
         nucleus.append(kept[len(nucleus)])
     kept = nucleus or kept
     mask_V = torch.full_like(scaled_V, -torch.inf)
@@ -91,18 +91,14 @@ def restricted(scaled_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 @pytest.mark.parametrize("folder", ["qwen2_folder", "llama_folder", "learned_positions_folder"])
-def test_greedy_equals_transformers_for_each_prompt_alone(
-    folder: str, request: pytest.FixtureRequest
-) -> None:
+def test_greedy_equals_transformers_for_each_prompt_alone(folder: str, request: pytest.FixtureRequest) -> None:
     worker = build(request.getfixturevalue(folder))
     outputs = worker.generate(PROMPTS, {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}, version=0)
     assert tokens(outputs) == [[greedy_alone(worker.module, prompt, 20)] for prompt in PROMPTS]
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 5  # prompts 0 and 4 are equal
 
 
-def test_prompts_longer_than_one_prefill_pass_give_the_same(
-    worker: HfWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_longer_than_one_prefill_pass_give_the_same(worker: HfWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"temperature": 0.0, "max_tokens": 8}
     whole = worker.generate(PROMPTS, params, version=0)
     monkeypatch.setattr("rlcore.engines.executors.decoding._MAX_PREFILL_TOKENS", 10)  # two columns a pass
@@ -123,14 +119,10 @@ def test_prompts_longer_than_one_prefill_pass_give_the_same(
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_distribution_sampled_from(
-    worker: HfWorker, options: dict[str, Any]
-) -> None:
+def test_logprobs_are_those_of_the_distribution_sampled_from(worker: HfWorker, options: dict[str, Any]) -> None:
     params = SamplingParams(**{"n": 3, "max_tokens": 12, "seed": 5, **options})
     for output in worker.generate(PROMPTS, params, version=0):
-        for completion, want in zip(
-            output.outputs, sampled_logprobs(worker.module, output, params), strict=True
-        ):
+        for completion, want in zip(output.outputs, sampled_logprobs(worker.module, output, params), strict=True):
             assert want.isfinite().all()
             got = torch.tensor(completion.logprobs, dtype=torch.float64)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
@@ -138,23 +130,17 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 def test_sampled_frequencies_are_the_models_probabilities(worker: HfWorker) -> None:
     count = 8000
-    (output,) = worker.generate(
-        [[4, 7, 10]], {"n": count, "max_tokens": 1, "temperature": 3.0, "seed": 1}, version=0
-    )
+    (output,) = worker.generate([[4, 7, 10]], {"n": count, "max_tokens": 1, "temperature": 3.0, "seed": 1}, version=0)
     with torch.no_grad():
         want_V = (worker.module(torch.tensor([[4, 7, 10]])).logits[0, -1].double() / 3.0).softmax(0) * count
-    counted_V = (
-        torch.tensor([c.token_ids[0] for c in output.outputs]).bincount(minlength=len(want_V)).double()
-    )
+    counted_V = torch.tensor([c.token_ids[0] for c in output.outputs]).bincount(minlength=len(want_V)).double()
     is_common = want_V >= 5
     chi_square = ((counted_V - want_V) ** 2 / want_V)[is_common].sum()
     assert is_common.sum() > 10
     assert chi_square < 45.3  # 20 degrees of freedom: once in a thousand seeds
 
 
-def test_a_request_gives_the_same_samples_whatever_its_companions(
-    worker: HfWorker, qwen2_folder: Path
-) -> None:
+def test_a_request_gives_the_same_samples_whatever_its_companions(worker: HfWorker, qwen2_folder: Path) -> None:
     mine = SamplingParams(n=4, max_tokens=15, temperature=1.3, top_p=0.9, seed=11)
     other = SamplingParams(n=2, max_tokens=30, temperature=0.8, seed=12)
     alone = worker.generate([PROMPTS[0]], mine, version=0)
@@ -216,13 +202,10 @@ def test_the_models_own_end_of_sequence_token_stops_unless_ignored(worker: HfWor
 
 def test_each_prompt_may_have_its_own_parameters(worker: HfWorker) -> None:
     params = [
-        {"max_tokens": m, "n": n, "ignore_eos": True}
-        for m, n in [(3, 2), (1, 1), (7, 4), (2, 1), (9, 1), (5, 3)]
+        {"max_tokens": m, "n": n, "ignore_eos": True} for m, n in [(3, 2), (1, 1), (7, 4), (2, 1), (9, 1), (5, 3)]
     ]
     outputs = worker.generate(PROMPTS, params, version=0)
-    assert [[len(c.token_ids) for c in o.outputs] for o in outputs] == [
-        [p["max_tokens"]] * p["n"] for p in params
-    ]
+    assert [[len(c.token_ids) for c in o.outputs] for o in outputs] == [[p["max_tokens"]] * p["n"] for p in params]
     assert [o.prompt_token_ids for o in outputs] == PROMPTS
     assert all(len(c.logprobs) == len(c.token_ids) for o in outputs for c in o.outputs)
 
@@ -235,6 +218,27 @@ def test_equal_prompts_are_prefilled_once(worker: HfWorker) -> None:
     worker.generate(PROMPTS, {"n": 4, "max_tokens": 2, "ignore_eos": True}, version=0)
     handle.remove()
     assert rows == [5, 24]  # five distinct prompts, then six times four samples; the last token is not fed
+
+
+def test_greedy_stays_that_of_transformers_while_the_cache_grows_and_shrinks(worker: HfWorker) -> None:
+    lengths = [70, 3, 45, 60, 20, 71]  # blocks are of 32 columns
+    params = [{"temperature": 0.0, "max_tokens": length, "ignore_eos": True} for length in lengths]
+    outputs = worker.generate(PROMPTS, params, version=0)
+    assert tokens(outputs) == [
+        [greedy_alone(worker.module, prompt, length)] for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
+
+
+def test_sliding_windows_give_the_same_as_transformers(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]
+) -> None:
+    from transformers import Qwen2Config
+
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    worker = build(write_checkpoint(Qwen2Config(**tiny_config, **window)))
+    assert worker.module.config.layer_types == ["full_attention", "sliding_attention"]
+    outputs = worker.generate(PROMPTS, {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}, version=0)
+    assert tokens(outputs) == [[greedy_alone(worker.module, prompt, 20)] for prompt in PROMPTS]
 
 
 def test_rows_that_ended_leave_the_batch(worker: HfWorker) -> None:
@@ -256,11 +260,23 @@ def test_a_row_that_ended_may_wait_beyond_the_last_position(learned_positions_fo
     assert tokens(outputs)[3] == [greedy_alone(worker.module, short[2], 31)]
 
 
-def test_progress_counts_every_completion(worker: HfWorker) -> None:
+def test_progress_counts_every_completion(qwen2_folder: Path) -> None:
     heard: list[int] = []
-    worker.generate(PROMPTS, {"n": 4, "max_tokens": 9, "seed": 0}, version=0, on_progress=heard.append)
+    worker = HfWorker(context(emit=heard.append))
+    worker.build(qwen2_folder)
+    worker.generate(PROMPTS, {"n": 4, "max_tokens": 9, "seed": 0}, version=0)
     assert sum(heard) == 24
     assert min(heard) >= 0
+
+
+def test_prompts_may_be_texts_and_token_ids(worker: HfWorker, characters: str) -> None:
+    text = "47+ 8="
+    token_ids = [characters.index(c) for c in text]
+    params = {"seed": 4, "max_tokens": 8}
+    first, second, third = worker.generate([text, token_ids, "1"], params, version=0)
+    assert (first.prompt, second.prompt, third.prompt) == (text, None, "1")
+    assert first.prompt_token_ids == second.prompt_token_ids == token_ids
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
 def test_completions_carry_the_version_of_the_weights(worker: HfWorker) -> None:
@@ -299,6 +315,8 @@ def test_without_a_tokenizer_text_is_empty(qwen2_folder: Path, copy_of: Callable
     (output,) = worker.generate([[1, 2]], {"max_tokens": 5}, version=0)
     assert output.outputs[0].text == ""
     assert output.outputs[0].token_ids
+    with pytest.raises(InvalidInputError, match="no tokenizer; give prompts as token ids"):
+        worker.generate(["47"], version=0)
 
 
 def test_bfloat16_weights_give_float32_logprobs(qwen2_folder: Path) -> None:
@@ -329,9 +347,7 @@ def test_bfloat16_weights_give_float32_logprobs(qwen2_folder: Path) -> None:
         ),
     ],
 )
-def test_bad_prompts_are_refused(
-    worker: HfWorker, prompt: list[int], params: dict[str, Any], message: str
-) -> None:
+def test_bad_prompts_are_refused(worker: HfWorker, prompt: list[int], params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         worker.generate([[1, 2], prompt], [{}, params], version=0)
 
@@ -348,16 +364,14 @@ def test_parameters_must_be_one_or_one_each(worker: HfWorker) -> None:
 
 def test_generating_before_build_says_what_to_call() -> None:
     with pytest.raises(StateError, match=r"no model yet; call build\(path\)"):
-        HfWorker(rlcore.get_device("cpu")).generate([[1]], version=0)
+        HfWorker(context()).generate([[1]], version=0)
 
 
 def test_nan_weights_are_reported(qwen2_folder: Path) -> None:
     worker = build(qwen2_folder)
     with torch.no_grad():
         worker.module.get_input_embeddings().weight[3, 0] = torch.nan
-    with pytest.raises(
-        RlcoreError, match="Qwen2ForCausalLM gives NaN or infinite logits; its weights are damaged"
-    ):
+    with pytest.raises(RlcoreError, match="Qwen2ForCausalLM gives NaN or infinite logits; its weights are damaged"):
         worker.generate([[3, 4]], version=0)
 
 
@@ -382,17 +396,13 @@ def test_weights_that_lack_a_tensor_are_refused(qwen2_folder: Path, copy_of: Cal
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"lack 1 tensors of Qwen2ForCausalLM, such as 'model\.layers\.1\.mlp"
-    ):
+    with pytest.raises(CheckpointError, match=r"lack 1 tensors of Qwen2ForCausalLM, such as 'model\.layers\.1\.mlp"):
         build(file.parent)
 
 
 def test_weights_of_other_shapes_are_refused(qwen2_folder: Path, copy_of: Callable[[Path], Path]) -> None:
     folder = copy_of(qwen2_folder)
-    config = (
-        (folder / "config.json").read_text().replace('"intermediate_size": 64', '"intermediate_size": 48')
-    )
+    config = (folder / "config.json").read_text().replace('"intermediate_size": 64', '"intermediate_size": 48')
     (folder / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"transformers cannot load .* as a causal language model"):
         build(folder)
@@ -410,10 +420,6 @@ def test_a_model_that_is_no_causal_language_model_is_refused(
 def test_an_architecture_without_positions_is_refused(write_checkpoint: Callable[..., Path]) -> None:
     from transformers import BloomConfig
 
-    config = BloomConfig(
-        vocab_size=21, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
-    )
-    with pytest.raises(
-        UnsupportedError, match=r"BloomForCausalLM in the hf executor is not supported: .*position_ids"
-    ):
+    config = BloomConfig(vocab_size=21, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+    with pytest.raises(UnsupportedError, match=r"BloomForCausalLM in the hf executor is not supported: .*position_ids"):
         build(write_checkpoint(config))
