@@ -31,8 +31,7 @@ def rows_per_chunk(num_rows: int, vocab_size: int, itemsize: int, budget_bytes: 
     fitting = (DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes) // row_bytes
     if budget_bytes is not None and fitting == 0:
         raise InvalidInputError(
-            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; "
-            f"the least is {row_bytes}"
+            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; the least is {row_bytes}"
         )
     most = max(1, min(fitting, max(_FEWEST_ROWS, math.ceil(num_rows / 4))))
     return math.ceil(num_rows / max(1, math.ceil(num_rows / most))) or 1

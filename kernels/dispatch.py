@@ -62,9 +62,7 @@ def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
     """
     candidates = _candidates(op)
     if implementation is not None and all(implementation != candidate.name for candidate in candidates):
-        raise InvalidInputError(
-            f"{op} has no implementation {implementation!r}; registered: {_listing(candidates)}"
-        )
+        raise InvalidInputError(f"{op} has no implementation {implementation!r}; registered: {_listing(candidates)}")
     chosen: OpImplementation | None = None
     refused: list[Refusal] = []
     for candidate in candidates:

@@ -33,9 +33,7 @@ class Needs(NamedTuple):
     def of(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Needs:
         tracked = torch.is_grad_enabled()
         bias_needs = bias_V is not None and bias_V.requires_grad
-        return Needs(
-            tracked and hidden_TH.requires_grad, tracked and weight_VH.requires_grad, tracked and bias_needs
-        )
+        return Needs(tracked and hidden_TH.requires_grad, tracked and weight_VH.requires_grad, tracked and bias_needs)
 
 
 class LinearHead:

@@ -86,14 +86,10 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         head = LinearHead(weight_VH, bias_V, task.softcap)
         num_rows = len(hidden_TH)
-        logprob_T, entropy_T, peak_T, total_T = (
-            hidden_TH.new_empty(num_rows, dtype=head.wide) for _ in range(4)
-        )
+        logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(num_rows, dtype=head.wide) for _ in range(4))
         for chunk in row_chunks(num_rows, task.rows_per_chunk):
             rows = task.rows.at(chunk)
-            found = statistics_(
-                head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy
-            )
+            found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
             logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
             if found.entropy is not None:
                 entropy_T[chunk] = found.entropy
@@ -106,9 +102,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         task: _Task = ctx.task
         hidden_TH, weight_VH, bias_V, *saved = ctx.saved_tensors
         head = LinearHead(weight_VH, bias_V, task.softcap)
@@ -143,9 +137,7 @@ def linear_logprob_chunked(
     wide = wide_dtype(weight_VH.dtype)
     rows = rows_per_chunk(len(hidden_TH), len(weight_VH), wide.itemsize, memory_budget_bytes)
     needs = Needs.of(hidden_TH, weight_VH, bias)
-    task = _Task(
-        Rows.of(target_T, ignore_index, temperature, logit_scale), softcap, with_entropy, rows, needs
-    )
+    task = _Task(Rows.of(target_T, ignore_index, temperature, logit_scale), softcap, with_entropy, rows, needs)
     return Logprobs(*_LinearLogprob.apply(hidden_TH, weight_VH, bias, task))  # type: ignore[no-untyped-call]
 
 

@@ -180,9 +180,7 @@ def linear_loss_chunked(
     return LossOutput(_KnownGradients.apply(loss, gradients, hidden_TH, weight_VH, bias), stats)  # type: ignore[no-untyped-call]
 
 
-def _chunks(
-    num_rows: int, rows: int, cu_seqlens: list[int] | None
-) -> Iterable[tuple[slice, list[int] | None]]:
+def _chunks(num_rows: int, rows: int, cu_seqlens: list[int] | None) -> Iterable[tuple[slice, list[int] | None]]:
     if cu_seqlens is not None:
         return sequence_chunks(cu_seqlens, rows)
     return ((chunk, None) for chunk in row_chunks(num_rows, rows))
@@ -272,9 +270,7 @@ def linear_loss(
             hidden,
             weight,
             targets,
-            loss_fn
-            if isinstance(loss_fn, sequence_level) or not is_debugging()
-            else refusing_mixed_tokens(loss_fn),
+            loss_fn if isinstance(loss_fn, sequence_level) or not is_debugging() else refusing_mixed_tokens(loss_fn),
             per_token=per_token,
             token_weight=token_weight,
             cu_seqlens=_sequence_edges(loss_fn, cu_seqlens, per_token, len(hidden)),
@@ -293,8 +289,7 @@ def _check_tokens(hidden: Tensor, per_token: Mapping[str, Tensor], token_weight:
     check_float("token_weight", token_weight)
     if token_weight.shape != hidden.shape[:1]:
         raise InvalidInputError(
-            f"token_weight must be [T] = {[len(hidden)]}; got {list(token_weight.shape)}. "
-            "See rlcore.ops.token_weights"
+            f"token_weight must be [T] = {[len(hidden)]}; got {list(token_weight.shape)}. See rlcore.ops.token_weights"
         )
     for name, values in per_token.items():
         if values.shape[:1] != hidden.shape[:1]:
@@ -320,14 +315,10 @@ def _sequence_edges(
     if not isinstance(loss_fn, sequence_level):
         return None
     if cu_seqlens is None:
-        raise InvalidInputError(
-            "a sequence-level loss needs cu_seqlens, the boundaries of the sequences in hidden"
-        )
+        raise InvalidInputError("a sequence-level loss needs cu_seqlens, the boundaries of the sequences in hidden")
     taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
     if taken:
-        raise InvalidInputError(
-            f"per_token must not hold {', '.join(taken)}: linear_loss sets them; rename yours"
-        )
+        raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: linear_loss sets them; rename yours")
     edges: list[int] = cu_seqlens.tolist()
     if cu_seqlens.dim() != 1 or not edges or edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
         raise InvalidInputError(f"cu_seqlens must rise from 0 to the {num_rows} rows of hidden; got {edges}")

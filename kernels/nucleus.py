@@ -39,11 +39,7 @@ def keep_mask(
     _check(logits_TV, temperature, top_p, top_k)
     num_rows, vocab_size = logits_TV.shape
     keep_TV = torch.ones_like(logits_TV, dtype=torch.bool)
-    if (
-        not any(isinstance(value, Tensor) for value in (top_p, top_k))
-        and top_p == 1
-        and not 0 < top_k < vocab_size
-    ):
+    if not any(isinstance(value, Tensor) for value in (top_p, top_k)) and top_p == 1 and not 0 < top_k < vocab_size:
         return keep_TV
     # Sorting takes 8 more bytes an element for the columns.
     rows = rows_per_chunk(num_rows, vocab_size, 8, None)
@@ -69,9 +65,7 @@ def _keep(scaled_TV: Tensor, top_p: float | Tensor, top_k: float | Tensor) -> Te
     return torch.empty_like(is_dropped_TV).scatter_(1, column_TV, ~is_dropped_TV)
 
 
-def _check(
-    logits_TV: Tensor, temperature: float | Tensor, top_p: float | Tensor, top_k: int | Tensor
-) -> None:
+def _check(logits_TV: Tensor, temperature: float | Tensor, top_p: float | Tensor, top_k: int | Tensor) -> None:
     check_float("logits", logits_TV)
     if logits_TV.dim() != 2 or logits_TV.shape[1] == 0:
         raise InvalidInputError(f"logits must be [T, V] with V > 0; got {list(logits_TV.shape)}")
@@ -80,9 +74,7 @@ def _check(
             check_shape(name, value, (len(logits_TV),), "a number, or one for each row")
             check_same_device("logits", logits_TV.device, **{name: value})
     if isinstance(temperature, Tensor):
-        check_values(
-            (temperature > 0) & temperature.isfinite(), lambda: f"temperature must be > 0; got {temperature}"
-        )
+        check_values((temperature > 0) & temperature.isfinite(), lambda: f"temperature must be > 0; got {temperature}")
     else:
         check_positive("temperature", temperature)
     is_valid = (top_p > 0) & (top_p <= 1) if isinstance(top_p, Tensor) else torch.tensor(0 < top_p <= 1)

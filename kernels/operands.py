@@ -119,9 +119,7 @@ def check_head(
     """Shapes, dtypes, devices and constants of the operators that start from hidden states."""
     check_float("hidden", hidden)
     if hidden.dim() != 2:
-        raise InvalidInputError(
-            f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)"
-        )
+        raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
         raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
     if weight.dtype != hidden.dtype:
@@ -136,9 +134,7 @@ def check_head(
     check_positive("logit_scale", logit_scale)
 
 
-def lowered_as_linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def lowered_as_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Under autocast what ``torch.nn.functional.linear`` would multiply; otherwise the same tensors."""
     device_type = hidden.device.type
     if not torch.is_autocast_enabled(device_type) or hidden.dtype == torch.float64:

@@ -168,10 +168,7 @@ def _karmarkar_karp(tokens: list[int], num_bins: int) -> list[list[int]]:
     heapq.heapify(heap)
     for serial in range(len(tokens), 2 * len(tokens) - 1):
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [
-            (full + empty, more + less)
-            for (full, more), (empty, less) in zip(one, reversed(other), strict=True)
-        ]
+        joined = [(full + empty, more + less) for (full, more), (empty, less) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda entry: -entry[0])
         heapq.heappush(heap, (-_spread(joined), serial, joined))
     if not heap:

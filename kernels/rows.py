@@ -61,9 +61,7 @@ class Rows:
     sharpness: float | Tensor
 
     @staticmethod
-    def of(
-        target_T: Tensor, ignore_index: int, temperature: float | Tensor, logit_scale: float = 1.0
-    ) -> Rows:
+    def of(target_T: Tensor, ignore_index: int, temperature: float | Tensor, logit_scale: float = 1.0) -> Rows:
         is_ignored_T = target_T == ignore_index
         return Rows(target_T.masked_fill(is_ignored_T, 0), is_ignored_T, logit_scale / temperature)
 

@@ -79,9 +79,7 @@ class _Task(NamedTuple):
         """Index, wide copy of the logits, and rows of each chunk."""
         wide = wide_dtype(logits.dtype)
         shape = logits.shape[:-1]
-        for index in batched_row_chunks(
-            shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)
-        ):
+        for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
             rows = self.rows.at(index)
             chunk_TV = rows.known(logits[index].to(wide))
             if self.keep_mask is not None:
@@ -229,9 +227,7 @@ def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:
     if keep_mask is None:
         return
     if keep_mask.dtype != torch.bool:
-        raise InvalidInputError(
-            f"keep_mask must be bool, True where a token may be sampled; got {keep_mask.dtype}"
-        )
+        raise InvalidInputError(f"keep_mask must be bool, True where a token may be sampled; got {keep_mask.dtype}")
     check_shape("keep_mask", keep_mask, tuple(logits.shape), "like the logits")
 
 
@@ -243,6 +239,5 @@ def _check_overwritable(logits: Tensor) -> None:
         )
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
         raise InvalidInputError(
-            "inplace_backward=True needs logits whose elements do not share memory; "
-            f"got strides {logits.stride()}"
+            f"inplace_backward=True needs logits whose elements do not share memory; got strides {logits.stride()}"
         )

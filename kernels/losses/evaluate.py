@@ -82,8 +82,8 @@ def loss_and_gradients(
         loss, stats = weighted_loss(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
         if not loss.requires_grad:
             raise InvalidInputError(
-                f"{_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be learnt; "
-                "was one of them detached?"
+                f"{_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be "
+                "learnt; was one of them detached?"
             )
         found = torch.autograd.grad(loss, inputs, allow_unused=True)
     counted = [None if g is None else torch.where(tokens.is_counted, g, 0.0) for g in found]
@@ -113,9 +113,7 @@ def _reduce(name: str, values_T: Tensor, tokens: TokenInputs) -> Tensor:
     if name.endswith(("_min", "_max")):
         nothing = float("inf") if name.endswith("_min") else float("-inf")
         # one more element, so that no token at all is no error
-        kept_T = torch.nn.functional.pad(
-            torch.where(tokens.is_counted, values_T, nothing), (0, 1), value=nothing
-        )
+        kept_T = torch.nn.functional.pad(torch.where(tokens.is_counted, values_T, nothing), (0, 1), value=nothing)
         return kept_T.amin() if name.endswith("_min") else kept_T.amax()
     kept_T = torch.where(tokens.is_counted, values_T, 0.0)
     return (kept_T * tokens.weight).sum() if name.endswith("_mean") else kept_T.sum()

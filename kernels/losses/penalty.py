@@ -33,7 +33,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl(*, kind: Literal["k1", "k2", "k3", "abs"] = "k3", coef: float) -> LossFn:
-    """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprob``.
+    """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprobs``.
 
     Statistics: ``kl_mean``, the estimate without ``coef``.
     """
@@ -44,7 +44,7 @@ def kl(*, kind: Literal["k1", "k2", "k3", "abs"] = "k3", coef: float) -> LossFn:
     def kl_term(
         logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        divergence = estimate(needed(per_token, "ref_logprob", "kl") - logprob)
+        divergence = estimate(needed(per_token, "ref_logprobs", "kl") - logprob)
         return coef * divergence, {"kl_mean": divergence}
 
     return kl_term
@@ -57,9 +57,7 @@ def entropy_bonus(*, coef: float) -> LossFn:
         logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if entropy is None:
-            raise InvalidInputError(
-                "entropy_bonus needs the entropy; call linear_loss with with_entropy=True"
-            )
+            raise InvalidInputError("entropy_bonus needs the entropy; call linear_loss with with_entropy=True")
         return -coef * entropy, {}
 
     return entropy_term

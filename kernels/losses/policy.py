@@ -24,7 +24,7 @@ _LOG_RATIO_LIMIT = 20.0
 
 
 def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> LossFn:
-    """The clipped surrogate; reads ``old_logprob`` and ``advantage``.
+    """The clipped surrogate; reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: in [0, 1]; the ratio may fall to 1 - clip_low.
@@ -46,8 +46,8 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float
     def ppo_clip_term(
         logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        advantage = needed(per_token, "advantage", "ppo_clip")
-        log_ratio = logprob - needed(per_token, "old_logprob", "ppo_clip")
+        advantage = needed(per_token, "advantages", "ppo_clip")
+        log_ratio = logprob - needed(per_token, "old_logprobs", "ppo_clip")
         log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high)

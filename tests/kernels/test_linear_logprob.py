@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.chunks import rows_per_chunk
+from rlcore.ops import linear_logprob
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+SHAPES = [(1, 3, 1), (1, 8, 7), (127, 13, 1000), (70, 20, 4097)]  # smallest, one row, odd everywhere, off-block
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def truth(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """In the inputs' dtype (float64), from the formula and nothing else."""
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits * logit_scale / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    p = torch.softmax(logits, -1)
+    return torch.log_softmax(logits, -1)[range(len(p)), targets], -torch.special.xlogy(p, p).sum(-1)
+
+
+def random_inputs(T: int, H: int, V: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(T + 100 * H + 10000 * V)
+    hidden = torch.randn(T, H, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=generator) / H**0.5 * 2).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, V, (T,), generator=generator)
+
+
+def gradients(outputs: tuple[Tensor, Tensor | None], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    logprob, entropy = outputs
+    weight = torch.linspace(-1, 2, len(logprob), dtype=logprob.dtype)
+    total = (weight * logprob).sum() + (0 if entropy is None else (weight.cos() * entropy).sum())
+    return torch.autograd.grad(total, inputs)
+
+
+def doubled(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, H, V", SHAPES)
+def test_linear_logprob_matches_float64(T: int, H: int, V: int, dtype: torch.dtype, implementation: str) -> None:
+    hidden, weight, targets = random_inputs(T, H, V, dtype)
+    wide = doubled(hidden, weight)
+    found = linear_logprob(hidden, weight, targets, temperature=1.3, with_entropy=True, implementation=implementation)
+    want = truth(*wide, targets, temperature=1.3)
+    assert found.logprob.dtype == torch.float32
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    for got, expected in zip(gradients(found, [hidden, weight]), gradients(want, wide), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=2e-5)
+
+
+OPTIONS = [
+    {},
+    {"softcap": 3.0},
+    {"logit_scale": 0.4},
+    {"softcap": 2.0, "logit_scale": 3.0, "temperature": 0.7},
+    {"temperature": torch.linspace(0.5, 2.0, 40)},
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "scale", "both", "temperatures"])
+def test_every_option_matches_float64(options: dict[str, object], has_bias: bool, implementation: str) -> None:
+    hidden, weight, targets = random_inputs(40, 9, 51)
+    bias = torch.randn(51, requires_grad=True) if has_bias else None
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    wide = doubled(*inputs)
+    found = linear_logprob(
+        hidden, weight, targets, bias=bias, with_entropy=True, implementation=implementation, **options
+    )
+    want = truth(wide[0], wide[1], targets, bias=wide[2] if has_bias else None, **options)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    for got, expected in zip(gradients(found, inputs), gradients(want, wide), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_linear_logprob_passes_gradcheck(implementation: str) -> None:
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, -100, 2, 2])
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+        return linear_logprob(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=0.9,
+            softcap=4.0,
+            with_entropy=True,
+            implementation=implementation,
+        )
+
+    assert torch.autograd.gradcheck(run, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size, offset", [(80.0, 0.0), (1.0, 1e4), (0.0, 0.0), (1.0, -1e4)])
+def test_extreme_logits(size: float, offset: float, implementation: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.eye(16).repeat(4, 1).requires_grad_()
+    weight = ((torch.rand(500, 16, generator=generator) * 2 - 1) * size + offset).requires_grad_()
+    targets = torch.randint(0, 500, (64,), generator=generator)
+    wide = doubled(hidden, weight)
+    found = linear_logprob(hidden, weight, targets, with_entropy=True, implementation=implementation)
+    want = truth(*wide, targets)
+    torch.testing.assert_close(found.logprob.double(), want[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-4, atol=1e-5)
+    d_weight = gradients(found, [hidden, weight])[1]
+    torch.testing.assert_close(d_weight.double(), gradients(want, wide)[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_bias_of_minus_infinity_takes_columns_out(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(40, 9, 51)
+    bias = torch.zeros(51)
+    bias[48:] = -math.inf  # rows that only pad the vocabulary
+    found = linear_logprob(hidden, weight, targets % 48, bias=bias, with_entropy=True, implementation=implementation)
+    wide = doubled(hidden, weight)
+    want = truth(wide[0], wide[1][:48], targets % 48)
+    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-5, atol=1e-5)
+    d_hidden, d_weight = gradients(found, [hidden, weight])
+    torch.testing.assert_close(d_hidden.double(), gradients(want, wide)[0], rtol=1e-5, atol=1e-5)
+    assert d_weight[48:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ignored_rows_contribute_exactly_nothing(dtype: torch.dtype, implementation: str) -> None:
+    hidden, weight, targets = random_inputs(30, 8, 40, dtype)
+    is_ignored = torch.arange(30) % 3 == 0
+    targets[is_ignored] = -100
+    with torch.no_grad():
+        hidden[is_ignored] = math.nan
+    found = linear_logprob(hidden, weight, targets, with_entropy=True, implementation=implementation)
+    d_hidden, d_weight = gradients(found, [hidden, weight])
+    for rows in (*found, d_hidden):
+        assert rows[is_ignored].count_nonzero() == 0 and rows[~is_ignored].isfinite().all()
+    assert d_weight.isfinite().all()
+
+
+def test_results_do_not_depend_on_the_chunk_size() -> None:
+    hidden, weight, targets = random_inputs(127, 16, 301)
+    one_row = 3 * 301 * 4
+    runs = []
+    for budget in (one_row, 10 * one_row, None):
+        found = linear_logprob(hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget)
+        runs.append((*found, *gradients(found, [hidden, weight])))
+    for run in runs[1:]:
+        for got, expected in zip(run, runs[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_reruns_are_bit_identical() -> None:
+    hidden, weight, targets = random_inputs(127, 16, 301, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        found = linear_logprob(hidden, weight, targets, with_entropy=True)
+        runs.append((*found, *gradients(found, [hidden, weight])))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_strided_inputs_give_the_same() -> None:
+    hidden, weight, targets = random_inputs(60, 9, 51)
+    strided_hidden = torch.cat((hidden, hidden), 1).detach()[:, 9:].requires_grad_()
+    strided_weight = weight.detach().T.contiguous().T.requires_grad_()
+    assert not strided_hidden.is_contiguous() and not strided_weight.is_contiguous()
+    found = linear_logprob(strided_hidden, strided_weight, torch.stack((targets, targets), 1)[:, 0])
+    want = linear_logprob(hidden, weight, targets)
+    torch.testing.assert_close(found.logprob, want.logprob, rtol=0, atol=1e-5)
+    pairs = zip(gradients(found, [strided_hidden, strided_weight]), gradients(want, [hidden, weight]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> None:
+    hidden, weight, targets = random_inputs(20, 6, 30)
+    everything = gradients(linear_logprob(hidden, weight, targets), [hidden, weight])
+    inputs = [x.detach().requires_grad_(needed) for x, needed in zip((hidden, weight), needs, strict=True)]
+    logprob, _ = linear_logprob(*inputs, targets)
+    assert logprob.requires_grad == any(needs)
+    asked = [x for x in inputs if x.requires_grad]
+    if asked:
+        found = gradients((logprob, None), asked)
+        assert torch.equal(found[0], everything[needs.index(True)])
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, targets = random_inputs(20, 6, 30)
+    tokens = torch.randint(0, 30, (20,))
+
+    def total(weight: Tensor, implementation: str) -> Tensor:
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        return linear_logprob(hidden, weight, targets, implementation=implementation).logprob.sum()
+
+    found, want = (torch.autograd.grad(total(weight, name), weight)[0] for name in ("chunked", "reference"))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert (want[tokens] != 0).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("T", [0, 5])
+def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(T: int, implementation: str) -> None:
+    hidden, weight = torch.randn(T, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    logprob, entropy = linear_logprob(
+        hidden, weight, torch.full((T,), -100), with_entropy=True, implementation=implementation
+    )
+    (logprob.sum() + entropy.sum()).backward()
+    assert logprob.shape == (T,) and logprob.count_nonzero() == 0
+    assert hidden.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
+
+
+def test_under_autocast_the_operands_are_lowered_as_in_linear_and_the_logits_are_not() -> None:
+    hidden, weight, targets = random_inputs(20, 6, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_logprob(hidden, weight, targets)
+        d_weight = gradients(found, [weight])[0]
+    rounded = linear_logprob(hidden.bfloat16(), weight.bfloat16(), targets)
+    assert torch.equal(found.logprob, rounded.logprob) and d_weight.dtype == torch.float32
+    want, _ = truth(hidden.bfloat16().double(), weight.bfloat16().double(), targets)
+    torch.testing.assert_close(found.logprob.double(), want, rtol=1e-5, atol=1e-5)
+
+
+GOOD = {
+    "hidden": torch.zeros(4, 3),
+    "weight": torch.zeros(5, 3),
+    "targets": torch.zeros(4, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": torch.zeros(2, 2, 3)}, r"hidden must be \[T, H\]; got \[2, 2, 3\]. Pack it"),
+        ({"hidden": torch.zeros(4, 3, dtype=torch.int32)}, "hidden must be float32, bfloat16, float16, float64; got"),
+        ({"weight": torch.zeros(5, 4)}, r"weight must be \[V, H\] with H = 3; got \[5, 4\]"),
+        ({"weight": torch.zeros(0, 3)}, r"weight must be \[V, H\] with H = 3; got \[0, 3\]"),
+        ({"weight": torch.zeros(5, 3).bfloat16()}, "hidden is torch.float32 but weight is torch.bfloat16; cast one"),
+        ({"weight": torch.zeros(5, 3, device="meta")}, r"weight is on meta but hidden is on cpu; .* \.to\(hidden"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must be one token .* = \[4\]; got \[3\]"),
+        ({"targets": torch.tensor([0, 1, 2, 5])}, r"token ids in \[0, 5\) .* got 5 at \[3\]"),
+        ({"bias": torch.zeros(4)}, r"bias must be one value for each row of weight = \[5\]; got \[4\]"),
+        ({"temperature": -1.0}, "temperature must be a finite number > 0; got -1.0"),
+        ({"softcap": 0.0}, "softcap must be a finite number > 0; got 0.0"),
+        ({"logit_scale": math.inf}, "logit_scale must be a finite number > 0; got inf"),
+        ({"memory_budget_bytes": 59}, r"memory_budget_bytes=59 does not hold one row of 5 logits; the least is 60"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        linear_logprob(**(GOOD | change))  # type: ignore[arg-type]
+
+
+def test_a_vocabulary_split_over_ranks_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        UnsupportedError, match="linear_logprob for float32 on cpu with group is not supported: chunked"
+    ):
+        linear_logprob(**GOOD, group=object())  # type: ignore[arg-type]
+
+
+def test_the_reference_refuses_a_memory_budget() -> None:
+    with pytest.raises(UnsupportedError, match="reference: it holds all logits at once"):
+        linear_logprob(**GOOD, memory_budget_bytes=2**20, implementation="reference")
+
+
+def test_a_chunk_fits_its_budget_and_is_at_most_a_quarter_of_the_rows() -> None:
+    assert rows_per_chunk(8192, 151936, 4, None) * 3 * 151936 * 4 <= 512 * 2**20
+    assert rows_per_chunk(8192, 100, 4, None) == 2048
+    assert rows_per_chunk(40, 100, 4, None) == 14  # three chunks of at most 16
+    assert rows_per_chunk(0, 100, 4, None) == 1

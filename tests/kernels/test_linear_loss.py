@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.ops import combine, entropy_bonus, kl, linear_loss, ppo_clip, sequence_level
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+T, H, V = 61, 13, 257  # odd, not a multiple of 8, one past a block
+CU_SEQLENS = torch.tensor([0, 5, 5, 40, 52, 61])  # one empty, one longer than a chunk
+
+
+def random_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(T, H, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=generator) * 0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, V, (T,), generator=generator)
+
+
+def random_tokens() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(8)
+    old = -6 + torch.randn(T, generator=generator)
+    per_token = {
+        "old_logprobs": old,
+        "ref_logprobs": old + torch.randn(T, generator=generator) * 0.3,
+        "advantages": torch.randn(T, generator=generator),
+    }
+    return {"per_token": per_token, "token_weight": torch.rand(T, generator=generator) / T}
+
+
+def policy_loss() -> Any:
+    return combine(ppo_clip(dual_clip=3.0), kl(coef=0.1), entropy_bonus(coef=0.01))
+
+
+def widened(tokens: dict[str, Any]) -> dict[str, Any]:
+    per_token = {name: values.double() for name, values in tokens["per_token"].items()}
+    return {**tokens, "per_token": per_token, "token_weight": tokens["token_weight"].double()}
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_loss_matches_float64_autograd(dtype: torch.dtype, implementation: str) -> None:
+    hidden, weight, targets = random_inputs(dtype)
+    bias = torch.linspace(-1, 1, V).requires_grad_()
+    options = {"temperature": torch.linspace(0.6, 1.4, T), "softcap": 6.0, "logit_scale": 0.9}
+    tokens = random_tokens()
+    found = linear_loss(
+        hidden, weight, targets, policy_loss(), bias=bias, implementation=implementation, **options, **tokens
+    )
+
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = 6.0 * torch.tanh((wide[0] @ wide[1].T + wide[2]) / 6.0) * 0.9 / options["temperature"][:, None]
+    logprobs = logits.log_softmax(1)
+    logprob, p = logprobs[range(T), targets], logprobs.exp()
+    double = widened(tokens)
+    value, _ = policy_loss()(logprob, -(p * logprobs).sum(1), double["per_token"])
+    want = (value * double["token_weight"]).sum()
+
+    assert found.loss.dtype == torch.float32 and found.loss.shape == ()
+    torch.testing.assert_close(found.loss.double(), want, rtol=1e-5, atol=1e-6)
+    pairs = zip(gradients(found.loss, hidden, weight, bias), gradients(want, *wide), strict=True)
+    for got, expected in pairs:
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(got.double(), expected, rtol=2 * torch.finfo(got.dtype).eps, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_linear_loss_passes_gradcheck(implementation: str) -> None:
+    hidden = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 4, -100, 2, 2, 1])
+
+    def loss_fn(logprob: Tensor, entropy: Tensor, per_token: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return per_token["a"] * logprob.exp() + entropy * logprob, {}
+
+    def run(hidden: Tensor, weight: Tensor) -> Tensor:
+        per_token = {"a": torch.arange(6.0, dtype=torch.float64)}
+        weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+        return linear_loss(
+            hidden,
+            weight,
+            targets,
+            loss_fn,
+            per_token=per_token,
+            token_weight=weights,
+            softcap=3.0,
+            implementation=implementation,
+        ).loss
+
+    assert torch.autograd.gradcheck(run, (hidden, weight))
+
+
+def test_chunked_statistics_match_the_reference() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    targets[10:20] = -100
+    tokens["token_weight"][30:35] = 0
+    found, want = (
+        linear_loss(hidden, weight, targets, policy_loss(), implementation=name, **tokens).stats
+        for name in ("chunked", "reference")
+    )
+    assert found.keys() == want.keys() >= {"entropy_mean", "ratio_max", "clip_low_mean", "kl_mean"}
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert not any(values.requires_grad for values in found.values())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_statistics_are_reduced_by_the_ending_of_their_names(implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    x = torch.arange(float(T))
+    x[3], targets[3] = math.nan, -100
+    w = torch.rand(T)
+    w[:2] = 0
+
+    def loss_fn(logprob: Tensor, entropy: None, per_token: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        assert entropy is None
+        return logprob, {f"x_{ending}": per_token["x"] for ending in ("mean", "sum", "min", "max")}
+
+    _, stats = linear_loss(
+        hidden,
+        weight,
+        targets,
+        loss_fn,
+        per_token={"x": x},
+        token_weight=w,
+        with_entropy=False,
+        implementation=implementation,
+    )
+    counted = torch.tensor([t for t in range(2, T) if t != 3])
+    expected = (x[counted] * w[counted]).sum() / w[counted].sum()
+    torch.testing.assert_close(stats["x_mean"], expected, rtol=1e-5, atol=0)
+    assert (stats["x_sum"], stats["x_min"], stats["x_max"]) == (x[counted].sum(), 2, T - 1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("masked_by", ["target", "weight"])
+def test_masked_tokens_contribute_nothing_whatever_they_hold(masked_by: str, implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    is_masked = torch.arange(T) % 4 == 1
+    clean = hidden.detach()[~is_masked].requires_grad_()
+    clean_tokens = {
+        "per_token": {name: values[~is_masked] for name, values in tokens["per_token"].items()},
+        "token_weight": tokens["token_weight"][~is_masked],
+    }
+    want = linear_loss(clean, weight, targets[~is_masked], policy_loss(), implementation=implementation, **clean_tokens)
+    want_gradients = gradients(want.loss, clean, weight)
+
+    with torch.no_grad():
+        hidden[is_masked] = math.nan
+    for values in tokens["per_token"].values():
+        values[is_masked] = math.nan
+    if masked_by == "target":
+        targets[is_masked] = -100
+        tokens["token_weight"][is_masked] = math.nan
+    else:
+        targets[is_masked] = 10**6  # no token id; nobody looks
+        tokens["token_weight"][is_masked] = 0
+    temperature = torch.ones(T).masked_fill(is_masked, math.nan)
+    found = linear_loss(
+        hidden, weight, targets, policy_loss(), temperature=temperature, implementation=implementation, **tokens
+    )
+    d_hidden, d_weight = gradients(found.loss, hidden, weight)
+    torch.testing.assert_close(found.loss, want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.stats, want.stats, rtol=1e-5, atol=1e-6)
+    assert d_hidden[is_masked].count_nonzero() == 0
+    torch.testing.assert_close(d_hidden[~is_masked], want_gradients[0], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(d_weight, want_gradients[1], rtol=1e-4, atol=1e-7)
+
+
+def test_results_do_not_depend_on_the_chunk_size_and_reruns_are_bit_identical() -> None:
+    hidden, weight, targets = random_inputs()
+    runs = []
+    for budget in (None, None, 3 * V * 4, 20 * V * 4):
+        found = linear_loss(hidden, weight, targets, policy_loss(), memory_budget_bytes=budget, **random_tokens())
+        runs.append([found.loss, *gradients(found.loss, hidden, weight), *found.stats.values()])
+    assert all(torch.equal(one, other) for one, other in zip(runs[0], runs[1], strict=True))
+    for run in runs[2:]:
+        for got, expected in zip(run, runs[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_permuting_tokens_permutes_the_hidden_gradient_and_leaves_the_rest() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    order = torch.randperm(T)
+    moved = hidden.detach()[order].requires_grad_()
+    moved_tokens = {
+        "per_token": {name: values[order] for name, values in tokens["per_token"].items()},
+        "token_weight": tokens["token_weight"][order],
+    }
+    first = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
+    second = linear_loss(moved, weight, targets[order], policy_loss(), **moved_tokens).loss
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+    d_hidden, d_weight = gradients(first, hidden, weight)
+    d_moved, d_weight_again = gradients(second, moved, weight)
+    torch.testing.assert_close(d_moved, d_hidden[order], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(d_weight, d_weight_again, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_upstream_gradient_is_honoured_and_backward_can_run_twice(implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    loss = linear_loss(hidden, weight, targets, policy_loss(), implementation=implementation, **random_tokens()).loss
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    thrice = torch.autograd.grad(-3 * loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    for one, three, same in zip(once, thrice, again, strict=True):
+        torch.testing.assert_close(three, -3 * one)
+        assert torch.equal(one, same) and one.abs().max() > 0
+
+
+def test_micro_batches_accumulate_into_existing_gradients() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    want = gradients(linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss, weight)[0]
+    for part in (slice(0, 20), slice(20, T)):
+        per_token = {name: values[part] for name, values in tokens["per_token"].items()}
+        linear_loss(
+            hidden[part],
+            weight,
+            targets[part],
+            policy_loss(),
+            per_token=per_token,
+            token_weight=tokens["token_weight"][part],
+        ).loss.backward()
+    torch.testing.assert_close(weight.grad, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> None:
+    *inputs, targets = random_inputs()
+    want = gradients(linear_loss(*inputs, targets, policy_loss(), **random_tokens()).loss, *inputs)
+    some = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
+    linear_loss(*some, targets, policy_loss(), **random_tokens()).loss.backward()
+    for x, needed, expected in zip(some, needs, want, strict=True):
+        assert torch.equal(x.grad, expected) if needed else x.grad is None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_gradients_only_the_loss_is_computed(implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    want = linear_loss(hidden, weight, targets, policy_loss(), **random_tokens()).loss
+    with torch.no_grad():
+        loss = linear_loss(
+            hidden, weight, targets, policy_loss(), implementation=implementation, **random_tokens()
+        ).loss
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("count", [0, 4])
+def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(count: int, implementation: str) -> None:
+    hidden, weight = torch.randn(count, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    nothing = torch.full((count,), math.nan)
+    loss, stats = linear_loss(
+        hidden,
+        weight,
+        torch.full((count,), -100),
+        policy_loss(),
+        per_token={"old_logprobs": nothing, "ref_logprobs": nothing, "advantages": nothing},
+        token_weight=torch.ones(count),
+        implementation=implementation,
+    )
+    loss.backward()
+    assert loss == 0 and hidden.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
+    assert stats["ratio_mean"].isnan() and stats["ratio_max"] == -math.inf
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, targets = random_inputs()
+    tokens = targets.flip(0)
+
+    def total(implementation: str) -> Tensor:
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        return linear_loss(
+            hidden, weight, targets, policy_loss(), implementation=implementation, **random_tokens()
+        ).loss
+
+    found, want = (gradients(total(name), weight)[0] for name in ("chunked", "reference"))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-7)
+
+
+@sequence_level
+def gspo(logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sequence ratios as in arXiv 2507.18071, the value of a sequence on each of its tokens."""
+    edges, mask = per_token["cu_seqlens"], per_token["token_mask"]
+    sequence = torch.repeat_interleave(torch.arange(len(edges) - 1), edges.diff(), output_size=len(logprob))
+    difference = torch.where(mask, logprob - per_token["old_logprobs"], 0.0)
+    sums = torch.zeros(len(edges) - 1).index_add(0, sequence, difference)
+    ratio = (sums / torch.zeros(len(edges) - 1).index_add(0, sequence, mask.float()).clamp(min=1)).exp()[sequence]
+    advantage = per_token["advantages"]
+    return torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage), {"ratio_mean": ratio}
+
+
+def test_a_sequence_level_loss_sees_whole_sequences() -> None:
+    hidden, weight, targets = random_inputs()
+    targets[[2, 41, 42]] = -100
+    runs = []
+    budgets = [("reference", None), ("chunked", None), ("chunked", 3 * V * 4), ("chunked", 30 * V * 4)]
+    for name, budget in budgets:
+        found = linear_loss(
+            hidden,
+            weight,
+            targets,
+            gspo,
+            cu_seqlens=CU_SEQLENS,
+            memory_budget_bytes=budget,
+            implementation=name,
+            **random_tokens(),
+        )
+        runs.append([found.loss, *gradients(found.loss, hidden, weight), found.stats["ratio_mean"]])
+    for run in runs[1:]:
+        for got, expected in zip(run, runs[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_combining_with_a_sequence_level_term_makes_a_sequence_level_loss() -> None:
+    assert isinstance(combine(kl(coef=0.1), gspo), sequence_level)
+    assert not isinstance(policy_loss(), sequence_level)
+
+
+def test_a_new_loss_is_a_few_lines_of_plain_torch() -> None:
+    def cispo(
+        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = (logprob - per_token["old_logprobs"]).exp()
+        weight = ratio.clamp(max=1.28).detach()
+        return -weight * per_token["advantages"] * logprob, {"ratio_mean": ratio}
+
+    hidden, weight, targets = random_inputs()
+    found, want = (
+        linear_loss(hidden, weight, targets, cispo, implementation=name, **random_tokens())
+        for name in ("chunked", "reference")
+    )
+    pairs = zip(gradients(found.loss, hidden, weight), gradients(want.loss, hidden, weight), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+
+
+def loss_returning(value: Any, stats: dict[str, Any] | None = None) -> Any:
+    def custom_loss(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        return (value(logprob) if callable(value) else value), stats or {}
+
+    return custom_loss
+
+
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (loss_returning(lambda x: x.sum()), r"custom_loss: its value must be a vector like logprob, \[.*\]; got \[\]"),
+        (loss_returning(lambda x: x[:-1]), r"its value must be a vector like logprob, \[16\]; got \[15\]"),
+        (loss_returning(1.0), "its value must be a vector like logprob, .*; got float"),
+        (loss_returning(lambda x: x.detach()), "depends on neither logprob nor entropy.*was one of them detached"),
+        (loss_returning(lambda x: x, {"x_mean": torch.zeros(2)}), r"statistic 'x_mean' must be .*; got \[2\]"),
+        (loss_returning(lambda x: x, {"ratio": torch.zeros(16)}), "'ratio' must end in one of _mean, _sum, _min, _max"),
+    ],
+)
+def test_a_loss_function_that_returns_the_wrong_thing_is_named(loss_fn: Any, message: str) -> None:
+    hidden, weight, targets = random_inputs()
+    with pytest.raises(InvalidInputError, match=message):
+        linear_loss(hidden, weight, targets, loss_fn, **random_tokens())
+
+
+def test_under_debug_a_loss_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = random_inputs()
+    mixing = loss_returning(lambda x: x - x.mean())
+    linear_loss(hidden, weight, targets, mixing, **random_tokens())
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    linear_loss(hidden, weight, targets, policy_loss(), **random_tokens())
+    linear_loss(hidden, weight, targets, gspo, cu_seqlens=CU_SEQLENS, **random_tokens())
+    with pytest.raises(InvalidInputError, match=r"value depends on other tokens.*mark it with @sequence_level"):
+        linear_loss(hidden, weight, targets, mixing, **random_tokens())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"token_weight": torch.ones(3)}, r"token_weight must be \[T\] = \[61\]; got \[3\]. See rlcore.ops.token_w"),
+        ({"token_weight": torch.ones(T, dtype=torch.int64)}, "token_weight must be float32, .*; got torch.int64"),
+        ({"per_token": {"x": torch.ones(5)}}, r"per_token\['x'\] must have one entry for each of the 61 rows .* \[5\]"),
+        ({"per_token": {"x": torch.ones(T, requires_grad=True)}}, r"per_token\['x'\] requires grad, .*\.detach\(\)"),
+        ({"token_weight": torch.ones(T, requires_grad=True)}, "token_weight requires grad"),
+        ({"token_weight": torch.ones(T, device="meta")}, "token_weight is on meta but hidden is on cpu"),
+        ({"loss_fn": gspo}, "a sequence-level loss needs cu_seqlens"),
+        ({"loss_fn": gspo, "cu_seqlens": torch.tensor([0, 60])}, r"must rise from 0 to the 61 rows .* got \[0, 60\]"),
+        ({"loss_fn": gspo, "cu_seqlens": torch.tensor([0, 9, 8, T])}, "cu_seqlens must rise from 0"),
+        (
+            {"loss_fn": gspo, "cu_seqlens": CU_SEQLENS, "per_token": {"token_mask": torch.ones(T)}},
+            "per_token must not hold token_mask: linear_loss sets them",
+        ),
+        ({"per_token": {}}, r"ppo_clip needs per_token\['advantages'\]; got nothing"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
+    hidden, weight, targets = random_inputs()
+    arguments = {"loss_fn": ppo_clip(), **random_tokens()} | change
+    with pytest.raises(InvalidInputError, match=message):
+        linear_loss(hidden, weight, targets, **arguments)
+
+
+def test_a_vocabulary_split_over_ranks_is_refused_with_the_reason() -> None:
+    hidden, weight, targets = random_inputs()
+    with pytest.raises(UnsupportedError, match="chunked: it needs all vocabulary rows on one rank"):
+        linear_loss(hidden, weight, targets, ppo_clip(), group=object(), **random_tokens())  # type: ignore[arg-type]

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rlcore.ops
+
+
+@pytest.mark.parametrize("code, is_loaded", [("import rlcore.ops", False), ("from rlcore.ops import kl", True)])
+def test_importing_the_operators_loads_torch_only_when_one_is_used(code: str, is_loaded: bool, run_python: Any) -> None:
+    result = run_python(f"{code}; import sys; print('torch' in sys.modules)")
+    assert result.stdout.strip() == str(is_loaded), result.stderr
+
+
+def test_every_public_name_exists_and_the_list_is_sorted() -> None:
+    assert rlcore.ops.__all__ == sorted(rlcore.ops.__all__) == dir(rlcore.ops)
+    for name in rlcore.ops.__all__:
+        assert getattr(rlcore.ops, name) is not None
+
+
+def test_an_unknown_name_raises_with_what_there_is() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'linear_los'; it offers .*linear_loss"):
+        rlcore.ops.linear_los  # noqa: B018

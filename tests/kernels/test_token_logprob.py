@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.ops import token_logprob
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+SHAPES = [(1, 1), (1, 7), (127, 1), (127, 1000), (5, 4097)]  # smallest, one row, one column, odd, off-block
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def truth(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy in float64, written out differently from the operator."""
+    scaled = logits.double() / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
+    p = torch.softmax(scaled, -1)
+    logprob = torch.log(p.gather(-1, targets[..., None]).squeeze(-1))
+    return logprob, -torch.special.xlogy(p, p).sum(-1)
+
+
+def random_inputs(T: int, V: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(T * 10007 + V)
+    logits = (torch.randn(T, V, generator=generator) * scale).to(dtype).requires_grad_()
+    return logits, torch.randint(0, V, (T,), generator=generator)
+
+
+def gradient(outputs: tuple[Tensor, Tensor], logits: Tensor) -> Tensor:
+    """Of a sum with unequal weights for rows, and for log-probability and entropy."""
+    logprob, entropy = outputs
+    weight = torch.linspace(-1, 2, logprob.numel(), dtype=logprob.dtype, device=logits.device).view(logprob.shape)
+    return torch.autograd.grad((weight * logprob).sum() + (weight.cos() * entropy).sum(), logits)[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T, V", SHAPES)
+def test_token_logprob_matches_float64(T: int, V: int, dtype: torch.dtype, implementation: str) -> None:
+    logits, targets = random_inputs(T, V, dtype)
+    wide = logits.detach().double().requires_grad_()
+    want, want_entropy = truth(wide, targets, 1.3)
+    logprob, entropy = token_logprob(logits, targets, temperature=1.3, with_entropy=True, implementation=implementation)
+    assert logprob.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprob.double(), want, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        gradient((logprob, entropy), logits).double(),
+        gradient((want, want_entropy), wide),
+        rtol=2 * torch.finfo(dtype).eps,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale, offset", [(80.0, 0.0), (1.0, 1e4), (0.0, 0.0), (1.0, -1e4)])
+def test_extreme_logits_stay_exact(scale: float, offset: float, implementation: str) -> None:
+    noise, targets = random_inputs(64, 1000)
+    logits = (noise.detach().clamp(-1, 1) * scale + offset).requires_grad_()
+    wide = logits.detach().double().requires_grad_()
+    found = token_logprob(logits, targets, temperature=0.7, with_entropy=True, implementation=implementation)
+    want = truth(wide, targets, 0.7)
+    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-6, atol=3e-6)
+    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient(found, logits).double(), gradient(want, wide), rtol=1e-4, atol=1e-6)
+
+
+def test_reference_passes_gradcheck() -> None:
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 5, -100, 3])
+    keep = torch.tensor([True, True, False, True, True, True]).expand(4, 6)
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return token_logprob(
+            logits, targets, temperature=0.8, with_entropy=True, keep_mask=keep, implementation="reference"
+        )
+
+    assert torch.autograd.gradcheck(run, logits)
+
+
+def test_chunked_passes_gradcheck() -> None:
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 5, -100, 3])
+    temperature = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return token_logprob(logits, targets, temperature=temperature, with_entropy=True, implementation="chunked")
+
+    assert torch.autograd.gradcheck(run, logits)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.T.contiguous().T,
+        lambda x: torch.stack((x, x), 2)[..., 1],
+        lambda x: torch.cat((x, x))[::2],
+        lambda x: x[:1].expand(64, -1),
+    ],
+    ids=["column-major", "strided columns", "strided rows", "expanded"],
+)
+def test_strides_do_not_matter(view: object) -> None:
+    base, _ = random_inputs(64, 37)
+    strided = view(base.detach()).requires_grad_()  # type: ignore[operator]
+    dense = strided.detach().contiguous().requires_grad_()
+    targets = torch.arange(64) % 37
+    found = token_logprob(strided, targets, with_entropy=True)
+    want = token_logprob(dense, targets, with_entropy=True)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradient(found, strided), gradient(want, dense), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padded_logits_give_padded_results_also_when_shifted(implementation: str) -> None:
+    whole = torch.randn(3, 9, 11, requires_grad=True)
+    targets = torch.randint(0, 11, (3, 8))
+    keep = torch.rand(3, 8, 11) < 0.9
+    keep.scatter_(2, targets[..., None], True)
+    temperature = torch.rand(3, 8) + 0.5
+    found = token_logprob(
+        whole[:, :-1],  # not flattenable: its strides skip a row for each sequence
+        targets,
+        temperature=temperature,
+        with_entropy=True,
+        keep_mask=keep,
+        implementation=implementation,
+    )
+    want, want_entropy = truth(whole[:, :-1].masked_fill(~keep, -math.inf), targets, temperature)
+    torch.testing.assert_close(found.logprob.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), want_entropy, rtol=1e-5, atol=1e-5)
+    assert gradient(found, whole)[:, -1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ignored_rows_are_exact_zeros_even_with_nan_logits(dtype: torch.dtype, implementation: str) -> None:
+    logits, targets = random_inputs(6, 50, dtype)
+    targets[[1, 4]] = -7
+    with torch.no_grad():
+        logits[1], logits[4] = math.nan, math.inf
+    found = token_logprob(logits, targets, with_entropy=True, ignore_index=-7, implementation=implementation)
+    d_logits = gradient(found, logits)
+    for rows in (found.logprob, found.entropy, d_logits):
+        assert rows[[1, 4]].count_nonzero() == 0
+        assert rows[[0, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_columns_of_minus_infinity_have_no_probability_and_no_gradient(implementation: str) -> None:
+    logits, targets = random_inputs(20, 30)
+    dropped = torch.zeros(30, dtype=torch.bool)
+    dropped[[0, 7, 29]] = True
+    targets = torch.where(dropped[targets], 1, targets)
+    masked = logits.detach().masked_fill(dropped, -math.inf).requires_grad_()
+    found = token_logprob(masked, targets, with_entropy=True, implementation=implementation)
+    kept = logits.detach()[:, ~dropped].double().requires_grad_()
+    new_index = (~dropped).cumsum(0) - 1
+    want = truth(kept, new_index[targets])
+    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-5, atol=1e-5)
+    d_logits = gradient(found, masked)
+    assert d_logits[:, dropped].count_nonzero() == 0
+    torch.testing.assert_close(d_logits[:, ~dropped].double(), gradient(want, kept), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_chosen_token_outside_the_keep_mask_has_probability_zero(implementation: str) -> None:
+    logits, targets = random_inputs(4, 9)
+    keep = torch.ones(4, 9, dtype=torch.bool)
+    keep[2, targets[2]] = False
+    logprob, _ = token_logprob(logits, targets, keep_mask=keep, implementation=implementation)
+    assert logprob[2] == -math.inf and logprob[[0, 1, 3]].isfinite().all()
+    (d_logits,) = torch.autograd.grad(logprob, logits, torch.ones(4))
+    assert d_logits[~keep].count_nonzero() == 0 and d_logits.isfinite().all()
+
+
+def test_row_gradients_sum_to_zero() -> None:
+    logits, targets = random_inputs(50, 4097, scale=5.0)
+    d_logits = gradient(token_logprob(logits, targets, with_entropy=True), logits)
+    torch.testing.assert_close(d_logits.sum(1), torch.zeros(50), rtol=0, atol=1e-5)
+
+
+def test_reruns_are_bit_identical_and_permuting_tokens_permutes_the_result() -> None:
+    logits, targets = random_inputs(200, 333)
+    first = token_logprob(logits, targets, with_entropy=True)
+    again = token_logprob(logits, targets, with_entropy=True)
+    order = torch.randperm(200)
+    permuted = token_logprob(logits[order], targets[order], with_entropy=True)
+    assert torch.equal(first.logprob, again.logprob) and torch.equal(first.entropy, again.entropy)
+    assert torch.equal(gradient(first, logits), gradient(again, logits))
+    torch.testing.assert_close(permuted.logprob, first.logprob[order], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inplace_backward_gives_the_same_gradient_in_the_memory_of_the_logits(dtype: torch.dtype) -> None:
+    leaf, targets = random_inputs(33, 70, dtype)
+    grads = []
+    for inplace in (False, True):
+        logits = leaf * 1.0
+        seen: list[Tensor] = []
+        logits.register_hook(seen.append)
+        token_logprob(logits, targets, inplace_backward=inplace).logprob.sum().backward()
+        grads.append(leaf.grad)
+        leaf.grad = None
+        assert (seen[0].data_ptr() == logits.data_ptr()) == inplace
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_reading_the_logits_after_an_inplace_backward_raises() -> None:
+    leaf, targets = random_inputs(33, 70)
+    logits = leaf * 1.0
+    first = token_logprob(logits, targets, inplace_backward=True).logprob.sum()
+    second = token_logprob(logits, targets).logprob.sum()
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_only_the_entropy_or_only_the_logprob_may_be_differentiated() -> None:
+    logits, targets = random_inputs(9, 20)
+    wide = logits.detach().double().requires_grad_()
+    for index in (0, 1):
+        found = token_logprob(logits, targets, with_entropy=True)[index]
+        want = truth(wide, targets)[index]
+        got = torch.autograd.grad(found.sum(), logits)[0]  # the upstream gradient is expanded: stride 0
+        torch.testing.assert_close(got.double(), torch.autograd.grad(want.sum(), wide)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("T", [0, 3])
+def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(T: int, implementation: str) -> None:
+    logits = torch.randn(T, 5, requires_grad=True)
+    found = token_logprob(logits, torch.full((T,), -100), with_entropy=True, implementation=implementation)
+    (found.logprob.sum() + found.entropy.sum()).backward()
+    assert found.logprob.shape == (T,) and found.logprob.count_nonzero() == 0
+    assert logits.grad.shape == (T, 5) and logits.grad.count_nonzero() == 0
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    logits, targets = random_inputs(9, 20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = token_logprob(logits, targets).logprob
+    assert torch.equal(inside, token_logprob(logits, targets).logprob)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, "logits must be float32, bfloat16, float16, float64; got"),
+        ({"logits": torch.zeros(5)}, r"logits must be \[..., T, V\] with V > 0; got \[5\]"),
+        ({"logits": torch.zeros(4, 0)}, r"with V > 0; got \[4, 0\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must be one token .* = \[4\]; got \[3\]"),
+        ({"targets": torch.zeros(4)}, "targets must be int64 or int32 token ids; got torch.float32"),
+        ({"targets": torch.tensor([0, 1, 5, 2])}, r"\[0, 5\) or ignore_index=-100; got 5 at \[2\]"),
+        ({"targets": torch.tensor([0, 1, 2, -1])}, r"got -1 at \[3\]"),
+        ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets is on meta but logits is on cpu"),
+        ({"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
+        ({"temperature": math.nan}, "temperature must be a finite number > 0; got nan"),
+        ({"temperature": torch.tensor([1.0, -2.0, 1.0, 1.0])}, r"finite and > 0; got -2 at \[1\]"),
+        ({"temperature": torch.ones(3)}, r"temperature must be a float, or one value .* = \[4\]; got \[3\]"),
+        ({"temperature": torch.ones(4, requires_grad=True)}, r"temperature requires grad, .* temperature.detach"),
+        ({"keep_mask": torch.ones(4, 5)}, "keep_mask must be bool, True where a token may be sampled; got"),
+        ({"keep_mask": torch.ones(4, 4, dtype=torch.bool)}, r"keep_mask must be like the logits = \[4, 5\]"),
+        ({"logits": torch.zeros(4, 5, requires_grad=True), "inplace_backward": True}, "overwrite logits, a leaf"),
+        ({"logits": torch.zeros(1, 5).expand(4, 5), "inplace_backward": True}, "do not share memory; got strides"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
+    good = {"logits": torch.zeros(4, 5), "targets": torch.zeros(4, dtype=torch.int64)}
+    with pytest.raises(InvalidInputError, match=message):
+        token_logprob(**(good | change))  # type: ignore[arg-type]
+
+
+def test_a_temperature_of_an_ignored_row_does_not_matter() -> None:
+    logits, targets = random_inputs(3, 5)
+    targets[1] = -100
+    found = token_logprob(logits, targets, temperature=torch.tensor([1.0, math.nan, 1.0]), with_entropy=True)
+    assert gradient(found, logits).isfinite().all()
