@@ -1,0 +1,94 @@
+"""What one quickstart run is asked to do. Checked when made; a run's folder remembers it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlcore.errors import CheckpointError, InvalidInputError
+
+_MAX_SEED = 2**63 - 1  # what the sampler takes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartConfig:
+    """The options of ``rlcore quickstart``."""
+
+    model: Path | None = None
+    """Folder of a Hugging Face causal language model; None is the quickstart's own small one."""
+    device: str | None = None
+    """Such as "cuda:1"; None is ``rlcore.get_device()``'s choice."""
+    seed: int = 0
+    """Of the splits, the model's first weights and everything drawn; in [0, 2**63)."""
+    steps: int = 100
+    """GRPO steps in all, those before a resume included; at least 1."""
+    output: Path = Path("outputs/quickstart")
+    """Folder of the run: metrics, picture and checkpoint."""
+    resume: bool = False
+    """Continue the run that ``output`` holds."""
+    shuffle_rewards: bool = False
+    """The control: rewards are given to the wrong answers, so that nothing can be learned."""
+
+    def __post_init__(self) -> None:
+        self._require("model", self.model is None or isinstance(self.model, Path), "a pathlib.Path or None")
+        self._require(
+            "device",
+            self.device is None or _is_word(self.device),
+            'a name such as "cpu" or "cuda:1", or None',
+        )
+        self._require(
+            "seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)"
+        )
+        self._require("steps", type(self.steps) is int and self.steps >= 1, "a whole number of at least 1")
+        self._require("output", isinstance(self.output, Path), "a pathlib.Path")
+        self._require("resume", isinstance(self.resume, bool), "True or False")
+        self._require("shuffle_rewards", isinstance(self.shuffle_rewards, bool), "True or False")
+
+    def _require(self, name: str, is_good: bool, accepted: str) -> None:
+        if not is_good:
+            raise InvalidInputError(
+                f"QuickstartConfig.{name} must be {accepted}, got {getattr(self, name)!r}"
+            )
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self, enc_hook=str))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> QuickstartConfig:
+        """Raises CheckpointError if ``data`` is not what ``to_json`` writes."""
+        try:
+            found = msgspec.json.decode(data, type=dict[str, Any])
+            names = {field.name for field in dataclasses.fields(cls)}
+            if found.keys() != names:
+                raise CheckpointError(f"it must have the fields {sorted(names)}, and has {sorted(found)}")
+            return msgspec.convert(found, cls, dec_hook=_decode_path)
+        except (msgspec.DecodeError, InvalidInputError) as error:
+            raise CheckpointError(str(error)) from error
+
+    def differences(self, other: QuickstartConfig) -> list[str]:
+        """Where ``other`` is another run, such as ``["seed 0, not 1"]``: its curve would not go on from ours.
+
+        The device, the place and a larger number of steps do not matter.
+        """
+        return [
+            f"{name} {_shown(ours)}, not {_shown(theirs)}"
+            for name in ("model", "seed", "shuffle_rewards")
+            if (ours := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value != "" and not any(map(str.isspace, value))
+
+
+def _decode_path(wanted: type[Path], value: object) -> Path:
+    if not isinstance(value, str):
+        raise TypeError(f"a {wanted.__name__} must be a string, got {value!r}")
+    return wanted(value)
+
+
+def _shown(value: object) -> str:
+    return str(value) if isinstance(value, Path) else repr(value)

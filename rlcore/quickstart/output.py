@@ -1,0 +1,274 @@
+"""The folder of one quickstart run.
+
+    run.json         what the run was asked to do
+    metrics.jsonl    one object a step, as the steps were done
+    checkpoint/      the train engine's, the newest
+    model/           the trained model, as a Hugging Face folder
+    reward.png       the curve, drawn from metrics.jsonl
+    model/           the trained model, a Hugging Face folder
+
+A kill at any moment leaves a folder that ``--resume`` can continue: a line of metrics.jsonl that was cut short does
+not count, and steps after the checkpoint are dropped, because they are done again.
+
+A step's metrics are numbers by name. The picture shows "reward" (mean of the step's samples), "accuracy" (greedy,
+on held-out problems, at the steps where it was measured) and the seconds of each of ``PHASES``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self, final
+
+import msgspec
+
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.quickstart.config import QuickstartConfig
+
+PHASES = ("generate", "train", "sync", "offload")
+"""What a step spends its time on; "<phase>_s" is the metric, in seconds."""
+
+Metrics = dict[str, float]
+
+_INCHES, _DOTS_PER_INCH = (8.0, 6.0), 150
+
+
+@final
+class RunFolder:
+    """Use with ``with``: one process at a time has a run's folder."""
+
+    def __init__(self, config: QuickstartConfig) -> None:
+        """Makes the folder, or on ``config.resume`` takes the one that is there.
+
+        Raises:
+            InvalidInputError: the folder holds another run, or something else.
+            CheckpointError: there is nothing to resume, it is damaged, in use, or cannot be written.
+        """
+        self.path = config.output
+        self.checkpoint = config.output / "checkpoint"
+        self.model = config.output / "model"
+        self.picture = config.output / "reward.png"
+        self.model = config.output / "model"
+        self.metrics = config.output / "metrics.jsonl"
+        self._record = config.output / "run.json"
+        if config.resume:
+            self._check_same_run(config)
+        else:
+            self._check_unused()
+        with self._named_errors("make"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            self._take()
+            with self._named_errors("write to"):
+                _replace(self._record, config.to_json())
+                self._open_metrics()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    # --------------------------------------------------------------------------------------------- metrics
+
+    def append(self, metrics: Mapping[str, float]) -> None:
+        """Add one step's metrics, whole or not at all; "step" must be among them.
+
+        Raises:
+            InvalidInputError: "step" is missing, or a value is no number.
+            CheckpointError: it cannot be written (disk full); what was there stays.
+        """
+        line = _encode(metrics)
+        with self._named_errors("append a step's metrics to"), self.metrics.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                while line:  # a disk that fills up takes a part, and gives its error for the rest
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(size)
+                raise
+
+    def _open_metrics(self) -> None:
+        """Make the file, or cut off what a kill left of a line, so that the next one begins a line."""
+        with self.metrics.open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+    def read(self) -> list[Metrics]:
+        """The metrics of every step, in order; NaN where a value was not a number."""
+        with self._named_errors("read"):
+            lines = self.metrics.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # being written by the process that has the folder, or cut short by a kill
+        return [self._decode(number, line) for number, line in enumerate(lines, start=1)]
+
+    def rewind(self, step: int) -> None:
+        """Drop what comes after ``step``, the one of the checkpoint that the run goes on from."""
+        kept = [metrics for metrics in self.read() if metrics["step"] <= step]
+        with self._named_errors("rewrite the metrics of"):
+            _replace(self.metrics, b"".join(map(_encode, kept)))
+
+    def _decode(self, number: int, line: bytes) -> Metrics:
+        try:
+            found = msgspec.json.decode(line, type=dict[str, float | None])
+        except msgspec.DecodeError as error:
+            raise self._damaged(number, str(error)) from error
+        if found.get("step") is None:
+            raise self._damaged(number, "it has no step")
+        return {name: float("nan") if value is None else value for name, value in found.items()}
+
+    def _damaged(self, number: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"line {number} of {self.metrics} is damaged: {why}; remove that line, or use another --output"
+        )
+
+    # --------------------------------------------------------------------------------------------- picture
+
+    def draw(self) -> Path:
+        """Write reward.png, 1200 x 900 pixels, and return its path."""
+        image = _draw(self.read())
+        with self._named_errors("write reward.png to"):
+            _replace(self.picture, image)
+        return self.picture
+
+    # ---------------------------------------------------------------------------------------------- checks
+
+    def _check_unused(self) -> None:
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        if not self._record.exists():
+            raise InvalidInputError(f"{self.path} exists and is not a quickstart run; use another --output")
+        raise InvalidInputError(
+            f"{self.path} holds another run ({self._described()}); "
+            "add --resume to continue it, or use another --output"
+        )
+
+    def _check_same_run(self, config: QuickstartConfig) -> None:
+        if not self._record.exists():
+            raise CheckpointError(
+                f"{self.path} holds no run to resume; leave out --resume to start one there"
+            )
+        if different := self._remembered().differences(config):
+            raise InvalidInputError(
+                f"cannot resume {self.path}: it holds a run with {'; '.join(different)}; "
+                "give the same options, or another --output without --resume"
+            )
+
+    def _remembered(self) -> QuickstartConfig:
+        try:
+            return QuickstartConfig.from_json(self._record.read_bytes())
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"{self._record} cannot be read: {error}; use another --output") from error
+
+    def _described(self) -> str:
+        config = self._remembered()
+        model = "its own model" if config.model is None else str(config.model)
+        done = self.read() if self.metrics.exists() else []
+        return f"{model}, seed {config.seed}, {len(done)} of {config.steps} steps done"
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(
+                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # let go when the process ends, however it does
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{self.path} is in use by another process; wait for it to end, or use another --output"
+            ) from error
+
+    @contextlib.contextmanager
+    def _named_errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot {action} {self.path}: {error.strerror or error}; what was there before is intact. "
+                "See to the space and the permissions there, or use another --output"
+            ) from error
+
+
+def _encode(metrics: Mapping[str, float]) -> bytes:
+    if "step" not in metrics:
+        raise InvalidInputError(f"a step's metrics need 'step', got {sorted(metrics)}")
+    for name, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise InvalidInputError(f"the metric {name!r} must be a number, got {value!r}")
+    return msgspec.json.encode(metrics) + b"\n"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """``path`` holds ``data``, or, on any failure, what it held before."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _draw(steps: list[Metrics]) -> bytes:
+    """A PNG: how well it does above, where the time goes below."""
+    figure = _figure()
+    learning, spending = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_learning(learning, steps)
+    _draw_spending(spending, steps)
+    for axes in (learning, spending):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=_DOTS_PER_INCH)
+    return image.getvalue()
+
+
+def _draw_learning(axes: Any, steps: list[Metrics]) -> None:
+    axes.plot(
+        *_series(steps, "reward"), color="tab:blue", alpha=0.8, label="reward, sampled on training problems"
+    )
+    axes.plot(
+        *_series(steps, "accuracy"), "o-", color="tab:orange", label="accuracy, greedy on held-out problems"
+    )
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share of right answers")
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _draw_spending(axes: Any, steps: list[Metrics]) -> None:
+    shown = [metrics for metrics in steps if all(f"{phase}_s" in metrics for phase in PHASES)]
+    seconds = [[metrics[f"{phase}_s"] for metrics in shown] for phase in PHASES]
+    axes.stackplot([metrics["step"] for metrics in shown], seconds, labels=PHASES, alpha=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds a step")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", frameon=False, ncols=len(PHASES))
+
+
+def _series(steps: list[Metrics], name: str) -> tuple[list[float], list[float]]:
+    shown = [metrics for metrics in steps if name in metrics]
+    return [metrics["step"] for metrics in shown], [metrics[name] for metrics in shown]
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "matplotlib", needed_for="drawing reward.png", extra="quickstart"
+        ) from error
+    figure = Figure(figsize=_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot: it would keep the figure, and look for a screen
+    return figure
