@@ -83,7 +83,7 @@ def test_a_masked_token_is_never_drawn_over_a_large_vocabulary() -> None:
     logits_BV = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     sampler = Sampler([SamplingParams(top_k=20)] * 64, sample_keys([1], seed=0, n=64), CPU)
     allowed_BK = logits_BV.topk(20).indices
-    for position in range(8):
+    for position in range(2):
         token_B, logprob_B = sampler.sample(logits_BV, position)
         assert (token_B[:, None] == allowed_BK).any(1).all()
         assert logprob_B.isfinite().all()
