@@ -64,9 +64,7 @@ def load_cases() -> dict[str, Case]:
         try:
             case = resolve(path)
         except (ImportError, AttributeError) as error:
-            raise BenchError(
-                f"benchmark case {path!r} of plugin {plugin!r} cannot be imported: {error}"
-            ) from error
+            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} cannot be imported: {error}") from error
         if not isinstance(case, Case):
             raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} is no bench.case.Case: {case!r}")
         if case.name in cases:
@@ -84,9 +82,7 @@ def select_cases(names: list[str]) -> list[Case]:
     cases = load_cases()
     chosen: dict[str, Case] = {}
     for name in names or list(cases):
-        matching = {
-            known: case for known, case in cases.items() if known == name or known.startswith(f"{name}/")
-        }
+        matching = {known: case for known, case in cases.items() if known == name or known.startswith(f"{name}/")}
         if not matching:
             raise BenchError(f"no benchmark case {name!r}; registered: {', '.join(cases)}")
         chosen |= matching

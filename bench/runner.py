@@ -57,9 +57,7 @@ def run_cases(
         KeyboardInterrupt: after writing what is done, and the rest as skipped.
     """
     if not os.access(path.parent, os.W_OK):
-        raise BenchError(
-            f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to"
-        )
+        raise BenchError(f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to")
     record = _empty_record(device)
     for position, case in enumerate(cases):
         try:
@@ -95,9 +93,7 @@ def _with(record: Record, results: list[CaseResult]) -> Record:
 
 
 def _skipped(case: Case) -> CaseResult:
-    return CaseResult(
-        name=case.name, implementation="", status="skipped", params={}, reason="the run was interrupted"
-    )
+    return CaseResult(name=case.name, implementation="", status="skipped", params={}, reason="the run was interrupted")
 
 
 def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[CaseResult]:
@@ -148,9 +144,7 @@ class _Trial:
 
     @property
     def wants_more(self) -> bool:
-        enough = (
-            self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
-        )
+        enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
         return self.error is None and len(self.samples) < enough
 
     def warm_up(self) -> None:
@@ -161,9 +155,7 @@ class _Trial:
             recent = [*recent[-2:], self._timed(1)]
             self.num_warmup += 1
         if self.contender.seconds is None:
-            self.runs_per_sample = max(
-                1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent))
-            )
+            self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
 
     def _is_stable(self, recent: list[float]) -> bool:
         if len(recent) < 3:
@@ -212,9 +204,7 @@ def _result(case: Case, work: Work, trial: _Trial) -> CaseResult:
     )
 
 
-def _not_measured(
-    case: str, implementation: str, params: dict[str, int | float | str], error: Exception
-) -> CaseResult:
+def _not_measured(case: str, implementation: str, params: dict[str, int | float | str], error: Exception) -> CaseResult:
     return CaseResult(
         name=case,
         implementation=implementation,

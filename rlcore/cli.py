@@ -35,9 +35,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')
-]
+DeviceName = Annotated[str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')]
 
 
 def main() -> None:
@@ -64,30 +62,30 @@ def configure() -> None:
 
 @app.command()
 def quickstart(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
     device: DeviceName = None,
-    seed: Annotated[int | None, typer.Option(help="Of the task and the sampling.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the picture, the metrics, the checkpoint.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    steps: Annotated[int, typer.Option(help="Training steps in all, those before --resume included.")] = 100,
+    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("outputs/quickstart"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    shuffle_rewards: Annotated[
+        bool, typer.Option("--shuffle-rewards", help="The control that learns nothing.")
+    ] = False,
 ) -> None:
     """Train a small language model by reinforcement learning, end to end."""
     from rlcore.quickstart.config import QuickstartConfig
     from rlcore.quickstart.run import run
 
-    given = {
-        "model": model,
-        "device": device,
-        "seed": seed,
-        "steps": steps,
-        "output": output,
-        "resume": resume,
-    }
-    raise typer.Exit(run(QuickstartConfig(**{name: x for name, x in given.items() if x is not None})))
+    config = QuickstartConfig(
+        model=model,
+        device=device,
+        seed=seed,
+        steps=steps,
+        output=output,
+        resume=resume,
+        shuffle_rewards=shuffle_rewards,
+    )
+    raise typer.Exit(run(config))
 
 
 @app.command()
@@ -110,9 +108,7 @@ def devices(as_json: AsJson = False) -> None:
         ]
         _print_json({"devices": [asdict(info) for info in found], "failed_plugins": plugins})
         return
-    rows = [
-        [info.name, info.vendor, str(info.count), info.plugin, info.reason or "available"] for info in found
-    ]
+    rows = [[info.name, info.vendor, str(info.count), info.plugin, info.reason or "available"] for info in found]
     _print_table(["device", "vendor", "count", "plugin", "state"], rows)
     if failed:
         _print_table(
@@ -148,9 +144,7 @@ def bench_list(as_json: AsJson = False) -> None:
 
 @bench.command("run")
 def bench_run(
-    cases: Annotated[
-        list[str] | None, typer.Argument(help='Such as "kernels/linear_loss", or "kernels".')
-    ] = None,
+    cases: Annotated[list[str] | None, typer.Argument(help='Such as "kernels/linear_loss", or "kernels".')] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the record.")] = None,
     device: DeviceName = None,
     as_json: AsJson = False,
@@ -173,9 +167,7 @@ def bench_run(
     if as_json:
         sys.stdout.write(encode(record).decode())
     else:
-        _print_table(
-            ["case", "implementation", "status", "median", "n"], [_row(result) for result in record.cases]
-        )
+        _print_table(["case", "implementation", "status", "median", "n"], [_row(result) for result in record.cases])
     raise typer.Exit(int(any(result.status in ("fail", "oom") for result in record.cases)))
 
 
@@ -186,9 +178,7 @@ def ops_explain(
     dtype: Annotated[str, typer.Option(help="Of hidden states or logits.")] = "bfloat16",
     hidden_size: Annotated[int, typer.Option(min=0, help="0 for operators that take logits.")] = 2048,
     vocab_size: Annotated[int, typer.Option(min=1)] = 151_936,
-    option: Annotated[
-        list[str] | None, typer.Option(help='Feature in use, such as "entropy"; repeat.')
-    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help='Feature in use, such as "entropy"; repeat.')] = None,
     implementation: Annotated[str | None, typer.Option(help="Ask for this one.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -214,6 +204,10 @@ def ops_explain(
 # ------------------------------------------------------------------------------------------------- printing
 
 
+_GOOD, _BAD, _MISSING = ("available", "pass", "runs"), ("fail", "oom"), ("blocked", "skipped")
+_COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
@@ -226,7 +220,7 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
 
     table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, ""), overflow="fold") for cell in row))
     # A pipe has no width: each row stays on its line, so that grep and awk see it whole.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
 

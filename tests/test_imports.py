@@ -84,10 +84,7 @@ def test_import_adds_under_30_ms() -> None:
 
 
 def test_the_budget_of_the_import_can_be_exceeded() -> None:
-    assert (
-        added_seconds("import rlcore, rlcore.registry, importlib.metadata, email, typer", rounds=3)
-        > IMPORT_BUDGET_S
-    )
+    assert added_seconds("import rlcore, rlcore.registry, importlib.metadata, email, typer", rounds=3) > IMPORT_BUDGET_S
 
 
 def test_help_takes_under_a_quarter_second() -> None:

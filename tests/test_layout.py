@@ -98,9 +98,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _part_of_file(path: Path) -> str:
-    return (
-        path.parts[0] if path.parts[0] in FOLDERS else _part_of_module(".".join(path.with_suffix("").parts))
-    )
+    return path.parts[0] if path.parts[0] in FOLDERS else _part_of_module(".".join(path.with_suffix("").parts))
 
 
 def _part_of_module(module: str) -> str:
@@ -115,9 +113,7 @@ def _rlcore_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "rlcore")
         elif isinstance(node, ast.ImportFrom) and node.module == "rlcore":
             # The version is no front door; every other name of rlcore/__init__.py is one.
-            yield from (
-                (node.lineno, f"rlcore.{alias.name}") for alias in node.names if alias.name != "__version__"
-            )
+            yield from ((node.lineno, f"rlcore.{alias.name}") for alias in node.names if alias.name != "__version__")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlcore."):
             yield node.lineno, node.module or ""
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
@@ -129,9 +125,7 @@ def _rlcore_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def _words(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Identifiers and strings of the code; not comments and docstrings."""
     docstrings = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -181,9 +175,7 @@ def test_root_folder_names_are_not_importable_from_elsewhere(tmp_path: Path, run
     assert str(ROOT / "bench") in planted
 
 
-def test_checkout_on_the_path_does_not_shadow_another_kernels_package(
-    tmp_path: Path, run_python: Callable
-) -> None:
+def test_checkout_on_the_path_does_not_shadow_another_kernels_package(tmp_path: Path, run_python: Callable) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("owner = 'somebody else'")
     path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}

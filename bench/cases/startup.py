@@ -23,9 +23,7 @@ def _prepare_import(device: Any) -> Work:
         assert float(output) > 0, f"the process printed {output!r}"
 
     # The process times the import itself, so that starting Python is not counted.
-    contender = Contender(
-        implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float
-    )
+    contender = Contender(implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float)
     return Work(contenders=(contender,), params={})
 
 
@@ -37,9 +35,7 @@ def _prepare_help(device: Any) -> Work:
     return Work(contenders=(contender,), params={})
 
 
-import_case = Case(
-    name="startup/import", description="import rlcore in a new process", prepare=_prepare_import
-)
+import_case = Case(name="startup/import", description="import rlcore in a new process", prepare=_prepare_import)
 help_case = Case(
     name="startup/help", description="rlcore --help, from starting Python to its end", prepare=_prepare_help
 )

@@ -1,0 +1,247 @@
+"""The command as its users and their scripts see it: output, exit codes, errors in one line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlcore
+from rlcore import cli
+from rlcore.bench.result import read
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+ANSI = re.compile(r"\x1b\[")
+
+
+@pytest.fixture
+def rlcore_command(run_python: Any) -> Run:
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        result: subprocess.CompletedProcess[str] = run_python(["-m", "rlcore", *arguments], **options)
+        return result
+
+    return run
+
+
+def assert_is_one_line_error(result: subprocess.CompletedProcess[str], text: str) -> None:
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"rlcore: {text}"), result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------------------------------------- what is printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["version", "--json"], {"rlcore": rlcore.__version__, "python": ".".join(map(str, sys.version_info[:3]))}),
+        (["ops", "explain", "linear_loss", "--device", "cpu", "--json"], {"op": "linear_loss"}),
+        (["devices", "--json"], {"failed_plugins": []}),
+    ],
+)
+def test_json_is_all_there_is_on_stdout(rlcore_command: Run, arguments: list[str], expected: dict[str, Any]) -> None:
+    result = rlcore_command(*arguments, env={"RLCORE_LOG_LEVEL": "DEBUG"})
+    assert result.returncode == 0, result.stderr
+    assert expected.items() <= json.loads(result.stdout).items()
+
+
+def test_devices_as_json_holds_every_device(rlcore_command: Run) -> None:
+    found = json.loads(rlcore_command("devices", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)
+    cpu, cuda = found["devices"]
+    assert cpu == {
+        "name": "cpu", "vendor": "host", "count": 1, "is_available": True, "reason": "", "plugin": "cpu",
+    }  # fmt: skip
+    assert (cuda["name"], cuda["is_available"]) == ("cuda", False)
+    assert cuda["reason"]
+
+
+def test_log_goes_to_stderr(rlcore_command: Run) -> None:
+    arguments = ["ops", "explain", "token_logprob", "--device", "cpu"]
+    quiet = rlcore_command(*arguments)
+    loud = rlcore_command(*arguments, env={"RLCORE_LOG_LEVEL": "INFO"})
+    assert quiet.stderr == ""
+    assert "INFO rlcore.kernels.dispatch: token_logprob for bfloat16 on cpu runs as 'chunked'" in loud.stderr
+    assert loud.stdout == quiet.stdout
+
+
+def test_version_table_names_what_is_installed(rlcore_command: Run) -> None:
+    table = rlcore_command("version").stdout
+    assert re.search(rf"\brlcore +{re.escape(rlcore.__version__)}\b", table)
+    assert re.search(r"\btorch +\d+\.\d+", table)
+
+
+def test_explain_says_why_the_others_do_not_run(rlcore_command: Run) -> None:
+    arguments = ["ops", "explain", "linear_logprob", "--device", "cpu", "--option", "memory_budget"]
+    result = json.loads(rlcore_command(*arguments, "--json").stdout)
+    refused = {entry["implementation"]: entry["reason"] for entry in result["refused"]}
+    assert result["implementation"] == "chunked"
+    assert refused["reference"] == "it holds all logits at once, so it cannot keep a memory budget"
+    table = rlcore_command(*arguments).stdout
+    assert re.search(r"chunked +runs", table)
+    assert re.search(f"reference +{refused['reference']}", table)
+
+
+def test_pipe_gets_whole_lines_without_colour(rlcore_command: Run) -> None:
+    result = rlcore_command("devices", env={"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "40"})
+    assert not ANSI.search(result.stdout)
+    (line,) = [line for line in result.stdout.splitlines() if "cuda" in line]
+    assert "install a CUDA build of torch" in line or "see nvidia-smi" in line
+
+
+@pytest.mark.parametrize(("env", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_terminal_gets_colour_unless_it_is_refused(env: dict[str, str], has_colour: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "rlcore", "devices"]
+    subprocess.run(command, stdout=theirs, env=environment | {"TERM": "xterm-256color"} | env, timeout=120, check=True)
+    os.close(theirs)
+    output = b""
+    while chunk := _read_or_end(ours):
+        output += chunk
+    assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]", output)) == has_colour, output
+    assert b"available" in output
+
+
+def _read_or_end(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # Linux's way to say that the other side of the terminal is closed
+        return b""
+
+
+# -------------------------------------------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["devices", "--jsn"],
+        ["bench", "run", "--output"],
+        ["quickstart", "--steps", "many"],
+        ["ops", "explain"],
+    ],
+)
+def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> None:
+    result = rlcore_command(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Error" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["ops", "explain", "matmul"], "no operator 'matmul'; registered: linear_logprob, linear_loss, token_logprob"),
+        (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be a torch dtype such as bfloat16"),
+        (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
+        (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
+        (["bench", "run", "kernel"], "no benchmark case 'kernel'; registered: "),
+        (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
+        (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, arguments: list[str], error: str) -> None:
+    result = rlcore_command(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+    result.stderr = result.stderr.removeprefix("2 cases on cpu:0\n")
+    assert_is_one_line_error(result, error)
+
+
+def test_wrong_environment_is_one_line_and_exits_with_1(rlcore_command: Run) -> None:
+    result = rlcore_command("version", env={"RLCORE_LOG_LEVEL": "loud"})
+    assert_is_one_line_error(result, "RLCORE_LOG_LEVEL must be one of 'DEBUG', 'INFO', 'WARNING', 'ERROR', got 'loud'")
+
+
+def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
+    code = "from rlcore import cli\n@cli.app.command()\ndef broken(): 1 / 0\nsys.argv[1:] = ['broken']; cli.main()"
+    result = run_python(f"import sys\n{code}")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_help_names_every_command(rlcore_command: Run) -> None:
+    text = rlcore_command("--help").stdout
+    assert [name for name in ("quickstart", "devices", "version", "bench", "ops") if name not in text] == []
+
+
+# ------------------------------------------------------------------------------------------------------- bench
+
+
+def test_bench_list_names_the_cases(rlcore_command: Run) -> None:
+    cases = json.loads(rlcore_command("bench", "list", "--json").stdout)
+    assert {"dispatch/device", "kernels/linear_loss", "startup/import"} <= {case["name"] for case in cases}
+    assert "clipped policy loss" in rlcore_command("bench", "list").stdout
+
+
+def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_path: Path) -> None:
+    result = rlcore_command("bench", "run", "dispatch", "-o", "out.json", "--device", "cpu", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out.json").read_text() == result.stdout
+    assert result.stderr.splitlines()[-1] == "out.json"
+    record = read(tmp_path / "out.json")
+    assert [(case.name, case.status) for case in record.cases] == [("dispatch/device", "pass"), ("dispatch/op", "pass")]
+
+
+def test_bench_run_without_a_file_names_one_after_device_and_time(rlcore_command: Run, tmp_path: Path) -> None:
+    result = rlcore_command("bench", "run", "dispatch/op", "--device", "cpu", cwd=tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
+    assert result.stderr.splitlines()[-1] == file.name
+    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nu]s +30", result.stdout)
+
+
+def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in log
+    assert log.splitlines()[-1] == str(file)
+    cases = {case.name: case for case in read(file).cases}
+    assert cases["dispatch/op"].status == "pass"
+    assert (cases["startup/import"].status, cases["startup/import"].reason) == ("skipped", "the run was interrupted")
+
+
+# -------------------------------------------------------------------------------------------------- quickstart
+
+
+def test_quickstart_options_are_the_fields_of_its_config() -> None:
+    from rlcore.quickstart.config import QuickstartConfig
+
+    parameters = inspect.signature(cli.quickstart).parameters
+    assert {name: p.default for name, p in parameters.items()} == {f.name: f.default for f in fields(QuickstartConfig)}
+
+
+def test_quickstart_exits_with_the_code_of_its_run(run_python: Any, tmp_path: Path) -> None:
+    code = """
+import sys, types
+sys.modules["rlcore.quickstart.run"] = stand_in = types.ModuleType("run")
+stand_in.run = lambda config: print(config) or 130
+sys.argv[1:] = ["quickstart", "--device", "cpu", "--seed", "3", "--steps", "5", "--output", "here", "--resume"]
+from rlcore.cli import main
+main()
+"""
+    result = run_python(code)
+    assert result.returncode == 130, result.stderr
+    assert "device='cpu', seed=3, steps=5, output=PosixPath('here'), resume=True" in result.stdout
