@@ -39,9 +39,7 @@ class QuickstartConfig:
             self.device is None or _is_word(self.device),
             'a name such as "cpu" or "cuda:1", or None',
         )
-        self._require(
-            "seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)"
-        )
+        self._require("seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)")
         self._require("steps", type(self.steps) is int and self.steps >= 1, "a whole number of at least 1")
         self._require("output", isinstance(self.output, Path), "a pathlib.Path")
         self._require("resume", isinstance(self.resume, bool), "True or False")
@@ -49,9 +47,7 @@ class QuickstartConfig:
 
     def _require(self, name: str, is_good: bool, accepted: str) -> None:
         if not is_good:
-            raise InvalidInputError(
-                f"QuickstartConfig.{name} must be {accepted}, got {getattr(self, name)!r}"
-            )
+            raise InvalidInputError(f"QuickstartConfig.{name} must be {accepted}, got {getattr(self, name)!r}")
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self, enc_hook=str))

@@ -37,9 +37,7 @@ class Display:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._started = time.monotonic()
         self._console = _console(sys.stderr if stream is None else stream)
-        self._live = (
-            Live(console=self._console, get_renderable=self._panel) if _is_live(self._console) else None
-        )
+        self._live = Live(console=self._console, get_renderable=self._panel) if _is_live(self._console) else None
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()

@@ -47,9 +47,7 @@ def quickstart_model(*, seed: int, cache: Path | None = None) -> Path:
         return folder
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=home, prefix=".writing-", ignore_cleanup_errors=True
-        ) as temporary:
+        with tempfile.TemporaryDirectory(dir=home, prefix=".writing-", ignore_cleanup_errors=True) as temporary:
             made = Path(temporary, "model")
             made.mkdir()
             _write(made, seed)
@@ -151,9 +149,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise MissingDependencyError(
-            "transformers", needed_for="rlcore quickstart", extra="quickstart"
-        ) from error
+        raise MissingDependencyError("transformers", needed_for="rlcore quickstart", extra="quickstart") from error
     return transformers
 
 

@@ -5,7 +5,6 @@
     checkpoint/      the train engine's, the newest
     model/           the trained model, as a Hugging Face folder
     reward.png       the curve, drawn from metrics.jsonl
-    model/           the trained model, a Hugging Face folder
 
 A kill at any moment leaves a folder that ``--resume`` can continue: a line of metrics.jsonl that was cut short does
 not count, and steps after the checkpoint are dropped, because they are done again.
@@ -52,7 +51,6 @@ class RunFolder:
         self.checkpoint = config.output / "checkpoint"
         self.model = config.output / "model"
         self.picture = config.output / "reward.png"
-        self.model = config.output / "model"
         self.metrics = config.output / "metrics.jsonl"
         self._record = config.output / "run.json"
         if config.resume:
@@ -150,15 +148,12 @@ class RunFolder:
         if not self._record.exists():
             raise InvalidInputError(f"{self.path} exists and is not a quickstart run; use another --output")
         raise InvalidInputError(
-            f"{self.path} holds another run ({self._described()}); "
-            "add --resume to continue it, or use another --output"
+            f"{self.path} holds another run ({self._described()}); add --resume to continue it, or use another --output"
         )
 
     def _check_same_run(self, config: QuickstartConfig) -> None:
         if not self._record.exists():
-            raise CheckpointError(
-                f"{self.path} holds no run to resume; leave out --resume to start one there"
-            )
+            raise CheckpointError(f"{self.path} holds no run to resume; leave out --resume to start one there")
         if different := self._remembered().differences(config):
             raise InvalidInputError(
                 f"cannot resume {self.path}: it holds a run with {'; '.join(different)}; "
@@ -179,9 +174,7 @@ class RunFolder:
 
     def _take(self) -> None:
         try:
-            fcntl.flock(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # let go when the process ends, however it does
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however it does
         except BlockingIOError as error:
             raise CheckpointError(
                 f"{self.path} is in use by another process; wait for it to end, or use another --output"
@@ -235,12 +228,8 @@ def _draw(steps: list[Metrics]) -> bytes:
 
 
 def _draw_learning(axes: Any, steps: list[Metrics]) -> None:
-    axes.plot(
-        *_series(steps, "reward"), color="tab:blue", alpha=0.8, label="reward, sampled on training problems"
-    )
-    axes.plot(
-        *_series(steps, "accuracy"), "o-", color="tab:orange", label="accuracy, greedy on held-out problems"
-    )
+    axes.plot(*_series(steps, "reward"), color="tab:blue", alpha=0.8, label="reward, sampled on training problems")
+    axes.plot(*_series(steps, "accuracy"), "o-", color="tab:orange", label="accuracy, greedy on held-out problems")
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share of right answers")
     axes.legend(loc="lower right", frameon=False)
@@ -253,7 +242,7 @@ def _draw_spending(axes: Any, steps: list[Metrics]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", frameon=False, ncols=len(PHASES))
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(PHASES))  # above: nothing is hidden
 
 
 def _series(steps: list[Metrics], name: str) -> tuple[list[float], list[float]]:
@@ -266,9 +255,7 @@ def _figure() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(
-            "matplotlib", needed_for="drawing reward.png", extra="quickstart"
-        ) from error
+        raise MissingDependencyError("matplotlib", needed_for="drawing reward.png", extra="quickstart") from error
     figure = Figure(figsize=_INCHES, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot: it would keep the figure, and look for a screen
     return figure

@@ -70,9 +70,7 @@ def problems(split: Split, *, seed: int) -> list[Problem]:
 def draw(source: Sequence[Problem], count: int, generator: torch.Generator) -> list[Problem]:
     """``count`` different problems, drawn with a CPU ``generator``."""
     if not 1 <= count <= len(source):
-        raise InvalidInputError(
-            f"count must be from 1 to the {len(source)} problems there are, got {count!r}"
-        )
+        raise InvalidInputError(f"count must be from 1 to the {len(source)} problems there are, got {count!r}")
     chosen = torch.randperm(len(source), generator=generator)[:count]
     return [source[i] for i in chosen.tolist()]
 

@@ -32,9 +32,7 @@ SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 def start_on_terminal(pause: str, **env: str) -> tuple[subprocess.Popen[bytes], int, int]:
     keyboard, screen = pty.openpty()
     termios.tcsetwinsize(screen, (24, 100))
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "FORCE_COLOR")
-    }
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "FORCE_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, pause],
         stdout=subprocess.PIPE,

@@ -113,9 +113,7 @@ def _become_a_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip, _forget, _garble, _nest, _become_a_file])
-def test_a_damaged_folder_is_written_anew(
-    cached: Path, written: Path, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_folder_is_written_anew(cached: Path, written: Path, damage: Callable[[Path], None]) -> None:
     folder = next((cached / "quickstart").iterdir())
     damage(folder)
     assert quickstart_model(seed=0, cache=cached) == folder
@@ -133,9 +131,7 @@ def test_the_checksums_name_every_file(written: Path) -> None:
     assert sorted([*checksums, "checksums.json"]) == sorted(files(written))
 
 
-def test_a_full_disk_is_an_error_that_names_the_way_out(
-    tmp_path: Path, run_python: Callable[..., Any]
-) -> None:
+def test_a_full_disk_is_an_error_that_names_the_way_out(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     code = f"""
 import resource
 from pathlib import Path

@@ -139,9 +139,7 @@ def test_an_empty_folder_is_taken(config: QuickstartConfig) -> None:
 def test_resume_refuses_another_run(config: QuickstartConfig) -> None:
     write_steps(config, 1)
     other = replace(config, resume=True, seed=1, model=Path("m"))
-    message = re.escape(
-        "it holds a run with model None, not m; seed 0, not 1; give the same options, or another"
-    )
+    message = re.escape("it holds a run with model None, not m; seed 0, not 1; give the same options, or another")
     with pytest.raises(InvalidInputError, match=message):
         RunFolder(other)
 
@@ -230,9 +228,7 @@ def test_a_line_cut_short_does_not_count_and_does_not_spoil_the_next(config: Qui
         assert folder.read() == [metrics(step) for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(
-    "line", [b'{"step": 2, "rew\n', b'{"reward": 1.0}\n', b'{"step": null}\n', b"\x00\x00\n"]
-)
+@pytest.mark.parametrize("line", [b'{"step": 2, "rew\n', b'{"reward": 1.0}\n', b'{"step": null}\n', b"\x00\x00\n"])
 def test_a_damaged_line_is_named(config: QuickstartConfig, line: bytes) -> None:
     path = write_steps(config, 1)
     with path.open("ab") as file:
@@ -280,9 +276,7 @@ folder.append({{"step": 4, "reward": 0.123456789}})
 """
     done = run_python(code)
     assert done.returncode == 1
-    message = (
-        f"CheckpointError: cannot append a step's metrics to {config.output}: File too large; what was there"
-    )
+    message = f"CheckpointError: cannot append a step's metrics to {config.output}: File too large; what was there"
     assert message in done.stderr
     assert path.stat().st_size == size
     with RunFolder(replace(config, resume=True)) as folder:

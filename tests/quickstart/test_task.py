@@ -79,10 +79,7 @@ def test_the_sampled_teacher_forgets_as_often_as_computed() -> None:
 
 
 def test_splits_share_no_unordered_pair_and_cover_all() -> None:
-    pairs = {
-        split: [frozenset((p.a, p.b)) for p in problems(split, seed=3)]
-        for split in ("train", "gate", "held-out")
-    }
+    pairs = {split: [frozenset((p.a, p.b)) for p in problems(split, seed=3)] for split in ("train", "gate", "held-out")}
     assert len(pairs["gate"]) == len(pairs["held-out"]) == 512
     assert len(set(pairs["gate"])) == len(set(pairs["held-out"])) == 512
     for one, other in itertools.combinations(pairs.values(), 2):
@@ -161,9 +158,7 @@ def test_imitation_labels_are_the_answer_and_nothing_else(tokenizer: Any) -> Non
         text = "".join(CHARACTERS[token] for token in tokens[:length])
         problem = Problem(int(text[:2]), int(text[3:5]))
         carries = itertools.product((True, False), repeat=2)
-        assert text in {
-            f"{prompt_text(problem)}{written_answer(problem, carries_kept=kept)}$" for kept in carries
-        }
+        assert text in {f"{prompt_text(problem)}{written_answer(problem, carries_kept=kept)}$" for kept in carries}
     assert lengths == {9, 10}
 
 
