@@ -210,7 +210,7 @@ def _adopt(module: nn.Module, state: Mapping[str, Tensor], device: torch.device,
                 "which leaves buffers real"
             )
         owner, leaf = _owner(module, name)
-        owner._buffers[leaf] = _owned(state.get(name, buffer).to(device))
+        owner._buffers[leaf] = owned(state.get(name, buffer).to(device))
     unexpected = sorted(state.keys() - {name for names in names_of.values() for name in names} - _buffer_names(module))
     if missing or unexpected:
         raise CheckpointError(
@@ -236,7 +236,7 @@ def _put_parameters(
         value = torch.empty_like(old, device=device) if found is None else state[found].detach()
         if value.shape != old.shape:
             raise CheckpointError(f"{names[0]} has shape {list(old.shape)}; the checkpoint has {list(value.shape)}")
-        new = nn.Parameter(_owned(value.to(device, dtype)), requires_grad=old.requires_grad)
+        new = nn.Parameter(owned(value.to(device, dtype)), requires_grad=old.requires_grad)
         for name in names:
             owner, leaf = _owner(module, name)
             owner._parameters[leaf] = new
@@ -249,7 +249,7 @@ def _new_parameters(module: nn.Module) -> tuple[str, ...]:
     return module.new_parameters if isinstance(module, TrainModule) else ()
 
 
-def _owned(tensor: Tensor) -> Tensor:
+def owned(tensor: Tensor) -> Tensor:
     """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
+from rlcore.engines.export import replace_folder
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident, optimizer_tensors
 from rlcore.engines.sync.local import copy_weights, pair_weights
@@ -121,7 +122,7 @@ class Fsdp2Worker(Worker):
         return extra
 
     def export(self, folder: Path) -> None:
-        self.module.export(folder)
+        replace_folder(folder, self.module.export)
 
 
 def _grads(module: torch.nn.Module) -> Iterator[Tensor]:

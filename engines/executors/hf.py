@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import torch
 from rlcore.engines.completion import Completion, FinishReason, RequestOutput, VersionSpan
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
 from rlcore.engines.executors.schedule import Sample, batches, expand
+from rlcore.engines.executors.worker import Worker
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload.guards import Guard
+from rlcore.engines.offload.resident import Resident
 from rlcore.engines.pretrained import ModelFolder, check_model_folder, load_tokenizer
 from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sync.local import copy_weights
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
@@ -21,6 +27,7 @@ from rlcore.errors import (
     StateError,
     UnsupportedError,
 )
+from rlcore.nn import owned
 
 # Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
 # holding blocks of earlier sizes; sampling holds about six [B, V] float32 tensors, sorted values included.
@@ -30,15 +37,14 @@ _LOGITS_BYTES = 6 * 4
 ParamsLike = SamplingParams | Mapping[str, Any] | None
 
 
-class HfWorker:
+class HfWorker(Worker):
     """Generates with a Hugging Face causal language model on one device.
 
-    Whether the weights are on the device is the caller's business: it moves ``module`` between calls.
+    Whether the weights are on the device is the engine's business: it calls ``generate`` when they are.
     """
 
-    def __init__(self, device: Any) -> None:
-        """``device`` is an rlcore device (``rlcore.get_device()``)."""
-        self.device = device
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
         self.tokenizer: Any | None = None
         self._module: Any | None = None
 
@@ -79,31 +85,50 @@ class HfWorker:
         self.tokenizer = load_tokenizer(folder)
         module = _load_module(folder, dtype=_dtype(dtype), attn_implementation=attn_implementation)
         self._module = module.to(self.device.torch_device)
+        for parameter in module.parameters():
+            parameter.data = owned(parameter.data)
         text_config = module.config.get_text_config()
         self._vocab_size = folder.vocab_size
         self._eos_token_ids = folder.stop_token_ids
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
+        self._residents = {
+            "weights": Resident(self.device, self._module.parameters, self._guard_weights),
+            # Each generate() makes its own cache and drops it: nothing is held in between.
+            "kv_cache": Resident(self.device, tuple, lambda guard, state: None),
+        }
+
+    def _guard_weights(self, guard: Guard, state: str) -> None:
+        guard.guard_module(self.module, f"the weights of the hf executor are {state}; call onload('weights')")
+
+    def load(self, path: str | Path) -> None:
+        """Overwrites the weights by those of a folder of the same model.
+
+        Raises:
+            CheckpointError: the folder is incomplete or damaged.
+            SyncError: it holds another model.
+        """
+        dtype = next(self.module.parameters()).dtype
+        loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
+        copy_weights(loaded.named_parameters(), self.module)
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[str] | Sequence[Sequence[int]],
         params: ParamsLike | Sequence[ParamsLike] = None,
         *,
         version: int,
-        on_progress: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Samples completions.
+        """Samples completions, and emits the number of those that ended as they do.
 
         Args:
-            prompts: token ids, at least one each.
+            prompts: texts, or token ids, at least one token each.
             params: for all prompts, or one for each.
             version: of the weights in use, for ``version_spans``.
-            on_progress: called with the number of completions that ended since the last call.
 
         Returns:
-            One output a prompt, in their order, with ``n`` completions by sample index. ``prompt`` is None.
+            One output a prompt, in their order, with ``n`` completions by sample index.
 
         Raises:
             InvalidInputError: names the prompt and what is wrong with it or its parameters.
@@ -112,9 +137,10 @@ class HfWorker:
         """
         module = self.module
         each = _params_of_each(prompts, params)
-        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        token_ids = self._encode(prompts)
+        for number, (prompt, one) in enumerate(zip(token_ids, each, strict=True)):
             self._check_prompt(number, prompt, one)
-        samples = expand(prompts, each, _seeds(each))
+        samples = expand(token_ids, each, _seeds(each))
         decoded: dict[tuple[int, int], Decoded] = {}
         max_num_seqs, max_num_tokens = self._batch_limits()
         with torch.inference_mode():
@@ -122,9 +148,20 @@ class HfWorker:
                 decoder = BatchDecoder(
                     module, batch, eos_token_ids=self._eos_token_ids, max_positions=self._max_positions
                 )
-                done = decoder.run(on_progress or _ignore)
+                done = decoder.run(self.emit)
                 decoded |= {(s.request, s.index): result for s, result in zip(batch, done, strict=True)}
-        return self._outputs(samples, decoded, version)
+        outputs = self._outputs(samples, decoded, version)
+        return [
+            replace(output, prompt=prompt if isinstance(prompt, str) else None)
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
+
+    def _encode(self, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
+            raise InvalidInputError("the model folder has no tokenizer; give prompts as token ids")
+        encoded = iter(self.tokenizer(texts)["input_ids"] if texts and self.tokenizer else ())
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _outputs(
         self, samples: list[Sample], decoded: Mapping[tuple[int, int], Decoded], version: int
@@ -204,9 +241,7 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
             output_loading_info=True,
         )
     except Exception as error:  # many types; the user sees the original as the cause
-        raise CheckpointError(
-            f"transformers cannot load {folder.path} as a causal language model: {error}"
-        ) from error
+        raise CheckpointError(f"transformers cannot load {folder.path} as a causal language model: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder.path} lack {len(missing)} tensors of {type(module).__name__}, such as "
@@ -231,15 +266,11 @@ def _dtype(value: str | torch.dtype) -> str | torch.dtype:
     if value == "auto":
         return "auto"
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidInputError(
-            f'dtype must be "auto" or a floating-point dtype such as "bfloat16", got {value!r}'
-        )
+        raise InvalidInputError(f'dtype must be "auto" or a floating-point dtype such as "bfloat16", got {value!r}')
     return found
 
 
-def _params_of_each(
-    prompts: Sequence[Sequence[int]], params: ParamsLike | Sequence[ParamsLike]
-) -> list[SamplingParams]:
+def _params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsLike]) -> list[SamplingParams]:
     if params is None or isinstance(params, (SamplingParams, Mapping)):
         return [SamplingParams.of(params)] * len(prompts)
     if len(params) != len(prompts):
@@ -253,7 +284,3 @@ def _seeds(params: Sequence[SamplingParams]) -> list[int]:
     """The seed of each prompt; where none is given, one from torch's default generator."""
     drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (len(params),)).tolist()
     return [one.seed if one.seed is not None else new for one, new in zip(params, drawn, strict=True)]
-
-
-def _ignore(num_finished: int) -> None:
-    """Progress that nobody follows."""

@@ -95,9 +95,7 @@ class Sampler:
         """
         scaled_BV = logits_BV.float()
         if self._has_restriction:
-            keep_BV = keep_mask(
-                scaled_BV, temperature=self._temperature_B, top_p=self._top_p_B, top_k=self._top_k_B
-            )
+            keep_BV = keep_mask(scaled_BV, temperature=self._temperature_B, top_p=self._top_p_B, top_k=self._top_k_B)
             scaled_BV = scaled_BV.masked_fill(~keep_BV, -torch.inf)
         if self._has_temperature:
             scaled_BV = scaled_BV / self._temperature_B[:, None]

@@ -23,9 +23,7 @@ class Sample:
     """Key of its random numbers."""
 
 
-def expand(
-    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]
-) -> list[Sample]:
+def expand(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Sample]:
     """The n samples of every prompt."""
     return [
         Sample(request, index, tuple(prompt), one, key)

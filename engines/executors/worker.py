@@ -14,6 +14,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device
+        self.emit = context.emit
         self._residents: dict[str, Resident] = {}
 
     def onload(self, tag: str) -> OffloadReport:

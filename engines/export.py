@@ -1,0 +1,36 @@
+"""Write a model folder whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rlcore.errors import CheckpointError
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make ``folder`` what ``write`` writes; a model folder that is there is replaced once the new one is whole.
+
+    Raises:
+        CheckpointError: the folder holds something else than a model, or could not be written.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} is not empty and holds no model (no config.json); export to another folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            new, old = Path(temporary, "new"), Path(temporary, "old")
+            new.mkdir()
+            write(new)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+    except _write_errors() as error:
+        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+
+
+def _write_errors() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError

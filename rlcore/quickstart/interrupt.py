@@ -1,0 +1,33 @@
+"""Ctrl-C: once, the run ends after the step it is in; twice, at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
+    """The run stopped between steps, with everything saved."""
+
+
+class Interrupt:
+    """While entered, the first SIGINT is only noted."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.is_requested = False
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+        self._say("stopping after this step; press Ctrl-C again to stop at once")
