@@ -13,8 +13,12 @@ from collections.abc import Iterator, Sequence
 
 from rlcore.errors import InvalidInputError
 
-DEFAULT_BUDGET_BYTES = 512 * 2**20
-"""Temporaries when the caller names no budget: 294 rows of 152,000 float32 logits."""
+DEFAULT_BUDGET_BYTES = 2**30
+"""Temporaries when the caller names no budget: 589 rows of 151,936 float32 logits.
+
+linear_loss, forward and backward, 8192 x 4096 x 151936 bfloat16 on one H200: 127 ms with half of it, 96 ms with it,
+84 ms with twice as much.
+"""
 
 _TEMPORARIES = 3
 _FEWEST_ROWS = 16

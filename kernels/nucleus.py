@@ -55,14 +55,19 @@ def keep_mask(
 def _keep(scaled_TV: Tensor, top_p: float | Tensor, top_k: float | Tensor) -> Tensor:
     vocab_size = scaled_TV.shape[1]
     ascending_TV, column_TV = scaled_TV.sort(dim=1, stable=True)
-    k = torch.as_tensor(top_k, device=scaled_TV.device).long().expand(len(scaled_TV), 1)
-    k_T1 = torch.where(k > 0, k.clamp(max=vocab_size), vocab_size)
+    k_T1 = _each_row(top_k, scaled_TV).long()
+    k_T1 = torch.where(k_T1 > 0, k_T1.clamp(max=vocab_size), vocab_size)
     is_dropped_TV = ascending_TV < ascending_TV.gather(1, vocab_size - k_T1)
     mass_TV = ascending_TV.masked_fill(is_dropped_TV, -torch.inf).softmax(1).cumsum(1)
-    p = torch.as_tensor(top_p, device=scaled_TV.device, dtype=scaled_TV.dtype)
-    is_dropped_TV |= (mass_TV <= 1 - p) & (p < 1)
+    p_T1 = _each_row(top_p, scaled_TV).to(scaled_TV.dtype)
+    is_dropped_TV |= (mass_TV <= 1 - p_T1) & (p_T1 < 1)
     is_dropped_TV[:, -1] = False
     return torch.empty_like(is_dropped_TV).scatter_(1, column_TV, ~is_dropped_TV)
+
+
+def _each_row(value: float | Tensor, scaled_TV: Tensor) -> Tensor:
+    """[T, 1]; a number is written by the device itself, where a copy from the host would wait for it."""
+    return value if isinstance(value, Tensor) else scaled_TV.new_full((len(scaled_TV), 1), value)
 
 
 def _check(logits_TV: Tensor, temperature: float | Tensor, top_p: float | Tensor, top_k: int | Tensor) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels.chunks import rows_per_chunk
 from rlcore.ops import linear_logprob
 
 IMPLEMENTATIONS = ["reference", "chunked"]
@@ -284,10 +283,3 @@ def test_a_vocabulary_split_over_ranks_is_refused_with_the_reason() -> None:
 def test_the_reference_refuses_a_memory_budget() -> None:
     with pytest.raises(UnsupportedError, match="reference: it holds all logits at once"):
         linear_logprob(**GOOD, memory_budget_bytes=2**20, implementation="reference")
-
-
-def test_a_chunk_fits_its_budget_and_is_at_most_a_quarter_of_the_rows() -> None:
-    assert rows_per_chunk(8192, 151936, 4, None) * 3 * 151936 * 4 <= 512 * 2**20
-    assert rows_per_chunk(8192, 100, 4, None) == 2048
-    assert rows_per_chunk(40, 100, 4, None) == 14  # three chunks of at most 16
-    assert rows_per_chunk(0, 100, 4, None) == 1

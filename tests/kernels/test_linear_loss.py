@@ -326,6 +326,37 @@ def test_a_sequence_level_loss_sees_whole_sequences() -> None:
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_masked_token_reaches_the_loss_as_zeros(implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    targets[[2, 41, 42]] = -100
+    seen: list[Tensor] = []
+
+    @sequence_level
+    def looking(
+        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        columns = (logprob, entropy, per_token["x"], per_token["x3"].sum(1), per_token["token_mask"])
+        seen.append(torch.stack([column.detach().float() for column in columns], 1))
+        return logprob, {}
+
+    x = torch.full((T,), 5.0)
+    x[[2, 41, 42]] = math.nan
+    linear_loss(
+        hidden,
+        weight,
+        targets,
+        looking,
+        per_token={"x": x, "x3": x[:, None].expand(T, 3)},
+        token_weight=torch.ones(T),
+        cu_seqlens=CU_SEQLENS,
+        implementation=implementation,
+    )
+    rows = torch.cat(seen)
+    assert rows[[2, 41, 42]].count_nonzero() == 0
+    assert (rows[0, 2:] == torch.tensor([5.0, 15.0, 1.0])).all() and rows.isfinite().all()
+
+
 def test_combining_with_a_sequence_level_term_makes_a_sequence_level_loss() -> None:
     assert isinstance(combine(kl(coef=0.1), gspo), sequence_level)
     assert not isinstance(policy_loss(), sequence_level)

@@ -57,9 +57,15 @@ def test_top_p_is_renormalised_over_what_top_k_left() -> None:
 
 
 def test_equal_logits_are_cut_the_same_way_every_time() -> None:
-    found = keep_mask(torch.zeros(3, 10), temperature=1.0, top_p=0.45)
-    assert found.tolist() == [[False] * 5 + [True] * 5] * 3
+    found = keep_mask(torch.zeros(3, 1000), temperature=1.0, top_p=0.4995)
+    assert found.tolist() == [[False] * 500 + [True] * 500] * 3
     assert keep_mask(torch.zeros(1, 10), temperature=1.0, top_k=3).all()  # ties with the third stay
+
+
+def test_the_most_probable_token_stays_even_if_top_p_is_below_the_rounding_of_one() -> None:
+    logits = torch.randn(20, 30)
+    found = keep_mask(logits, temperature=1.0, top_p=1e-9)
+    assert torch.equal(found.nonzero()[:, 1], logits.argmax(1))
 
 
 def test_top_p_of_one_keeps_tokens_whose_probability_underflows() -> None:

@@ -1,0 +1,130 @@
+"""What only an accelerator can show: products that widen, no waiting for the device, memory, device-side checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.linear_head import LinearHead
+from rlcore.ops import combine, entropy_bonus, keep_mask, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Any synchronisation with the device raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that this mode is new
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def random_inputs(T: int, H: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    torch.manual_seed(1)
+    hidden = torch.randn(T, H, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, device="cuda") / H**0.5 * 2).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (T,), device="cuda")
+    old = torch.randn(T, device="cuda") - 10
+    per_token = {"old_logprobs": old, "ref_logprobs": old, "advantages": torch.randn(T, device="cuda")}
+    return hidden, weight, targets, {"per_token": per_token, "token_weight": torch.full((T,), 1 / T, device="cuda")}
+
+
+def policy_loss() -> Any:
+    return combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operators_match_float64(dtype: torch.dtype) -> None:
+    hidden, weight, targets, tokens = random_inputs(300, 100, 5003, dtype)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found = linear_logprob(hidden, weight, targets, with_entropy=True)
+    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=0)
+    got_loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
+    want_loss = linear_loss(*wide, targets, policy_loss(), implementation="reference", **tokens).loss
+    torch.testing.assert_close(got_loss.double(), want_loss, rtol=1e-4, atol=1e-5)
+    for got, expected in [
+        (found.logprob.sum() + found.entropy.sum(), want.logprob.sum() + want.entropy.sum()),
+        (got_loss, want_loss),
+    ]:
+        pairs = zip(torch.autograd.grad(got, (hidden, weight)), torch.autograd.grad(expected, wide), strict=True)
+        for gradient, truth in pairs:
+            assert relative_error(gradient, truth) < max(torch.finfo(dtype).eps / 2, 1e-5)
+
+
+def test_bfloat16_products_are_not_widened_by_a_copy_of_the_weight() -> None:
+    weight = torch.randn(32, 16, device="cuda", dtype=torch.bfloat16)
+    head = LinearHead(weight, None, None)
+    assert head.weight_VH.data_ptr() == weight.data_ptr()
+    logits = head.logits(torch.randn(8, 16, device="cuda", dtype=torch.bfloat16))
+    assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_waits_for_the_device(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    hidden, weight, targets, tokens = random_inputs(300, 64, 1000, dtype)
+
+    def run() -> None:
+        loss, _ = linear_loss(hidden, weight, targets, policy_loss(), **tokens)
+        found = linear_logprob(hidden, weight, targets, with_entropy=True)
+        logits = hidden @ weight.T
+        keep = keep_mask(logits, temperature=1.0, top_p=0.9, top_k=50)
+        scored = token_logprob(logits, targets, with_entropy=True, keep_mask=keep)
+        (loss + found.logprob.mean() + scored.entropy.mean()).backward()
+
+    run()  # the first call may ask the device what it can do
+    request.getfixturevalue("no_waiting")
+    run()
+
+
+def test_reruns_are_bit_identical() -> None:
+    hidden, weight, targets, tokens = random_inputs(1000, 256, 20000, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
+        runs.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_temporaries_stay_within_the_budget() -> None:
+    hidden, weight, targets, tokens = random_inputs(4096, 256, 50000, torch.bfloat16)
+    budget = 100 * 2**20
+    linear_loss(hidden, weight, targets, policy_loss(), **tokens)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_loss(hidden, weight, targets, policy_loss(), memory_budget_bytes=budget, **tokens).loss
+    accumulators = (hidden.numel() + weight.numel()) * 4
+    assert torch.cuda.max_memory_allocated() - before <= accumulators + budget + 8 * 2**20
+    assert loss.requires_grad
+
+
+def test_bad_values_are_named_under_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    with pytest.raises(InvalidInputError, match=r"targets must be token ids in \[0, 5\) .* got 9 at \[1\]"):
+        token_logprob(torch.zeros(2, 5, device="cuda"), torch.tensor([0, 9], device="cuda"))
+
+
+def test_bad_values_stop_the_process_on_the_device(run_python: Any) -> None:
+    result = run_python(
+        "import torch; from rlcore.ops import token_logprob\n"
+        "token_logprob(torch.zeros(2, 5, device='cuda'), torch.tensor([0, 9], device='cuda'))\n"
+        "torch.cuda.synchronize()"
+    )
+    assert result.returncode != 0
+    assert "RLCORE_DEBUG=1 shows which" in result.stdout + result.stderr
