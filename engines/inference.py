@@ -106,8 +106,9 @@ class InferenceEngine(Engine):
         try:
             yield
         except Exception as error:
+            reason = str(error).partition("\n")[0]
             raise SyncError(
-                f"the weight sync to version {version} stopped midway: {error}. The inference engine holds a mixture "
+                f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture "
                 "and refuses to generate; sync again, or reload with load()"
             ) from error
         self._version, self._sync_state = version, SyncState.SERVING
@@ -118,11 +119,12 @@ class InferenceEngine(Engine):
 
         Raises:
             StateError: the weights are not on the device.
-            CheckpointError: the folder is damaged or of another model.
+            CheckpointError, SyncError: the folder is damaged or of another model; nothing is changed then.
         """
         self.receivers()
+        self._call("read_weights", Path(path or self._path))
         with self.poisoned_until(0 if path is None else self._version + 1):
-            self._call("load", Path(path or self._path))
+            self._call("take_weights")
 
     def _move(self, move: Move, tags: tuple[str, ...]) -> Any:
         if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):

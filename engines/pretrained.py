@@ -32,9 +32,7 @@ class ModelFolder:
         """Number of token ids the model knows."""
         size = self.config.get("text_config", self.config).get("vocab_size")
         if not isinstance(size, int) or size < 1:
-            raise CheckpointError(
-                f"{self.path / 'config.json'} must have a vocab_size of at least 1, got {size!r}"
-            )
+            raise CheckpointError(f"{self.path / 'config.json'} must have a vocab_size of at least 1, got {size!r}")
         return size
 
     @property
@@ -43,9 +41,7 @@ class ModelFolder:
         generation = self.path / "generation_config.json"
         sources: list[Mapping[str, Any]] = [_read_json(generation)] if generation.exists() else []
         sources += [self.config, self.config.get("text_config", {})]
-        eos = next(
-            (source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), ()
-        )
+        eos = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), ())
         return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
@@ -87,9 +83,7 @@ def load_tokenizer(folder: ModelFolder) -> Any | None:
     reader: Any = PreTrainedTokenizerFast if has_file else AutoTokenizer
     try:
         tokenizer: Any = reader.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # transformers and tokenizers raise many types; the user sees the original as the cause
+    except Exception as error:  # transformers and tokenizers raise many types; the user sees the original as the cause
         raise CheckpointError(f"the tokenizer in {folder.path} cannot be loaded: {error}") from error
     if len(tokenizer) > folder.vocab_size:
         raise CheckpointError(
@@ -148,9 +142,7 @@ def _tensor_names(file: Path) -> set[str]:
             raise CheckpointError(f"{file} has a damaged header; download it again") from error
     expected = 8 + header_bytes + data_bytes
     if size != expected:
-        raise CheckpointError(
-            f"{file} is damaged: its header needs {expected} bytes, it has {size}; download it again"
-        )
+        raise CheckpointError(f"{file} is damaged: its header needs {expected} bytes, it has {size}; download it again")
     return set(tensors)
 
 

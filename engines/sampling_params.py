@@ -10,9 +10,7 @@ from typing import Any
 
 from rlcore.errors import InvalidInputError
 
-MIN_TEMPERATURE = (
-    0.01  # vLLM's bound too: below it, logits divided by the temperature overflow in half precision
-)
+MIN_TEMPERATURE = 0.01  # vLLM's bound too: below it, logits divided by the temperature overflow in half precision
 _INT64 = 2**63
 
 
@@ -93,8 +91,7 @@ class SamplingParams:
             if key not in names:
                 nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
                 raise InvalidInputError(
-                    f"unknown sampling parameter {key!r}; did you mean {nearest!r}? "
-                    f"accepted: {', '.join(names)}"
+                    f"unknown sampling parameter {key!r}; did you mean {nearest!r}? accepted: {', '.join(names)}"
                 )
         return cls(**value)
 

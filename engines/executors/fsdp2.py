@@ -15,7 +15,7 @@ from rlcore.engines.executors.worker import Worker
 from rlcore.engines.export import replace_folder
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident, optimizer_tensors
-from rlcore.engines.sync.local import copy_weights, pair_weights
+from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
@@ -82,7 +82,7 @@ class Fsdp2Worker(Worker):
 
     def copy_weights_to(self, target: Any) -> int:
         """Bytes written into ``target.module``."""
-        copied = copy_weights(self.module.named_weights(), target.module)
+        copied = copy_pairs(pair_weights(self.module.named_weights(), target.module))
         self.device.synchronize()
         return copied
 

@@ -19,7 +19,7 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.pretrained import ModelFolder, check_model_folder, load_tokenizer
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.engines.sync.local import copy_weights
+from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
@@ -47,6 +47,7 @@ class HfWorker(Worker):
         super().__init__(context)
         self.tokenizer: Any | None = None
         self._module: Any | None = None
+        self._incoming: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def module(self) -> Any:
@@ -102,8 +103,8 @@ class HfWorker(Worker):
     def _guard_weights(self, guard: Guard, state: str) -> None:
         guard.guard_module(self.module, f"the weights of the hf executor are {state}; call onload('weights')")
 
-    def load(self, path: str | Path) -> None:
-        """Overwrites the weights by those of a folder of the same model.
+    def read_weights(self, path: str | Path) -> None:
+        """Reads the weights of a folder of the same model, for ``take_weights``; changes nothing yet.
 
         Raises:
             CheckpointError: the folder is incomplete or damaged.
@@ -111,7 +112,12 @@ class HfWorker(Worker):
         """
         dtype = next(self.module.parameters()).dtype
         loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
-        copy_weights(loaded.named_parameters(), self.module)
+        self._incoming = pair_weights(loaded.named_parameters(), self.module)
+
+    def take_weights(self) -> None:
+        """Overwrites the weights by those read."""
+        copy_pairs(self._incoming)
+        self._incoming = []
 
     def generate(
         self,

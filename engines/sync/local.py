@@ -34,10 +34,11 @@ def pair_weights(source: Iterable[tuple[str, Tensor]], model: nn.Module) -> list
     return [(named[name], parameter.detach()) for name, parameter in destination.items()]
 
 
-def copy_weights(source: Iterable[tuple[str, Tensor]], model: nn.Module) -> int:
-    """Overwrite the model's parameters, converted to its dtype; returns the bytes written."""
-    pairs = pair_weights(source, model)
+def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
+    """Overwrite each destination by its source, converted to its dtype; returns the bytes written."""
+    written = 0
     with torch.no_grad():
-        for tensor, destination in pairs:
-            destination.copy_(tensor, non_blocking=True)
-    return sum(destination.nbytes for _, destination in pairs)
+        for source, destination in pairs:
+            destination.copy_(source, non_blocking=True)
+            written += destination.nbytes
+    return written

@@ -1,0 +1,271 @@
+"""InferenceEngine, and a trainer and a sampler together: parity, weight sync, taking turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.offload.host_buffers import distinct_storages
+from rlcore.errors import CheckpointError, InvalidInputError, StateError, SyncError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
+
+
+@pytest.fixture
+def infer(qwen2_folder: Path) -> Iterator[rlcore.InferenceEngine]:
+    with rlcore.InferenceEngine(qwen2_folder) as engine:
+        yield engine.build(devices="cpu")
+
+
+@pytest.fixture
+def train(qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    yield from trainer(qwen2_folder)
+
+
+def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
+    from transformers import AutoConfig, LlamaForCausalLM, Qwen2ForCausalLM
+
+    base = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}[AutoConfig.from_pretrained(folder).model_type]
+
+    class Policy(HuggingFaceTrainModule, base):  # type: ignore[misc, valid-type]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(folder)
+    with rlcore.TrainEngine(module) as engine:
+        yield engine.build(devices="cpu")
+
+
+def model_of(engine: Any) -> Any:
+    return engine.executors[0].workers[0].worker.module
+
+
+def batch_from(infer: rlcore.InferenceEngine) -> dict[str, torch.Tensor]:
+    outputs = infer.generate(PROMPTS, {"n": 3, "max_tokens": 8, "seed": 1})
+    return rlcore.collate(outputs, advantages=torch.randn(len(PROMPTS), 3, generator=torch.Generator().manual_seed(0)))
+
+
+# ---------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("folder", ["qwen2_folder", "llama_folder"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"top_k": 4},
+        {"temperature": 0.9, "top_p": 0.7, "top_k": 6},
+    ],
+    ids=str,
+)
+def test_the_samplers_log_probs_are_the_trainers(
+    folder: str, sampling: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(folder)
+    with rlcore.InferenceEngine(path) as infer:
+        infer.build(devices="cpu")
+        outputs = infer.generate(PROMPTS, {"n": 5, "max_tokens": 20, "seed": 3} | sampling)
+    batch = rlcore.collate(outputs)
+    for train in trainer(path):
+        ours = train.forward_logprobs(batch, **sampling)
+    torch.testing.assert_close(ours, batch["old_logprobs"], rtol=0, atol=1e-4)
+    assert batch["old_logprobs"].min() < -0.5, "the comparison is not between zeros"
+
+
+def test_collate_lays_out_prompt_and_completion(infer: rlcore.InferenceEngine) -> None:
+    outputs = infer.generate([[1, 2, 3], [4]], {"n": 2, "max_tokens": 5, "seed": 0})
+    batch = rlcore.collate(outputs, advantages=[[1.0, 2.0], [3.0, 4.0]])
+    assert batch["advantages"].tolist() == [1, 2, 3, 4]
+    completion = outputs[1].outputs[1]
+    length = 1 + len(completion.token_ids)
+    assert batch["input_ids"][3, :length].tolist() == [4, *completion.token_ids]
+    assert batch["attention_mask"][3].sum() == length
+    assert batch["loss_mask"][3].nonzero().flatten().tolist() == list(range(1, length))
+    assert batch["old_logprobs"][3, 1:length].tolist() == pytest.approx(completion.logprobs)
+    with pytest.raises(InvalidInputError, match=r"collate\(\) got 3 rewards for 4 completions; give one each"):
+        rlcore.collate(outputs, rewards=[1, 2, 3])
+    with pytest.raises(InvalidInputError, match="needs at least one completion"):
+        rlcore.collate([])
+
+
+# --------------------------------------------------------------------------------------------------- generate
+
+
+def test_texts_and_token_ids_give_the_same(infer: rlcore.InferenceEngine, characters: str) -> None:
+    as_ids = [[characters.index(character) for character in prompt] for prompt in PROMPTS]
+    from_text, from_ids = infer.generate(PROMPTS, GREEDY), infer.generate(as_ids, GREEDY)
+    assert [o.outputs for o in from_text] == [o.outputs for o in from_ids]
+    assert [o.prompt for o in from_text] == PROMPTS
+    assert [o.prompt for o in from_ids] == [None] * len(PROMPTS)
+    alone = infer.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    assert alone.token_ids == from_text[0].outputs[0].token_ids
+
+
+def test_errors_of_generate_name_the_prompt_or_parameter(infer: rlcore.InferenceEngine) -> None:
+    with pytest.raises(InvalidInputError, match=r"max_new_tokens.*max_tokens"):
+        infer.generate(PROMPTS, {"max_new_tokens": 3})
+    with pytest.raises(InvalidInputError, match="prompt 1 holds token id 21"):
+        infer.generate([[1], [21]])
+    assert infer.generate(PROMPTS, GREEDY), "the engine goes on"
+
+
+# ------------------------------------------------------------------------------------------------------- sync
+
+
+def test_only_a_sync_changes_what_is_generated(train: rlcore.TrainEngine, infer: rlcore.InferenceEngine) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    batch = batch_from(infer)
+    for _ in range(5):
+        train.train_batch(batch, ppo_clip())
+    assert infer.generate(PROMPTS, GREEDY) == before
+    ours = {storage.data_ptr() for storage in distinct_storages(model_of(train).parameters())}
+    theirs = {storage.data_ptr() for storage in distinct_storages(model_of(infer).parameters())}
+    assert not ours & theirs
+
+    report = train.sync_weights(infer)
+    assert report.version == infer.version == 1
+    assert report.route == "local"
+    assert (
+        report.moved_bytes
+        == report.needed_bytes
+        == sum(storage.nbytes() for storage in distinct_storages(model_of(infer).parameters()))
+    )
+    after = infer.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in after] != [o.outputs[0].token_ids for o in before]
+    assert {span.version for o in after for span in o.outputs[0].version_spans} == {1}
+    for name, parameter in model_of(infer).named_parameters():
+        assert torch.equal(parameter, model_of(train).get_parameter(name)), name
+    assert train.p2p_weight_sync(infer, version=7).version == infer.version == 7
+
+
+def test_a_synced_engine_equals_a_fresh_one_of_the_export(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, tmp_path: Path
+) -> None:
+    train.train_batch(batch_from(infer), ppo_clip())
+    train.sync_weights(infer)
+    train.export(tmp_path / "model")
+    with rlcore.InferenceEngine(tmp_path / "model") as fresh:
+        expected = fresh.build(devices="cpu").generate(PROMPTS, GREEDY)
+    got = infer.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
+    assert [o.outputs[0].logprobs for o in got] == [o.outputs[0].logprobs for o in expected]
+
+
+def test_taking_turns_on_one_device_as_a_colocated_system_does(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine
+) -> None:
+    batch = batch_from(infer)
+    infer.meta()
+    assert model_of(infer).get_parameter("model.norm.weight").untyped_storage().nbytes() == 0
+    train.train_batch(batch, ppo_clip())
+    train.offload("optimizer", "grads")
+    infer.onload("weights")
+    assert infer.state == {"weights": "empty", "kv_cache": "released"}
+    with pytest.raises(StateError, match=r"the inference engine, which are empty; call sync_weights"):
+        infer.generate(PROMPTS)
+    train.sync_weights(infer)
+    train.offload()
+    with pytest.raises(StateError, match=r"needs the kv_cache of .* released; call onload\('kv_cache'\)"):
+        infer.generate(PROMPTS)
+    infer.onload("kv_cache")
+    assert infer.generate(PROMPTS, GREEDY)
+
+
+def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer: rlcore.InferenceEngine) -> None:
+    infer.offload("weights")
+    with pytest.raises(StateError, match=r"sync_weights\(\) needs the weights of the inference engine, .* offloaded"):
+        train.sync_weights(infer)
+    infer.onload()
+    train.offload("weights")
+    with pytest.raises(StateError, match=r"sync_weights\(\) needs the weights of the train engine, .* offloaded"):
+        train.sync_weights(infer)
+    train.onload()
+    with pytest.raises(UnsupportedError, match="only 'local' exists so far"):
+        train.sync_weights(infer, route="direct")
+    assert infer.version == 0
+
+
+def test_a_sync_of_another_model_is_refused_before_the_first_byte(
+    train: rlcore.TrainEngine, llama_folder: Path
+) -> None:
+    with rlcore.InferenceEngine(llama_folder) as other:
+        other.build(devices="cpu")
+        before = other.generate(PROMPTS, GREEDY)
+        with pytest.raises(SyncError, match=r"serves its old weights: missing \[\], unexpected \['model"):
+            train.sync_weights(other)
+        assert other.generate(PROMPTS, GREEDY) == before
+
+
+def test_a_sync_that_stops_midway_poisons_the_engine_until_a_complete_one(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine
+) -> None:
+    module = model_of(train)
+    names = module.named_weights
+
+    def torn() -> Any:
+        if calls.append(None) or len(calls) > 1:  # the first call only checks the names
+            weights = list(names())
+            yield from weights[:-1]
+            raise RuntimeError("the cable was pulled")
+        yield from names()
+
+    calls: list[None] = []
+    module.named_weights = torn
+    with pytest.raises(SyncError, match=r"stopped midway.*holds a mixture and refuses to generate"):
+        train.sync_weights(infer)
+    del module.named_weights
+    assert infer.sync_state == "poisoned"
+    with pytest.raises(StateError, match=r"generate\(\) is refused: a weight sync stopped midway"):
+        infer.generate(PROMPTS)
+    infer.offload()
+    with pytest.raises(StateError, match="taking the KV cache back is refused"):
+        infer.onload()
+    infer.onload("weights")
+    train.sync_weights(infer)
+    infer.onload("kv_cache")
+    assert infer.sync_state == "serving"
+    assert infer.generate(PROMPTS, GREEDY)
+
+
+def test_load_brings_the_folders_weights_back(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, llama_folder: Path
+) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    train.train_batch(batch_from(infer), ppo_clip())
+    train.sync_weights(infer)
+    infer.meta()
+    infer.onload()
+    infer.load()
+    assert infer.version == 0
+    assert infer.generate(PROMPTS, GREEDY) == before
+    with pytest.raises(CheckpointError):
+        infer.load("/nonexistent")
+    assert infer.generate(PROMPTS, GREEDY) == before, "a folder that cannot be read changes nothing"
+    with pytest.raises(SyncError):
+        infer.load(llama_folder)
+
+
+# -------------------------------------------------------------------------------------------------- placement
+
+
+def test_placement_says_who_holds_the_device(train: rlcore.TrainEngine, qwen2_folder: Path) -> None:
+    engine = rlcore.InferenceEngine(qwen2_folder)
+    with pytest.raises(rlcore.RlcoreError, match=r"can be used: cpu:0 is held by the train engine"):
+        engine.build(not_colocate_with=train, devices="cpu")
+    with pytest.raises(InvalidInputError, match="devices or colocate_with, not both"):
+        engine.build(colocate_with=train, devices="cpu")
+    with pytest.raises(StateError, match="colocate_with names the inference engine, which is not built"):
+        engine.build(colocate_with=rlcore.InferenceEngine(qwen2_folder))
+    assert engine.build(colocate_with=train).device == "cpu:0"
+    engine.close()
