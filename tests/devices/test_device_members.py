@@ -117,7 +117,7 @@ def test_rng_state_continues_where_it_was_taken(device: Any) -> None:
 
 def test_range_shows_in_a_profile(device: Any) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile, device.range("a phase"):
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile, device.range("a phase"):
         torch.ones(4, device=device.torch_device).sum().item()
     names = [event.key for event in profile.key_averages()]
     assert "a phase" in names
