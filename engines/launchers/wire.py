@@ -14,7 +14,7 @@ import socket
 import struct
 from typing import Any, Literal
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 import torch
 from torch import Tensor

@@ -90,7 +90,7 @@ def _put_in_place(made: Path, folder: Path) -> None:
 
 
 def _write(folder: Path, seed: int) -> None:
-    transformers = _transformers()
+    transformers = load_transformers()
     eos, pad = CHARACTERS.index("$"), CHARACTERS.index("_")
     config = transformers.Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -145,7 +145,8 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def _transformers() -> Any:
+def load_transformers() -> Any:
+    """The module, or MissingDependencyError with the pip command."""
     try:
         import transformers
     except ImportError as error:

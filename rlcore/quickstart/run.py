@@ -23,12 +23,12 @@ from rlcore.quickstart import task
 from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.display import Display, print_table
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
-from rlcore.quickstart.model import quickstart_model
+from rlcore.quickstart.model import load_transformers, quickstart_model
 from rlcore.quickstart.output import PHASES, RunFolder
 from rlcore.quickstart.phases import Phases
 
 PROMPTS, SAMPLES, MINIBATCHES, LEARNING_RATE = 32, 8, 4, 2e-4
-IMITATION_BATCH, IMITATION_RATE, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 0.44, 400
+IMITATION_BATCH, IMITATION_RATE, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 0.44, 600
 EVERY = 10  # steps between evaluations, and between checkpoints
 
 
@@ -40,22 +40,27 @@ class Policy(HuggingFaceTrainModule):
 
     def imitate(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> float:
         """One supervised step."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        loss = self(**{name: tensor.to(self.device) for name, tensor in inputs.items()}).loss
-        loss.backward()
+        device: Any = self.device
+        logits = self(input_ids.to(device), attention_mask.to(device)).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten().to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     def begin_reinforcement(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
 
+    def decay(self, done: float) -> None:
+        """Lower the learning rate linearly; ``done`` is the share of the run in [0, 1]."""
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - done)
+
 
 def policy_class(path: Path) -> Any:
     """``class QuickstartPolicy(Policy, <the model's class>)``, for any Hugging Face causal language model."""
-    import transformers
-
+    transformers = load_transformers()
+    transformers.utils.logging.disable_progress_bar()  # it would write over the display
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     return type("QuickstartPolicy", (Policy, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), {})
 
@@ -121,12 +126,15 @@ class Quickstart:
             [[task.reward(problem, answer.text) for answer in output.outputs]
              for problem, output in zip(asked, outputs, strict=True)]
         )  # fmt: skip
-        judged = rewards.flatten()[torch.randperm(rewards.numel(), generator=generator)].view_as(rewards)
-        batch = rlcore.collate(outputs, advantages=group_advantage(judged if self.config.shuffle_rewards else rewards))
+        judged = rewards
+        if self.config.shuffle_rewards:  # the control: within each group, so that nothing can be learned
+            judged = torch.stack([row[torch.randperm(SAMPLES, generator=generator)] for row in rewards])
+        batch = rlcore.collate(outputs, advantages=group_advantage(judged))
         with phases("offload"):
             infer.meta()
             train.onload()
         with phases("train"):
+            train.decay((step - 1) / self.config.steps)
             parity = (train.forward_logprobs(batch) - batch["old_logprobs"]).abs().max()
             for rows in torch.randperm(rewards.numel(), generator=generator).chunk(MINIBATCHES):
                 minibatch = {name: values[rows] for name, values in batch.items()}
