@@ -225,7 +225,12 @@ class Regression(TrainModule):
 
 
 def test_a_module_that_is_not_from_transformers_trains() -> None:
-    weights = {"embed.weight": torch.randn(VOCAB, 8), "mix.weight": torch.randn(8, 8), "mix.bias": torch.zeros(8)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "embed.weight": torch.randn(VOCAB, 8, generator=generator) * 0.3,
+        "mix.weight": torch.randn(8, 8, generator=generator),
+        "mix.bias": torch.zeros(8),
+    }
     with rlcore.meta_device():
         module = Regression(weights)
     with rlcore.TrainEngine(module) as engine:
