@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlcore.errors import BenchError
 from rlcore.registry import registry, resolve
+
+
+class Quantity(NamedTuple):
+    """A value that a run found besides its time."""
+
+    value: float
+    """Positive."""
+    unit: str
+    """Such as "s" or "token/s"; "1" for a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +35,8 @@ class Contender:
     """Takes what ``run`` returned; raises AssertionError when it is wrong."""
     seconds: Callable[[Any], float] | None = None
     """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock."""
+    quantities: Callable[[Any], Mapping[str, Quantity]] | None = None
+    """What else is recorded of each timed run, by metric name, from what ``run`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +50,9 @@ class Work:
     """Operations one run cannot do without; None where that means nothing."""
     bytes: int | None = None
     """Bytes of device memory that one run cannot avoid to read and write; None where that means nothing."""
+    num_runs: int | None = None
+    """Exactly so many runs, each timed and checked, none to warm up: for a whole program that takes minutes.
+    None: the runner warms up and samples as ``Sampling`` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

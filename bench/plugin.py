@@ -10,6 +10,8 @@ _CASES = (
     "kernels:linear_logprob_case",
     "kernels:linear_loss_case",
     "kernels:token_logprob_case",
+    "quickstart:control_case",
+    "quickstart:learns_case",
     "startup:help_case",
     "startup:import_case",
 )

@@ -2,7 +2,7 @@
 
 Contenders of a case take turns sample by sample, so that a machine that slows down slows all of them. The
 first run (imports, compilation, autotuning) is reported apart. A sample of something shorter than the clock
-resolves is the mean over several runs; how many is recorded.
+resolves is the mean over several runs; how many is recorded. A case of minutes states its number of runs instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from rlcore import __version__
-from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.case import Case, Contender, Quantity, Work
 from rlcore.bench.result import SCHEMA, CaseResult, Metric, Record, Status, write
 from rlcore.bench.system import describe_system, installed_versions, recorded_environment, source_commit
 from rlcore.errors import BenchError, DeviceError, MissingDependencyError, UnsupportedError
@@ -102,9 +102,10 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
         work = case.prepare(device)
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
         return [_not_measured(case.name, "", {}, error)]
-    trials = [_Trial(contender, device, sampling or Sampling()) for contender in work.contenders]
+    trials = [_Trial(contender, device, sampling or Sampling(), work.num_runs) for contender in work.contenders]
     for trial in trials:
-        trial.attempt(trial.warm_up)
+        if work.num_runs is None:
+            trial.attempt(trial.warm_up)
     for trial in _in_turns(trials):
         trial.attempt(trial.sample)
     for trial in trials:
@@ -120,14 +121,16 @@ def _in_turns(trials: list[_Trial]) -> Iterator[_Trial]:
 class _Trial:
     """One contender being measured."""
 
-    def __init__(self, contender: Contender, device: Any, sampling: Sampling) -> None:
+    def __init__(self, contender: Contender, device: Any, sampling: Sampling, num_runs: int | None) -> None:
         self.contender = contender
         self.device = device
         self.sampling = sampling
-        self.first_run_s = math.nan
+        self.num_runs = num_runs
+        self.first_run_s: float | None = None
         self.num_warmup = 0
         self.runs_per_sample = 1
         self.samples: list[float] = []
+        self.quantities: dict[str, list[Quantity]] = {}
         self.error: Exception | None = None
         self._output: Any = None
         self._spent_s = 0.0
@@ -144,7 +147,10 @@ class _Trial:
 
     @property
     def wants_more(self) -> bool:
-        enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
+        if self.num_runs is not None:
+            enough = self.num_runs
+        else:
+            enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
         return self.error is None and len(self.samples) < enough
 
     def warm_up(self) -> None:
@@ -164,6 +170,19 @@ class _Trial:
 
     def sample(self) -> None:
         self.samples.append(self._timed(self.runs_per_sample))
+        if self.num_runs is not None:
+            self.contender.check(self._output)
+        if self.contender.quantities is not None:
+            for name, quantity in self.contender.quantities(self._output).items():
+                self.quantities.setdefault(name, []).append(quantity)
+
+    def metrics(self) -> list[Metric]:
+        first_run = [] if self.first_run_s is None else [Metric(name="first_run", unit="s", samples=[self.first_run_s])]
+        others = [
+            Metric(name=name, unit=found[0].unit, samples=[quantity.value for quantity in found])
+            for name, found in self.quantities.items()
+        ]
+        return [Metric(name="time", unit="s", samples=self.samples), *first_run, *others]
 
     def check_last(self) -> None:
         """The output of the last timed run: a run that spoils its inputs is wrong by now."""
@@ -193,10 +212,7 @@ def _result(case: Case, work: Work, trial: _Trial) -> CaseResult:
         implementation=name,
         status="pass",
         params=dict(work.params),
-        metrics=[
-            Metric(name="time", unit="s", samples=trial.samples),
-            Metric(name="first_run", unit="s", samples=[trial.first_run_s]),
-        ],
+        metrics=trial.metrics(),
         num_warmup=trial.num_warmup,
         runs_per_sample=trial.runs_per_sample,
         flops=work.flops,

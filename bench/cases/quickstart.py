@@ -1,0 +1,122 @@
+"""The whole of ``rlcore quickstart``, as a user starts it: a new process, with nothing in the cache.
+
+Each run is another seed. A run that does not learn, or whose sampler and trainer disagree, has no number; neither has
+a control (rewards shuffled within each group) that does learn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlcore.bench.case import Case, Contender, Quantity, Work
+
+STEPS = 100
+SEEDS = (0, 1, 2, 3, 4)
+ACCURACY = 0.90
+"""Greedy, on held-out problems, that a run must reach."""
+CONTROL_GAIN = 0.05
+"""Of accuracy, that the control must not exceed."""
+PARITY = 1e-4
+"""Nats between the log-probs of sampler and trainer, in float32."""
+PHASES = ("generate", "train", "sync", "offload")
+
+_TIMEOUT_S = 1800.0
+
+Steps = list[dict[str, float]]
+"""The run's metrics.jsonl: before training first, then each step."""
+
+
+def quickstart(device: str, seed: int, *options: str, steps: int = STEPS) -> Steps:
+    """Run it in a folder that is removed afterwards; raises RuntimeError with what it said when it fails."""
+    with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
+        output = Path(folder, "run")
+        arguments = ["--device", device, "--seed", str(seed), "--steps", str(steps), "--output", str(output), *options]
+        result = subprocess.run(
+            [sys.executable, "-m", "rlcore", "quickstart", *arguments],
+            env=os.environ | {"RLCORE_CACHE": str(Path(folder, "cache"))},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+        if result.returncode != 0:
+            said = result.stderr.replace(folder, "<folder>").strip()[-2000:]
+            raise RuntimeError(f"rlcore quickstart --seed {seed} ended with exit code {result.returncode}: {said}")
+        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def accuracies(steps: Steps) -> tuple[float, float]:
+    """Before the first step and after the last."""
+    measured = [metrics["accuracy"] for metrics in steps if "accuracy" in metrics]
+    return measured[0], measured[-1]
+
+
+def parity(steps: Steps) -> float:
+    return max(metrics["parity"] for metrics in steps[1:])
+
+
+def quantities(steps: Steps) -> dict[str, Quantity]:
+    before, after = accuracies(steps)
+    seconds = {phase: sum(metrics[f"{phase}_s"] for metrics in steps[1:]) for phase in PHASES}
+    tokens = sum(metrics["tokens_per_s"] * metrics["generate_s"] for metrics in steps[1:])
+    return {
+        "accuracy_before": Quantity(before, "1"),
+        "accuracy_after": Quantity(after, "1"),
+        "imitation_steps": Quantity(steps[0]["imitation_steps"], "step"),
+        "parity_max": Quantity(parity(steps), "nat"),
+        "generated_tokens_per_s": Quantity(tokens / seconds["generate"], "token/s"),
+        **{phase: Quantity(seconds[phase], "s") for phase in PHASES},
+    }
+
+
+def check_same_distribution(steps: Steps, num_steps: int) -> None:
+    assert [metrics["step"] for metrics in steps] == list(range(num_steps + 1)), "steps are missing"
+    # Two programs never round alike throughout: 0 would mean that nothing was compared.
+    assert 0 < parity(steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(steps):.2e}"
+
+
+def check_learned(steps: Steps) -> None:
+    check_same_distribution(steps, STEPS)
+    after = accuracies(steps)[1]
+    assert after >= ACCURACY, f"held-out accuracy is {after:.1%}, less than {ACCURACY:.0%}"
+
+
+def check_learned_nothing(steps: Steps) -> None:
+    check_same_distribution(steps, STEPS)
+    before, after = accuracies(steps)
+    assert after - before <= CONTROL_GAIN, f"the control went from {before:.1%} to {after:.1%}"
+
+
+def _work(seeds: tuple[int, ...], run: Callable[[int], Steps], check: Callable[[Steps], None]) -> Work:
+    left = iter(seeds)
+    # The two executors that the quickstart uses.
+    contender = Contender(implementation="fsdp2+hf", run=lambda: run(next(left)), check=check, quantities=quantities)
+    params: dict[str, int | float | str] = {"steps": STEPS, "seeds": ",".join(map(str, seeds))}
+    return Work(contenders=(contender,), params=params, num_runs=len(seeds))
+
+
+def _prepare_learns(device: Any) -> Work:
+    return _work(SEEDS, lambda seed: quickstart(device.name, seed), check_learned)
+
+
+def _prepare_control(device: Any) -> Work:
+    return _work(SEEDS[:1], lambda seed: quickstart(device.name, seed, "--shuffle-rewards"), check_learned_nothing)
+
+
+learns_case = Case(
+    name="quickstart/learns",
+    description="rlcore quickstart from start to end, a run for each of five seeds",
+    prepare=_prepare_learns,
+)
+control_case = Case(
+    name="quickstart/control",
+    description="the same with shuffled rewards, which must learn nothing",
+    prepare=_prepare_control,
+)
