@@ -111,6 +111,10 @@ class GenericTorchDevice(ABC):
         """Number of such devices visible to this process."""
         return self.probe().count
 
+    def activate(self) -> None:
+        """Make this the current device of the process, where tensors land that name only its type."""
+        torch.accelerator.set_device_index(self.index)
+
     def synchronize(self) -> None:
         """Wait until all work queued on this device is done."""
         torch.accelerator.synchronize(self.torch_device)

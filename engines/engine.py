@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.inline import InlineWorker
-from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.placement import choose_devices
 from rlcore.engines.residency import Move, Residency, State
-from rlcore.engines.runtime import LAUNCHERS
+from rlcore.engines.runtime import current
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import executor_class
 from rlcore.types import OffloadReport
@@ -36,6 +36,8 @@ class Engine(ABC):
         self._group: WorkerGroup | None = None
         self._residency = Residency(self.label, self.tags)
         self._is_closed = False
+        self._start: Callable[[], WorkerGroup]
+        self._options: dict[str, Any] = {}
 
     # ---------------------------------------------------------------------------------------------- life
 
@@ -55,6 +57,7 @@ class Engine(ABC):
         """Start the workers and load the weights.
 
         Args:
+            launcher: "inline", "process" or "torchrun"; None follows ``rlcore.init``, then the number of workers.
             devices: where; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
             colocate_with: share the devices of these engines, in turns.
             not_colocate_with: avoid the devices of these engines.
@@ -69,21 +72,53 @@ class Engine(ABC):
         """
         if self._group is not None or self._is_closed:
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
-        _check_parallel(tensor_parallel_size, data_parallel_size, launcher)
-        devices_chosen = choose_devices(1, devices, colocate_with, not_colocate_with)
-        contexts = [
-            WorkerContext(self.label, rank, len(devices_chosen), device.name)
-            for rank, device in enumerate(devices_chosen)
-        ]
-        self._group = WorkerGroup([InlineWorker(self._executor_class, context) for context in contexts], timeout_s)
+        num_workers = self._count_workers(tensor_parallel_size, data_parallel_size)
+        launcher = choose_launcher(launcher or current().launcher, num_workers)
+        places = choose_devices(num_workers, devices, colocate_with, not_colocate_with)
+        self._start = partial(
+            start_workers,
+            self._executor_class,
+            self.label,
+            [device.name for device in places],
+            launcher=launcher,
+            timeout_s=timeout_s,
+        )
+        self._options = executor_options
+        self._bring_up(onload)
+        return self
+
+    def _bring_up(self, onload: bool) -> None:
+        self._group = self._start()
+        self._residency = Residency(self.label, self.tags)
         try:
-            self._build_workers(executor_options)
+            self._build_workers(self._options)
             if not onload:
                 self.offload()
         except BaseException:
             self._discard_workers()
             raise
+
+    def restart(self) -> Self:
+        """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
+
+        That is the one this engine last saved or loaded; without one, to the model folder's weights.
+        """
+        self._built_group().kill()
+        self._bring_up(onload=True)
         return self
+
+    def _count_workers(self, tensor_parallel_size: int, data_parallel_size: int) -> int:
+        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
+            if size < 1:
+                raise InvalidInputError(f"{name} must be a positive number, got {size}")
+        num_workers = tensor_parallel_size * data_parallel_size
+        if num_workers > 1 and not self._executor_class.runs_on_many_devices:
+            raise UnsupportedError(
+                f"{num_workers} workers (tensor_parallel_size {tensor_parallel_size} x data_parallel_size "
+                f"{data_parallel_size}) for executor {self._executor_name!r}",
+                "it runs on one device",
+            )
+        return num_workers
 
     @abstractmethod
     def _build_workers(self, options: dict[str, Any]) -> None:
@@ -188,16 +223,3 @@ class Engine(ABC):
     def memory_report(self) -> list[dict[str, Any]]:
         """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
         return self._call("memory_report")
-
-
-def _check_parallel(tensor_parallel_size: int, data_parallel_size: int, launcher: str | None) -> None:
-    if launcher is not None and launcher not in LAUNCHERS:
-        raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
-    for name, size in {
-        "tensor_parallel_size": tensor_parallel_size,
-        "data_parallel_size": data_parallel_size,
-    }.items():
-        if size < 1 and not (name == "data_parallel_size" and size == -1):
-            raise InvalidInputError(f"{name} must be a positive number, got {size}")
-        if size > 1:
-            raise UnsupportedError(f"{name}={size}", "engines have one worker so far; use 1")

@@ -45,6 +45,7 @@ class InferenceEngine(Engine):
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._call("build", self._path, **options)
+        self._version, self._sync_state = 0, SyncState.SERVING
 
     # -------------------------------------------------------------------------------------------- generate
 

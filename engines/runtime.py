@@ -7,11 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.errors import InvalidInputError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
-
-LAUNCHERS = ("inline",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +19,11 @@ class Runtime:
 
     devices: tuple[str, ...] | None = None
     """Devices to place workers on, such as ("cuda:0", "cuda:1"); None is ``get_device()``."""
-    launcher: str = "inline"
-    """How workers run."""
+    launcher: str | None = None
+    """How workers run; None is "inline" for an engine of one worker, else "process"."""
 
     def __post_init__(self) -> None:
-        if self.launcher not in LAUNCHERS:
-            raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
+        choose_launcher(self.launcher, 1)
         if self.devices is not None and not self.devices:
             raise InvalidInputError("devices must name at least one device, got an empty list")
 
@@ -43,7 +41,8 @@ def init(
 
     Args:
         devices: names such as "cuda:0"; None keeps the rule of ``get_device()``.
-        launcher: "inline" runs each worker in this process.
+        launcher: "inline" runs workers in this process, "process" in a child for each device, "torchrun" joins the
+            world this process was started in; None decides by the number of workers.
         log: level of rlcore's log on stderr: DEBUG, INFO, WARNING or ERROR; None leaves logging alone.
         debug: as ``RLCORE_DEBUG``.
 
@@ -53,7 +52,7 @@ def init(
     """
     global _current  # noqa: PLW0603 - the one process-wide default, set by the user
     names = (devices,) if isinstance(devices, str) else tuple(devices) if devices is not None else None
-    runtime = Runtime(devices=names, launcher=launcher or "inline")
+    runtime = Runtime(devices=names, launcher=launcher)
     for name in names or ():
         get_device(name)
     if log is not None:

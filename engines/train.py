@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,14 +47,17 @@ class TrainEngine(Engine):
     def __init__(self, module: TrainModule, *, executor: str = "fsdp2") -> None:
         _check_module(module)
         self._module_class = type(module)
-        self._module: TrainModule | None = module
+        self._module = module
+        self._last_checkpoint: Path | None = None
         super().__init__(executor)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
-        has_optimizer = self._call("build", self._module, **options)
-        self._module = None  # it belongs to the worker now
+        # Each worker gets a copy of the meta module, so that restart() has the original.
+        has_optimizer = self._call("build", copy.deepcopy(self._module), **options)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
+        if self._last_checkpoint is not None:
+            self.load(self._last_checkpoint)
 
     # ------------------------------------------------------------------------------- the module's methods
 
@@ -226,6 +230,7 @@ class TrainEngine(Engine):
         for tag in ("weights", "optimizer"):
             self._residency.require(tag, "save()")
         seconds: float = self._call("save", Path(folder), extra or {})[0]
+        self._last_checkpoint = Path(folder)
         return seconds
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -241,6 +246,7 @@ class TrainEngine(Engine):
         extra: dict[str, Any] = self._call("load", Path(folder))[0]
         for tag in ("weights", "optimizer"):
             self._residency.set(tag, State.LOADED)
+        self._last_checkpoint = Path(folder)
         return extra
 
     def export(self, folder: str | Path) -> None:

@@ -6,6 +6,7 @@ Read at the moment of use (``Settings.from_env()``), so that a program may set t
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,11 +35,15 @@ class Settings:
     """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
     cache: Path = Path()
     """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
+    runtime: Path = Path()
+    """For what lives as long as a process; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Raises InvalidInputError naming the variable, its value and what is accepted."""
         _refuse_unknown(env)
+        temporary = Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
+        runtime_home = env.get("XDG_RUNTIME_DIR")
         cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
         return cls(
@@ -48,6 +53,7 @@ class Settings:
             strict_plugins=_flag(env, "RLCORE_STRICT_PLUGINS"),
             disable_plugins=tuple(name.strip() for name in disabled.split(",") if name.strip()),
             cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
+            runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
         )
 
 

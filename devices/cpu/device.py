@@ -61,16 +61,19 @@ class CpuMemory(Memory):
         return False
 
 
+_FEWEST_SLOTS = 8  # so that what runs on eight devices can be tried on a small machine
+
+
 @final
 class CpuDevice(GenericTorchDevice):
-    """Host memory and cores; all processors together are the one device "cpu:0"."""
+    """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
 
     def _make_memory(self) -> Memory:
         return CpuMemory()
 
     @staticmethod
     def probe() -> Probe:
-        return Probe(1)
+        return Probe(max(_FEWEST_SLOTS, len(os.sched_getaffinity(0))))
 
     def properties(self) -> DeviceProperties:
         return DeviceProperties(
@@ -81,6 +84,9 @@ class CpuDevice(GenericTorchDevice):
             capability=torch.backends.cpu.get_cpu_capability(),
             cores=len(os.sched_getaffinity(0)),
         )
+
+    def activate(self) -> None:
+        """Tensors that name no device land on the CPU already."""
 
     def synchronize(self) -> None:
         """Operators on the CPU return when they are done."""

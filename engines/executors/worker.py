@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.resident import Resident
@@ -11,6 +11,9 @@ from rlcore.types import OffloadReport
 
 class Worker:
     """Base of executors' worker classes; ``build`` of a subclass fills ``_residents`` with one entry a tag."""
+
+    runs_on_many_devices: ClassVar[bool] = False
+    """Workers of one engine share one set of weights."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device

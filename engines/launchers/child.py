@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import queue
 import signal
@@ -19,30 +20,29 @@ import msgspec
 from rlcore.engines.launchers.wire import Channel, Envelope, dump_answer, load_call
 from rlcore.engines.launchers.worker import WorkerContext, describe
 from rlcore.nn import real_device
+from rlcore.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """Executes the parent's calls one after another, on the main thread."""
+    """The workers of one device, of one or several engines; executes calls one after another on the main thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._messages: queue.SimpleQueue[tuple[Envelope, list[Any]]] = queue.SimpleQueue()
+        self._workers: dict[int, Any] = {}
         self._call = 0
-        self._worker: Any = None
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="rlcore-listen", daemon=True).start()
         while True:
             envelope, tensors = self._messages.get()
-            if envelope.kind == "stop":
-                break
+            if envelope.kind == "end":
+                return
             self._call = envelope.call
             self._answer(envelope, tensors)
             del envelope, tensors  # the arguments' shared memory is free for the next call
-        if self._worker is not None:
-            self._worker.close()
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -52,24 +52,27 @@ class Child:
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
         try:
             with real_device():
-                method, args, kwargs = load_call(envelope.body, tensors)
+                method, args, kwargs = load_call(envelope.body, tensors, self._workers)
                 if envelope.kind == "start":
-                    value = self._start(*args)
+                    value = self._start(envelope.worker, *args)
                 else:
-                    value = attrgetter(method)(self._worker)(*args, **kwargs)
+                    value = attrgetter(method)(self._workers[envelope.worker])(*args, **kwargs)
+                if method == "close":
+                    del self._workers[envelope.worker]
                 body, out = dump_answer(value, f"{method}()")
-        except Exception as error:  # everything goes to the parent, which raises it
-            body, out = msgspec.msgpack.encode(describe(error)), []
-            self._channel.send("error", self._call, body, out)
+        # SystemExit too: a user's sys.exit() is a failed call, not the end of other engines' workers.
+        except (Exception, SystemExit) as error:
+            self._channel.send("error", self._call, msgspec.msgpack.encode(describe(error)))
             return
-        self._channel.send("result", self._call, body, out)
+        self._channel.send("result", self._call, body, tensors=out)
 
-    def _start(self, worker_class: Any, context: WorkerContext) -> Any:
-        self._worker = worker_class(replace(context, emit=self._emit))
+    def _start(self, number: int, worker_class: Any, context: WorkerContext) -> Any:
+        context.device.activate()
+        self._workers[number] = worker_class(replace(context, emit=self._emit))
 
     def _emit(self, event: Any) -> None:
         body, tensors = dump_answer(event, "emit()")
-        self._channel.send("event", self._call, body, tensors)
+        self._channel.send("event", self._call, body, tensors=tensors)
 
 
 def _die_with(parent: int) -> None:
@@ -87,6 +90,7 @@ def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
     """Serve the parent at the other end of the socket ``descriptor``."""
     _die_with(parent)
     faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
+    logging.basicConfig(level=Settings.from_env().log_level, format="%(name)s %(levelname)s %(message)s")
     Child(Channel(socket.socket(fileno=descriptor))).run()
     sys.stdout.flush()
     sys.stderr.flush()

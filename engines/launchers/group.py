@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
 from typing import Any
 
 from rlcore.engines.launchers.worker import WorkerHandle
@@ -14,14 +16,16 @@ _GRACE_S = 5.0
 """After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
 STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
+_sending = threading.Lock()
 
 
 class WorkerGroup:
     """All workers of an executor, by rank."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float) -> None:
+    def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float, store: str = "") -> None:
         self.workers = list(workers)
         self._timeout_s = timeout_s
+        self._store = store
         self._broken_by: BaseException | None = None
 
     def call(
@@ -41,10 +45,23 @@ class WorkerGroup:
             raise StateError(
                 f"{method}() is refused: the workers were ended after an earlier failure; call restart()"
             ) from self._broken_by
-        futures = [
-            worker.call(method, *args, on_event=on_event, **kwargs)
-            for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
-        ]
+        # Calls of several groups reach all their shared processes in one order: collectives cannot cross.
+        with _sending:
+            futures = [
+                worker.call(method, *args, on_event=on_event, **kwargs)
+                for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
+            ]
+        return self._results(method, futures)
+
+    def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
+        """Raises as ``call`` does; no worker is left then."""
+        try:
+            self._results("start", list(started))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _results(self, method: str, futures: list[Future[Any]]) -> list[Any]:
         wait(futures, self._timeout_s, return_when=FIRST_EXCEPTION)
         if error := self._failure(method, futures):
             raise error
@@ -82,6 +99,7 @@ class WorkerGroup:
             worker.kill()
         for worker in self.workers:
             worker.join(STOP_S)
+        self._remove_store()
 
     def stop(self) -> None:
         """Let the workers close what they hold and end; kill those that do not within ``STOP_S``."""
@@ -91,4 +109,8 @@ class WorkerGroup:
         for worker in self.workers:
             if not worker.join(max(0.0, deadline - time.monotonic())):
                 self.kill()
-                return
+        self._remove_store()
+
+    def _remove_store(self) -> None:
+        if self._store:
+            Path(self._store).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Lines that worker processes print, on the user's stderr: each with its rank, the same from many ranks once."""
+"""Lines that worker processes print, on the user's stderr: each with rank and device, the same of many ranks once."""
 
 from __future__ import annotations
 
@@ -6,49 +6,48 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from subprocess import Popen
-from typing import IO
-
-from rlcore.engines.launchers.worker import WorkerContext
+from typing import TextIO
 
 _WINDOW_S = 5.0  # ranks that say the same within this time are taken to mean the same event
 _END = re.compile(rb"[\r\n]")
 
 
 class LogMerger:
-    """Prints a line at once, and swallows it when another rank repeats it soon after."""
+    """Prints a line at once, and swallows it when another worker repeats it soon after."""
 
-    def __init__(self, out: IO[str]) -> None:
+    def __init__(self, out: Callable[[], TextIO]) -> None:
         self._out = out
         self._lock = threading.Lock()
-        self._recent: dict[tuple[str, str], tuple[float, set[int]]] = {}
+        self._recent: dict[str, tuple[float, set[str]]] = {}
 
-    def line(self, context: WorkerContext, text: str, end: str = "\n") -> None:
-        now = time.monotonic()
+    def line(self, label: str, text: str, end: str = "\n") -> None:
+        now, out = time.monotonic(), self._out()
         with self._lock:
             self._forget(now)
-            _, ranks = self._recent.setdefault((context.engine, text), (now, set()))
-            is_repeated = bool(ranks) and context.rank not in ranks
-            ranks.add(context.rank)
-            if not is_repeated and (end == "\n" or self._out.isatty()):
-                self._out.write(f"[{context.rank} {context.device_name}] {text}{end}")
-                self._out.flush()
+            _, labels = self._recent.setdefault(text, (now, set()))
+            is_repeated = bool(labels) and label not in labels
+            labels.add(label)
+            if not is_repeated and (end == "\n" or out.isatty()):
+                out.write(f"[{label}] {text}{end}")
+                out.flush()
 
     def _forget(self, now: float) -> None:
-        for key, (said, _) in list(self._recent.items()):
+        for text, (said, _) in list(self._recent.items()):
             if now - said > _WINDOW_S:
-                del self._recent[key]
+                del self._recent[text]
 
 
-_merger = LogMerger(sys.stderr)
+_merger = LogMerger(lambda: sys.stderr)
 
 
-def forward_logs(process: Popen[bytes], context: WorkerContext) -> None:
+def forward_logs(process: Popen[bytes], label: Callable[[], str]) -> None:
     """Print what ``process`` writes, until it ends. A line that ends in a carriage return is a progress bar's."""
-    threading.Thread(target=_forward, args=(process, context), name="rlcore-logs", daemon=True).start()
+    threading.Thread(target=_forward, args=(process, label), name="rlcore-logs", daemon=True).start()
 
 
-def _forward(process: Popen[bytes], context: WorkerContext) -> None:
+def _forward(process: Popen[bytes], label: Callable[[], str]) -> None:
     assert process.stdout is not None
     rest = b""
     with process.stdout as stream:
@@ -57,6 +56,6 @@ def _forward(process: Popen[bytes], context: WorkerContext) -> None:
             while found := _END.search(rest):
                 text, end, rest = rest[: found.start()], found.group().decode(), rest[found.end() :]
                 if text:
-                    _merger.line(context, text.decode(errors="replace"), end)
+                    _merger.line(label(), text.decode(errors="replace"), end)
     if rest:
-        _merger.line(context, rest.decode(errors="replace"))
+        _merger.line(label(), rest.decode(errors="replace"))

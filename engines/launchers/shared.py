@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class _Segment:
 class Outbox:
     """The sending side's segments."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # one thread packs, another hears of releases
     _segments: dict[int, _Segment] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
     _dropped: list[int] = field(default_factory=list)
@@ -76,7 +78,8 @@ class Outbox:
         for tensor in tensors:
             refs.append(TensorRef(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), total))
             total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        number, is_new = self._take(total)
+        with self._lock:
+            number, is_new = self._take(total)
         whole = torch.frombuffer(self._segments[number].mapping, dtype=torch.uint8)
         for tensor, ref in zip(tensors, refs, strict=True):
             _typed(whole, ref).copy_(tensor)
@@ -85,16 +88,18 @@ class Outbox:
 
     def released(self, numbers: Sequence[int]) -> None:
         """The peer is done with these segments."""
-        self._free.extend(numbers)
-        while len(self._free) > _KEPT_FREE:
-            number = min(self._free, key=lambda free: self._segments[free].nbytes)
-            self._free.remove(number)
-            os.close(self._segments.pop(number).descriptor)
-            self._dropped.append(number)
+        with self._lock:
+            self._free.extend(numbers)
+            while len(self._free) > _KEPT_FREE:
+                number = min(self._free, key=lambda free: self._segments[free].nbytes)
+                self._free.remove(number)
+                os.close(self._segments.pop(number).descriptor)
+                self._dropped.append(number)
 
     def dropped(self) -> list[int]:
         """Segments given up since the last call."""
-        dropped, self._dropped = self._dropped, []
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
         return dropped
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import io
 import pickle
 import socket
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -22,7 +23,7 @@ from torch import Tensor
 from rlcore.engines.launchers.shared import Housekeeping, Inbox, Outbox, Parcel
 from rlcore.errors import InvalidInputError
 
-Kind = Literal["start", "call", "stop", "ready", "result", "event", "error"]
+Kind = Literal["start", "call", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
 _SHARED_BYTES = 64 << 10  # below this a copy inside the message is cheaper than a segment
 _TENSOR, _TUPLE = 1, 2  # msgpack extension codes
@@ -34,6 +35,8 @@ class Envelope(msgspec.Struct, array_like=True):
     kind: Kind
     call: int
     """Which call it belongs to."""
+    worker: int
+    """Which of the child's workers is called."""
     body: bytes
     parcel: Parcel | None
     housekeeping: Housekeeping
@@ -46,11 +49,11 @@ class Channel:
         self._socket = connection
         self._outbox, self._inbox = Outbox(), Inbox()
 
-    def send(self, kind: Kind, call: int, body: bytes, tensors: list[Tensor]) -> None:
+    def send(self, kind: Kind, call: int, body: bytes, *, worker: int = 0, tensors: Sequence[Tensor] = ()) -> None:
         """Raises OSError when the other end is gone."""
         parcel, descriptors = self._outbox.pack(tensors)
         chores = Housekeeping(self._inbox.released(), self._outbox.dropped())
-        envelope = msgspec.msgpack.encode(Envelope(kind, call, body, parcel, chores))
+        envelope = msgspec.msgpack.encode(Envelope(kind, call, worker, body, parcel, chores))
         header = _HEADER.pack(len(envelope), len(descriptors))
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         self._socket.sendmsg([header], ancillary)
@@ -98,15 +101,24 @@ class Channel:
 # ---------------------------------------------------------------------------------- parent to child: calls
 
 
+class WorkerReference:
+    """A worker of the receiving process, by number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves tensors out: large ones for shared memory, all of them on the host."""
+    """Leaves out tensors, large ones for shared memory and all on the host, and worker handles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._seen: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        if isinstance(obj, WorkerReference):
+            return "worker", obj.number
         if type(obj) is not Tensor or obj.is_meta or obj.layout is not torch.strided:
             return None
         if obj.nbytes < _SHARED_BYTES and obj.device.type == "cpu":
@@ -114,16 +126,17 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if id(obj) not in self._seen:
             self._seen[id(obj)] = len(self.tensors)
             self.tensors.append(obj.detach().cpu())
-        return self._seen[id(obj)]
+        return "tensor", self._seen[id(obj)]
 
 
 class _CallUnpickler(pickle.Unpickler):
-    def __init__(self, body: bytes, tensors: list[Tensor]) -> None:
+    def __init__(self, body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(body))
-        self._tensors = tensors
+        self._left_out: dict[str, Any] = {"tensor": tensors, "worker": workers}
 
-    def persistent_load(self, number: int) -> Tensor:
-        return self._tensors[number]
+    def persistent_load(self, reference: tuple[str, int]) -> Any:
+        kind, number = reference
+        return self._left_out[kind][number]
 
 
 def dump_call(call: Any) -> tuple[bytes, list[Tensor]]:
@@ -137,9 +150,9 @@ def dump_call(call: Any) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def load_call(body: bytes, tensors: list[Tensor]) -> Any:
+def load_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> Any:
     """Only a child calls this, only on its inherited socket."""
-    return _CallUnpickler(body, tensors).load()
+    return _CallUnpickler(body, tensors, workers).load()
 
 
 # -------------------------------------------------------------------------------- child to parent: answers
@@ -165,20 +178,27 @@ def dump_answer(value: Any, what: str) -> tuple[bytes, list[Tensor]]:
         ) from error
 
 
+class _Extensions:
+    """Decodes what msgpack lacks. A class, as a recursive closure would be a cycle that keeps the tensors alive."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, code: int, data: memoryview) -> Any:
+        if code == _TENSOR:
+            return self._tensors[int.from_bytes(data, "little") - 1]
+        return tuple(msgspec.msgpack.decode(data, ext_hook=self))
+
+
 def load_answer(body: bytes, tensors: list[Tensor], expected: Any) -> Any:
     """The value, as the type ``expected``; ``Any`` gives what was sent."""
+    return msgspec.msgpack.decode(body, type=expected, ext_hook=_Extensions(tensors), dec_hook=_checked)
 
-    def extend(code: int, data: memoryview) -> Any:
-        if code == _TENSOR:
-            return tensors[int.from_bytes(data, "little") - 1]
-        return tuple(msgspec.msgpack.decode(data, ext_hook=extend))
 
-    def convert(kind: type, value: Any) -> Any:
-        if isinstance(value, kind):
-            return value
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
-
-    return msgspec.msgpack.decode(body, type=expected, ext_hook=extend, dec_hook=convert)
+def _checked(kind: type, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 def _tag_tuples(value: Any, encoder: msgspec.msgpack.Encoder) -> Any:

@@ -1,11 +1,13 @@
-"""What a worker is told when it starts, and how its failures come back to the user's process."""
+"""What a worker is told when it starts, what its engine can ask of it, and how its failures come back."""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +30,8 @@ class WorkerContext:
     rank: int
     world_size: int
     device_name: str
+    store: str = ""
+    """File through which the workers of a group find each other: no port is opened to the network."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
 
@@ -38,6 +42,25 @@ class WorkerContext:
     @property
     def where(self) -> str:
         return f"rank {self.rank} ({self.device_name}) of {self.engine}"
+
+    @contextlib.contextmanager
+    def process_group(self, timeout_s: float) -> Iterator[Any]:
+        """A torch.distributed group of these workers, all of whom must enter; destroyed at the end."""
+        import torch.distributed as dist
+
+        store = dist.FileStore(self.store, self.world_size)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            self.device.spec.collective_backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        try:
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
 
 
 class WorkerHandle(Protocol):
@@ -65,7 +88,7 @@ class WorkerHandle(Protocol):
         """Let it end after the calls it already has."""
 
     def kill(self) -> None:
-        """End it now."""
+        """End its process now."""
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; False if it still lives."""
@@ -81,7 +104,7 @@ class Failure(msgspec.Struct, array_like=True):
     attributes: dict[str, str | int]
 
 
-def describe(error: Exception) -> Failure:
+def describe(error: BaseException) -> Failure:
     """Plain data about an exception raised in a worker."""
     is_ours = vars(rlcore.errors).get(type(error).__name__) is type(error)
     attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int)}

@@ -63,9 +63,8 @@ def test_json_is_all_there_is_on_stdout(rlcore_command: Run, arguments: list[str
 def test_devices_as_json_holds_every_device(rlcore_command: Run) -> None:
     found = json.loads(rlcore_command("devices", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)
     cpu, cuda = found["devices"]
-    assert cpu == {
-        "name": "cpu", "vendor": "host", "count": 1, "is_available": True, "reason": "", "plugin": "cpu",
-    }  # fmt: skip
+    assert cpu.pop("count") >= 8, "slots for worker processes"
+    assert cpu == {"name": "cpu", "vendor": "host", "is_available": True, "reason": "", "plugin": "cpu"}
     assert (cuda["name"], cuda["is_available"]) == ("cuda", False)
     assert cuda["reason"]
 
