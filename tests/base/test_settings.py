@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from rlcore.settings import VARIABLES, Settings
 
 
 def test_defaults() -> None:
-    settings = Settings.from_env({"XDG_CACHE_HOME": "/somewhere"})
-    assert settings == Settings(cache=Path("/somewhere/rlcore"))
+    settings = Settings.from_env({"XDG_CACHE_HOME": "/somewhere", "XDG_RUNTIME_DIR": "/run/user/1"})
+    assert settings == Settings(cache=Path("/somewhere/rlcore"), runtime=Path("/run/user/1/rlcore"))
+    assert Settings.from_env({}).runtime == Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
     assert (settings.device, settings.debug, settings.log_level) == (None, "", "WARNING")
     assert (settings.strict_plugins, settings.disable_plugins) == (False, ())
 
@@ -30,6 +33,7 @@ def test_every_variable_is_read() -> None:
         "RLCORE_STRICT_PLUGINS": "Yes",
         "RLCORE_DISABLE_PLUGINS": "a, b,,",
         "RLCORE_CACHE": "/cache",
+        "RLCORE_RUNTIME": "/runtime",
     }
     assert set(given) == set(VARIABLES)
     assert Settings.from_env(given) == Settings(
@@ -39,6 +43,7 @@ def test_every_variable_is_read() -> None:
         strict_plugins=True,
         disable_plugins=("a", "b"),
         cache=Path("/cache"),
+        runtime=Path("/runtime"),
     )
 
 
