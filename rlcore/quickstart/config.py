@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,16 @@ class QuickstartConfig:
         except (msgspec.DecodeError, InvalidInputError) as error:
             raise CheckpointError(str(error)) from error
 
+    def resume_command(self) -> str:
+        """What to type in a shell to continue this run, in the same directory."""
+        command = [*_program(), "quickstart", "--resume"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "resume" and value != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                command += [option] if value is True else [option, str(value)]
+        return shlex.join(command)
+
     def differences(self, other: QuickstartConfig) -> list[str]:
         """Where ``other`` is another run, such as ``["seed 0, not 1"]``: its curve would not go on from ours.
 
@@ -74,6 +87,13 @@ class QuickstartConfig:
             for name in ("model", "seed", "shuffle_rewards")
             if (ours := getattr(self, name)) != (theirs := getattr(other, name))
         ]
+
+
+def _program() -> list[str]:
+    """``rlcore`` if the shell finds the one of this interpreter, as in an activated environment."""
+    found = shutil.which("rlcore")
+    is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
+    return ["rlcore"] if is_ours else [sys.executable, "-m", "rlcore"]
 
 
 def _is_word(value: object) -> bool:

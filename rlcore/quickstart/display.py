@@ -16,10 +16,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from rlcore.quickstart.output import PHASES
+from rlcore.quickstart.output import PHASES, RunFolder
 
-_LINE_EVERY = 10  # steps, where there is no terminal
+_LINE_EVERY, _IMITATION_LINE_EVERY = 10, 50  # steps, where there is no terminal
 
 
 @final
@@ -34,6 +35,7 @@ class Display:
     def __init__(self, *, steps: int, stream: TextIO | None = None) -> None:
         self._steps = steps
         self._latest: dict[str, float] = {"step": 0}
+        self._imitation = ""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._started = time.monotonic()
         self._console = _console(sys.stderr if stream is None else stream)
@@ -55,12 +57,21 @@ class Display:
         """One line that stays: what the run does besides steps."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def imitating(self, step: int, accuracy: float, *, wanted: float) -> None:
+        """Show how far the warm-start is: the share of sampled answers that are right, and at which it ends."""
+        self._imitation = f"warm-start step {step}  sampled accuracy {accuracy:.1%} of {wanted:.0%} wanted"
+        if self._live:
+            self._live.refresh()
+        elif step % _IMITATION_LINE_EVERY == 0 or accuracy >= wanted:
+            self.note(self._imitation)
+
     def update(self, metrics: Mapping[str, float]) -> None:
         """Show a step that is done; its metrics are those of ``RunFolder.append``.
 
         A metric that is not measured in every step, such as "accuracy", keeps its last value.
         """
         self._latest |= metrics
+        self._imitation = ""
         for phase in PHASES:
             self._seconds[phase] += metrics.get(f"{phase}_s", 0.0)
         if self._live:
@@ -76,11 +87,14 @@ class Display:
         shown = (
             ("reward", "reward {:.3f}"),
             ("accuracy", "accuracy {:.1%}"),
+            ("parity", "parity {:.0e}"),
             ("tokens_per_s", "{:,.0f} tokens/s"),
         )
         return [text.format(self._latest[name]) for name, text in shown if name in self._latest]
 
     def _panel(self) -> RenderableType:
+        if self._imitation:
+            return Text(f"{self._imitation}  {time.monotonic() - self._started:.0f} s")
         step = self._latest["step"]
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
@@ -108,6 +122,23 @@ def print_table(title: str, rows: Mapping[str, str], *, stream: TextIO | None = 
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table, markup=False)
+
+
+def summary(folder: RunFolder) -> dict[str, str]:
+    """What a run that has ended came to, for ``print_table``."""
+    steps = folder.read()
+    learning = [metrics for metrics in steps if "reward" in metrics]
+    spent = {phase: sum(metrics[f"{phase}_s"] for metrics in learning) for phase in PHASES}
+    measured = [metrics["accuracy"] for metrics in steps if "accuracy" in metrics]
+    return {
+        "held-out accuracy, greedy": f"{measured[0]:.1%} before GRPO, {measured[-1]:.1%} after {len(learning)} steps",
+        "sampler against trainer": f"log-probs differ by at most {max(m['parity'] for m in learning):.1e}",
+        "seconds": ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent.items()),
+        "picture": str(folder.picture),
+        "metrics": str(folder.metrics),
+        "checkpoint": str(folder.checkpoint),
+        "model": str(folder.model),
+    }
 
 
 def _console(stream: TextIO) -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -30,4 +31,5 @@ class Interrupt:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
-        self._say("stopping after this step; press Ctrl-C again to stop at once")
+        with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to
+            self._say("stopping after this step; press Ctrl-C again to stop at once")

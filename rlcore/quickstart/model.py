@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from rlcore.errors import CheckpointError, MissingDependencyError
+from rlcore.errors import CheckpointError
+from rlcore.quickstart.pretrained import load_transformers
 from rlcore.settings import Settings
 
 CHARACTERS = "0123456789+-*/=() ?_$"
@@ -143,15 +144,6 @@ def _write_tokenizer(folder: Path) -> None:
         "model_max_length": 128,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-
-
-def load_transformers() -> Any:
-    """The module, or MissingDependencyError with the pip command."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError("transformers", needed_for="rlcore quickstart", extra="quickstart") from error
-    return transformers
 
 
 def _write_errors() -> tuple[type[Exception], ...]:

@@ -43,9 +43,13 @@ class RunFolder:
     def __init__(self, config: QuickstartConfig) -> None:
         """Makes the folder, or on ``config.resume`` takes the one that is there.
 
+        A run that ended before its first checkpoint, such as one with a wrong --model, left nothing: another may
+        start in its place.
+
         Raises:
             InvalidInputError: the folder holds another run, or something else.
             CheckpointError: there is nothing to resume, it is damaged, in use, or cannot be written.
+            MissingDependencyError: matplotlib is absent; said now rather than when the run has ended.
         """
         self.path = config.output
         self.checkpoint = config.output / "checkpoint"
@@ -53,6 +57,7 @@ class RunFolder:
         self.picture = config.output / "reward.png"
         self.metrics = config.output / "metrics.jsonl"
         self._record = config.output / "run.json"
+        _figure()
         if config.resume:
             self._check_same_run(config)
         else:
@@ -64,7 +69,7 @@ class RunFolder:
             self._take()
             with self._named_errors("write to"):
                 _replace(self._record, config.to_json())
-                self._open_metrics()
+                self._open_metrics(is_new=not config.resume)
         except BaseException:
             self.close()
             raise
@@ -97,9 +102,9 @@ class RunFolder:
                 file.truncate(size)
                 raise
 
-    def _open_metrics(self) -> None:
+    def _open_metrics(self, *, is_new: bool) -> None:
         """Make the file, or cut off what a kill left of a line, so that the next one begins a line."""
-        with self.metrics.open("ab+") as file:
+        with self.metrics.open("wb+" if is_new else "ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -110,6 +115,25 @@ class RunFolder:
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()  # being written by the process that has the folder, or cut short by a kill
         return [self._decode(number, line) for number, line in enumerate(lines, start=1)]
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to go on from; False if the run ended before its first.
+
+        Raises:
+            CheckpointError: steps were done, and the checkpoint is gone.
+        """
+        if (self.checkpoint / "manifest.json").exists():
+            return True
+        if done := self._num_done():
+            raise CheckpointError(
+                f"{self.path} has the metrics of {done} steps and no checkpoint; put {self.checkpoint} back, "
+                "or start again with another --output"
+            )
+        return False
+
+    def _num_done(self) -> int:
+        """GRPO steps; step 0, before the first, is none."""
+        return sum(metrics["step"] > 0 for metrics in self.read()) if self.metrics.exists() else 0
 
     def rewind(self, step: int) -> None:
         """Drop what comes after ``step``, the one of the checkpoint that the run goes on from."""
@@ -147,6 +171,8 @@ class RunFolder:
             return
         if not self._record.exists():
             raise InvalidInputError(f"{self.path} exists and is not a quickstart run; use another --output")
+        if not (self.checkpoint / "manifest.json").exists() and not self._num_done():
+            return
         raise InvalidInputError(
             f"{self.path} holds another run ({self._described()}); add --resume to continue it, or use another --output"
         )
@@ -169,8 +195,7 @@ class RunFolder:
     def _described(self) -> str:
         config = self._remembered()
         model = "its own model" if config.model is None else str(config.model)
-        done = self.read() if self.metrics.exists() else []
-        return f"{model}, seed {config.seed}, {len(done)} of {config.steps} steps done"
+        return f"{model}, seed {config.seed}, {self._num_done()} of {config.steps} steps done"
 
     def _take(self) -> None:
         try:

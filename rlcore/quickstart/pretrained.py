@@ -1,0 +1,54 @@
+"""What the quickstart takes from a model folder, its own or anybody's: the tokenizer and the model's class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlcore.engines.pretrained import check_model_folder, load_tokenizer
+from rlcore.errors import CheckpointError, MissingDependencyError
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The folder's tokenizer.
+
+    Raises:
+        CheckpointError: the folder is missing or incomplete, or has no tokenizer.
+    """
+    tokenizer = load_tokenizer(check_model_folder(path))
+    if tokenizer is None:
+        raise CheckpointError(
+            f"{path} has no tokenizer, which the quickstart needs to write its problems; "
+            "put the model's tokenizer.json and tokenizer_config.json there"
+        )
+    return tokenizer
+
+
+def model_class(path: Path) -> Any:
+    """The class that transformers has for the folder's model.
+
+    Raises:
+        CheckpointError: it is not a causal language model, or not one that transformers knows.
+    """
+    transformers = load_transformers()
+    transformers.utils.logging.disable_progress_bar()  # it would write over the display
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {reason}") from error
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        raise CheckpointError(
+            f"{path} holds a {config.model_type!r} model, which is not a causal language model; use one that is"
+        )
+    return known[type(config)]
+
+
+def load_transformers() -> Any:
+    """The module, or MissingDependencyError with the pip command."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError("transformers", needed_for="rlcore quickstart", extra="quickstart") from error
+    return transformers
