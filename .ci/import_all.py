@@ -13,8 +13,13 @@ import rlcore
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(rlcore.__file__).resolve().parent
-NEEDS = {"rlcore.engines.executors.kv_cache": "transformers"}
-"""Modules that subclass a class of an optional package."""
+NEEDS = {
+    "rlcore.engines.executors.kv_cache": "transformers",
+    "rlcore.kernels.triton_rows": "triton",
+    "rlcore.kernels.triton_tiles": "triton",
+    "rlcore.kernels.linear_tiled": "triton",
+}
+"""Modules that subclass a class of an optional package, or are written in its language."""
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
 
 

@@ -1,4 +1,4 @@
-"""Registers the two implementations that every operator has on every device."""
+"""Registers the implementations of the operators: two that run on every device, and those written in Triton."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rlcore.kernels.dispatch import Query
 
 _OPERATORS = ("token_logprob", "linear_logprob", "linear_loss")
+_TRITON = (("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),)
+"""Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
 
 
 @hookimpl
@@ -18,6 +20,8 @@ def rlcore_register_ops(register: RegisterOp) -> None:
         for name, priority in (("reference", 0), ("chunked", 10)):
             path = f"rlcore.kernels.{op}:{op}_{name}"
             register(op, "*", path, name=name, priority=priority, when=f"{__name__}:{name}_refusal")
+    for op, name, priority, path, when in _TRITON:
+        register(op, "*", f"rlcore.kernels.{path}", name=name, priority=priority, when=f"rlcore.kernels.target:{when}")
 
 
 def reference_refusal(query: Query) -> str | None:

@@ -1,0 +1,74 @@
+"""What Triton can build for the device at hand: why an implementation written in it cannot serve a query."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+from rlcore.kernels.dispatch import Query
+
+_WARP_LANES = 32
+_TILED_ARCH = 90
+_SPLIT = "it needs all vocabulary rows on one rank; gather the weight and leave out group="
+
+
+def rows_refusal(query: Query) -> str | None:
+    """Of implementations whose softmax is ``triton_rows``."""
+    if query.dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    if "group" in query.options:
+        return _SPLIT
+    return _absence(query.device_type)
+
+
+def tiled_refusal(query: Query) -> str | None:
+    """Of implementations whose products are ``triton_tiles``."""
+    if query.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16 alone, and the inputs are {str(query.dtype).removeprefix('torch.')}"
+    if query.hidden_size % 8:
+        return f"its copy engine needs rows of a multiple of 16 bytes, and H = {query.hidden_size} is no multiple of 8"
+    if "softcap" in query.options:
+        return "it has no softcap"
+    if (reason := rows_refusal(query)) or _interprets():
+        return reason
+    arch = _target().arch
+    return None if arch == _TILED_ARCH else f"its tiles were laid out for architecture {_TILED_ARCH}, not {arch}"
+
+
+@functools.cache
+def _absence(device_type: str) -> str | None:
+    """Why no kernel can be built for ``device_type``; TRITON_INTERPRET=1 runs them on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed; run: pip install 'rlcore[dev]' or pip install triton"
+    if _interprets():
+        return None if device_type == "cpu" else "TRITON_INTERPRET=1 interprets kernels on the CPU alone"
+    found = _driver_device_type()
+    if found != device_type:
+        return f"triton builds for {found or 'no device here'}, not for {device_type!r}"
+    lanes = _target().warp_size
+    return None if lanes == _WARP_LANES else f"its tiles are laid out for warps of {_WARP_LANES} lanes, not {lanes}"
+
+
+def _interprets() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _driver_device_type() -> str | None:
+    from triton.runtime import driver
+
+    try:
+        found: str = driver.active.get_active_torch_device().type
+    except RuntimeError:  # "0 active drivers"
+        return None
+    return found
+
+
+def _target() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_target()

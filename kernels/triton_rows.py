@@ -1,0 +1,244 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Softmax of rows in Triton: statistics in one read of the logits, their gradient in one read and one write.
+
+    k = sharpness log2(e)      c_v = k (z_v - max z)      a = sum_v 2^c_v      b = sum_v 2^c_v c_v
+    logprob = ln2 (c_y - log2 a)      entropy = ln2 (log2 a - b / a)      p_v = 2^c_v / a
+    dz_v = p_v (slant + bend c_v) + [v = y] sharpness g_logprob
+    slant = -sharpness (g_logprob + g_entropy (entropy - ln2 log2 a))      bend = -sharpness ln2 g_entropy
+
+which is ``rows`` in base 2. The maximum is found while summing (Milakov and Gimelshein 2018, arXiv 1805.02867):
+each lane, a run of neighbouring columns, keeps its own, so that nothing crosses threads before the end of a row.
+
+Letters: T rows, V vocabulary, L lanes, N batch entries where the rows of the logits do not flatten.
+Order of this file: statistics kernel, gradient kernel, what launches them, ``token_logprob``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.kernels.rows import Logprobs, Rows, RowStatistics
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LEAST = tl.constexpr(-200.0)
+"""Columns of -inf are lifted to this exponent: 2^-200 is 0 in float32, and 0 times it is no NaN."""
+
+# The fastest of ten and of eight on one H200 for 16384 x 151936 bfloat16 logits: 1.22 ms with entropy, 2.57 ms.
+_STATISTICS_TILE = {"LANES": 1024, "RUN": 8, "num_warps": 8}
+_GRADIENT_TILE = {"BLOCK": 4096, "num_warps": 4}
+
+
+@triton.jit
+def _statistics_kernel(
+    logits, keep, target, is_ignored, sharpness_T, logprob, entropy, peak, total,
+    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness,
+    WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)  # T * V overflows int32 at 2^31 elements
+    if tl.load(is_ignored + t) != 0:
+        tl.store(logprob + t, 0.0)
+        if WITH_ENTROPY:
+            tl.store(entropy + t, 0.0)
+        return
+    row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
+    if sharpness_T is not None:
+        sharpness = tl.load(sharpness_T + t)
+    k = sharpness * LOG2_E
+    y = tl.load(target + t)
+    column = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    m = tl.full([LANES], -float("inf"), tl.float32)
+    a = tl.zeros([LANES], tl.float32)
+    b = tl.zeros([LANES], tl.float32)
+    for start in range(0, V, LANES * RUN):
+        v = start + column
+        z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+        if keep is not None:
+            z = tl.where(tl.load(keep + t * V + v, mask=v < V, other=0) != 0, z, -float("inf"))
+        higher = tl.maximum(m, tl.max(z, 1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        c = tl.maximum((z - base[:, None]) * k, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        shift = tl.maximum((m - base) * k, LEAST)
+        e = tl.exp2(c)
+        if WITH_ENTROPY:
+            b = (b + a * shift) * tl.exp2(shift) + tl.sum(e * c, 1)
+        a = a * tl.exp2(shift) + tl.sum(e, 1)
+        m = higher
+    highest = tl.max(m, 0)
+    shift = tl.maximum((m - highest) * k, LEAST)
+    a_row = tl.sum(a * tl.exp2(shift), 0)
+    z_y = tl.load(row + y * stride_v).to(tl.float32)
+    if keep is not None:
+        z_y = tl.where(tl.load(keep + t * V + y) != 0, z_y, -float("inf"))
+    tl.store(logprob + t, ((z_y - highest) * k - tl.log2(a_row)) * LN_2)
+    tl.store(peak + t, highest)
+    tl.store(total + t, a_row)
+    if WITH_ENTROPY:
+        b_row = tl.sum((b + a * shift) * tl.exp2(shift), 0)
+        tl.store(entropy + t, (tl.log2(a_row) - b_row / a_row) * LN_2)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, keep, target, is_ignored, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
+    stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.cdiv(V, BLOCK)
+    t = (tl.program_id(0) // num_blocks).to(tl.int64)
+    v = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
+    out = gradient + (t // rows_per_entry) * out_stride_n + (t % rows_per_entry) * out_stride_t + v * out_stride_v
+    g = 0.0
+    g_bar = 0.0
+    if tl.load(is_ignored + t) == 0:
+        if g_logprob is not None:
+            g = tl.load(g_logprob + t)
+        if g_entropy is not None:
+            g_bar = tl.load(g_entropy + t)
+    if (g == 0.0) & (g_bar == 0.0):  # exact zeros without reading, whatever the row holds
+        tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=v < V)
+        return
+    if sharpness_T is not None:
+        sharpness = tl.load(sharpness_T + t)
+    a = tl.load(total + t)
+    z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+    if keep is not None:
+        is_kept = tl.load(keep + t * V + v, mask=v < V, other=0) != 0
+        z = tl.where(is_kept, z, -float("inf"))
+    c = (z - tl.load(peak + t)) * (sharpness * LOG2_E)
+    c = tl.maximum(c, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    slant = g
+    if g_entropy is not None:
+        slant += g_bar * (tl.load(entropy + t) - tl.log2(a) * LN_2)
+    dz = (tl.exp2(c) / a) * -(slant + g_bar * LN_2 * c)
+    dz = tl.where(v == tl.load(target + t), dz + g, dz) * sharpness
+    if keep is not None:
+        dz = tl.where(is_kept, dz, 0.0)
+    tl.store(out, dz.to(gradient.dtype.element_ty), mask=v < V)
+
+
+def row_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool, keep_mask: Tensor | None = None) -> RowStatistics:
+    """Statistics of logits [T, V] or [N, L, V] of any strides; ``rows`` and the result are flat.
+
+    Ignored rows have logprob and entropy 0, and no peak and total.
+    """
+    rows_per_entry, (stride_n, stride_t, stride_v) = _row_layout(logits)
+    logprob_T, peak_T, total_T = (logits.new_empty(rows.target.shape, dtype=torch.float32) for _ in range(3))
+    entropy_T = torch.empty_like(logprob_T) if with_entropy else None
+    if logprob_T.numel():
+        _statistics_kernel[(len(logprob_T),)](
+            logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
+            logprob_T, entropy_T, peak_T, total_T,
+            stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows),
+            WITH_ENTROPY=with_entropy, **_STATISTICS_TILE,
+        )  # fmt: skip
+    return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
+
+
+def row_gradient(
+    logits: Tensor,
+    rows: Rows,
+    statistics: RowStatistics,
+    g_logprob_T: Tensor | None,
+    g_entropy_T: Tensor | None,
+    *,
+    out: Tensor,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    """dz, written to ``out`` (which may be ``logits``); exact zeros in rows that are ignored or whose upstream is 0."""
+    rows_per_entry, strides = _row_layout(logits)
+    V = logits.shape[-1]
+    num_programs = len(rows.target) * triton.cdiv(V, _GRADIENT_TILE["BLOCK"])
+    if num_programs:
+        _gradient_kernel[(num_programs,)](
+            logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
+            statistics.entropy, statistics.peak, statistics.total, _dense(g_logprob_T), _dense(g_entropy_T), out,
+            *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), **_GRADIENT_TILE,
+        )  # fmt: skip
+    return out
+
+
+def _row_layout(logits: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """Rows of a batch entry, and the strides of entry, row and column."""
+    if logits.dim() == 2:
+        return max(len(logits), 1), (0, *logits.stride())  # type: ignore[return-value]
+    return max(logits.shape[1], 1), logits.stride()  # type: ignore[return-value]
+
+
+def _sharpness_tensor(rows: Rows) -> tuple[Tensor | None]:
+    return (rows.sharpness if isinstance(rows.sharpness, Tensor) else None,)
+
+
+def _sharpness_number(rows: Rows) -> float:
+    return 1.0 if isinstance(rows.sharpness, Tensor) else rows.sharpness
+
+
+def _dense(values_T: Tensor | None) -> Tensor | None:
+    return None if values_T is None else values_T.contiguous()
+
+
+class _Task(NamedTuple):
+    """Everything but the logits, which are [T, V] or [N, L, V]."""
+
+    rows: Rows
+    keep_mask: Tensor | None
+    with_entropy: bool
+    inplace_backward: bool
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """Saves the logits and four numbers a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor | None]:
+        found = row_statistics(logits, task.rows, with_entropy=task.with_entropy, keep_mask=task.keep_mask)
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, found.logprob, found.entropy, found.peak, found.total)
+        return found.logprob, found.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor, None]:
+        task: _Task = ctx.task
+        logits, *saved = ctx.saved_tensors
+        out = logits.detach() if task.inplace_backward else torch.empty_like(logits)
+        statistics = RowStatistics(*saved)
+        row_gradient(logits, task.rows, statistics, g_logprob_T, g_entropy_T, out=out, keep_mask=task.keep_mask)
+        return out, None
+
+
+def token_logprob_triton(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor,
+    with_entropy: bool,
+    ignore_index: int,
+    keep_mask: Tensor | None,
+    inplace_backward: bool,
+) -> Logprobs:
+    """One read forward, one read and one write backward. Logits whose leading dimensions do not flatten to two are
+    copied, and then ``inplace_backward`` saves nothing."""
+    temperature = temperature.reshape(-1).contiguous() if isinstance(temperature, Tensor) else temperature
+    rows = Rows.of(targets.reshape(-1).contiguous(), ignore_index, temperature)
+    keep_mask = None if keep_mask is None else keep_mask.contiguous()
+    task = _Task(rows, keep_mask, with_entropy, inplace_backward)
+    logprob_T, entropy_T = _TokenLogprob.apply(_flattened(logits), task)  # type: ignore[no-untyped-call]
+    return Logprobs(logprob_T.view(targets.shape), None if entropy_T is None else entropy_T.view(targets.shape))
+
+
+def _flattened(logits: Tensor) -> Tensor:
+    """[T, V] where strides allow, else [N, L, V]: such as logits[:, :-1]."""
+    try:
+        return logits.view(-1, logits.shape[-1])
+    except RuntimeError:  # torch's only way to say that the strides do not allow it
+        return logits.reshape(-1, *logits.shape[-2:])
