@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,24 @@ PHASES = ("generate", "train", "sync", "offload")
 _TIMEOUT_S = 1800.0
 
 Steps = list[dict[str, float]]
-"""The run's metrics.jsonl: before training first, then each step."""
+"""A run's metrics.jsonl: before training first, then each step."""
 
 
-def quickstart(device: str, seed: int, *options: str, steps: int = STEPS) -> Steps:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the command that ended well."""
+
+    steps: Steps
+    processor_s: float
+    """Of the host, user and system, all threads: it grows less than the clock when others use the machine."""
+
+
+def quickstart(device: str, seed: int, *options: str) -> Run:
     """Run it in a folder that is removed afterwards; raises RuntimeError with what it said when it fails."""
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         output = Path(folder, "run")
-        arguments = ["--device", device, "--seed", str(seed), "--steps", str(steps), "--output", str(output), *options]
+        arguments = ["--device", device, "--seed", str(seed), "--steps", str(STEPS), "--output", str(output), *options]
+        before_s = _processor_s_of_children()
         result = subprocess.run(
             [sys.executable, "-m", "rlcore", "quickstart", *arguments],
             env=os.environ | {"RLCORE_CACHE": str(Path(folder, "cache"))},
@@ -49,7 +61,13 @@ def quickstart(device: str, seed: int, *options: str, steps: int = STEPS) -> Ste
         if result.returncode != 0:
             said = result.stderr.replace(folder, "<folder>").strip()[-2000:]
             raise RuntimeError(f"rlcore quickstart --seed {seed} ended with exit code {result.returncode}: {said}")
-        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        return Run(steps, _processor_s_of_children() - before_s)
+
+
+def _processor_s_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def accuracies(steps: Steps) -> tuple[float, float]:
@@ -62,11 +80,13 @@ def parity(steps: Steps) -> float:
     return max(metrics["parity"] for metrics in steps[1:])
 
 
-def quantities(steps: Steps) -> dict[str, Quantity]:
+def quantities(run: Run) -> dict[str, Quantity]:
+    steps = run.steps
     before, after = accuracies(steps)
     seconds = {phase: sum(metrics[f"{phase}_s"] for metrics in steps[1:]) for phase in PHASES}
     tokens = sum(metrics["tokens_per_s"] * metrics["generate_s"] for metrics in steps[1:])
     return {
+        "processor": Quantity(run.processor_s, "s"),
         "accuracy_before": Quantity(before, "1"),
         "accuracy_after": Quantity(after, "1"),
         "imitation_steps": Quantity(steps[0]["imitation_steps"], "step"),
@@ -76,25 +96,25 @@ def quantities(steps: Steps) -> dict[str, Quantity]:
     }
 
 
-def check_same_distribution(steps: Steps, num_steps: int) -> None:
-    assert [metrics["step"] for metrics in steps] == list(range(num_steps + 1)), "steps are missing"
+def check_same_distribution(run: Run) -> None:
+    assert [metrics["step"] for metrics in run.steps] == list(range(STEPS + 1)), "steps are missing"
     # Two programs never round alike throughout: 0 would mean that nothing was compared.
-    assert 0 < parity(steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(steps):.2e}"
+    assert 0 < parity(run.steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(run.steps):.2e}"
 
 
-def check_learned(steps: Steps) -> None:
-    check_same_distribution(steps, STEPS)
-    after = accuracies(steps)[1]
+def check_learned(run: Run) -> None:
+    check_same_distribution(run)
+    after = accuracies(run.steps)[1]
     assert after >= ACCURACY, f"held-out accuracy is {after:.1%}, less than {ACCURACY:.0%}"
 
 
-def check_learned_nothing(steps: Steps) -> None:
-    check_same_distribution(steps, STEPS)
-    before, after = accuracies(steps)
+def check_learned_nothing(run: Run) -> None:
+    check_same_distribution(run)
+    before, after = accuracies(run.steps)
     assert after - before <= CONTROL_GAIN, f"the control went from {before:.1%} to {after:.1%}"
 
 
-def _work(seeds: tuple[int, ...], run: Callable[[int], Steps], check: Callable[[Steps], None]) -> Work:
+def _work(seeds: tuple[int, ...], run: Callable[[int], Run], check: Callable[[Run], None]) -> Work:
     left = iter(seeds)
     # The two executors that the quickstart uses.
     contender = Contender(implementation="fsdp2+hf", run=lambda: run(next(left)), check=check, quantities=quantities)
