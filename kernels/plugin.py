@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rlcore.kernels.dispatch import Query
 
 _OPERATORS = ("token_logprob", "linear_logprob", "linear_loss")
+_RECURRENCES = ("gae", "discounted_return")
 _TRITON = (("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),)
 """Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
 
@@ -20,6 +21,9 @@ def rlcore_register_ops(register: RegisterOp) -> None:
         for name, priority in (("reference", 0), ("chunked", 10)):
             path = f"rlcore.kernels.{op}:{op}_{name}"
             register(op, "*", path, name=name, priority=priority, when=f"{__name__}:{name}_refusal")
+    for op in _RECURRENCES:
+        for name, priority in (("reference", 0), ("scan", 10)):
+            register(op, "*", f"rlcore.kernels.returns:{op}_{name}", name=name, priority=priority)
     for op, name, priority, path, when in _TRITON:
         register(op, "*", f"rlcore.kernels.{path}", name=name, priority=priority, when=f"rlcore.kernels.target:{when}")
 

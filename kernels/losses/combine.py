@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, sequence_level
+from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, as_level_of, joined_statistics
 
 
 def combine(*terms: LossFn) -> LossFn:
@@ -21,18 +19,11 @@ def combine(*terms: LossFn) -> LossFn:
     if not terms:
         raise InvalidInputError("combine needs at least one loss term")
 
-    def combined(
-        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def combined(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         value, stats = terms[0](logprob, entropy, per_token)
-        stats = dict(stats)
         for term in terms[1:]:
             more, new = term(logprob, entropy, per_token)
-            clash = sorted(stats.keys() & new.keys())
-            if clash:
-                raise InvalidInputError(f"combine: two terms report {', '.join(clash)}; rename one of them")
-            value = value + more
-            stats |= new
+            value, stats = value + more, joined_statistics(stats, new, "combine")
         return value, stats
 
-    return sequence_level(combined) if any(isinstance(term, sequence_level) for term in terms) else combined
+    return as_level_of(combined, *terms)

@@ -7,6 +7,25 @@ All are [t] vectors, t the tokens of one chunk: ``logprob`` and ``entropy`` (Non
 token before weighting, and ``stats`` vectors to report, reduced over all tokens by the ending of their name:
 ``_mean`` (weighted like the loss), ``_sum``, ``_min``, ``_max``. A masked token's entries are 0, and whatever
 is computed from them is left out.
+
+The entries that the terms of this folder read, all natural logarithms and without gradient:
+
+    name              log-probability, or else        read by
+    old_logprobs      under the policy that ratios    ppo_clip, gspo, gmpo, cispo, cpgd, sapo, dppo,
+                      are taken to and clips are      decoupled_ppo, tis, icepop, sequence_mask,
+                      around: the sampler's, or the   kl(kind="r*k3")
+                      trainer's before its first
+                      step on this batch (AReaL and
+                      verl: the proximal policy)
+    rollout_logprobs  under the policy that sampled,  decoupled_ppo, tis, icepop, sequence_mask
+                      as the sampler reported it
+                      (the behaviour policy)
+    ref_logprobs      under the reference policy      kl
+    advantages        the advantage of the token      all but kl and entropy_bonus
+    cu_seqlens        [n + 1] int64: where the n      sequence-level terms; ``linear_loss`` sets them
+                      sequences of the chunk begin,
+                      then t
+    token_mask        bool: the token counts          sequence-level terms; ``linear_loss`` sets them
 """
 
 from __future__ import annotations
@@ -19,7 +38,9 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 
-LossFn = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+PerToken = Mapping[str, Tensor]
+TermOutput = tuple[Tensor, dict[str, Tensor]]
+LossFn = Callable[[Tensor, Tensor | None, PerToken], TermOutput]
 
 
 @final
@@ -34,14 +55,24 @@ class sequence_level:  # noqa: N801 (a decorator)
 
     function: LossFn
 
-    def __call__(
-        self, logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         return self.function(logprob, entropy, per_token)
 
 
-def needed(per_token: Mapping[str, Tensor], name: str, loss: str) -> Tensor:
+def as_level_of(function: LossFn, *terms: LossFn) -> LossFn:
+    """``function``, sequence level if one of the terms that it calls is."""
+    return sequence_level(function) if any(isinstance(term, sequence_level) for term in terms) else function
+
+
+def needed(per_token: PerToken, name: str, loss: str) -> Tensor:
     """``per_token[name]``, or an error that says which loss wants it."""
     if name not in per_token:
         raise InvalidInputError(f"{loss} needs per_token[{name!r}]; got {sorted(per_token) or 'nothing'}")
     return per_token[name]
+
+
+def joined_statistics(one: dict[str, Tensor], other: dict[str, Tensor], loss: str) -> dict[str, Tensor]:
+    clash = sorted(one.keys() & other.keys())
+    if clash:
+        raise InvalidInputError(f"{loss}: two terms report {', '.join(clash)}; rename one of them")
+    return one | other

@@ -3,37 +3,66 @@
 Estimators of KL(policy || reference) from the policy's own samples (Schulman, "Approximating KL divergence",
 2020), with d = ref_logprob - logprob:
 
-    k1 = -d      abs = |d|      k2 = d^2 / 2      k3 = e^d - d - 1 (d clamped to +-20, beyond which no
-    gradient flows)
+    kind   value            gradient with respect to logprob
+    k1     -d               1
+    abs    |d|              sign(-d)
+    k2     d^2 / 2          -d
+    k3     e^d - d - 1      1 - e^d
+    k1+    that of k1       that of k2 (straight-through, as in verl)
+    k3+    that of k3       that of k2
+    r*k3   r (e^d - d - 1)  -r d, with r = exp(logprob - old_logprob): unbiased for samples of the old policy
+                            (DeepSeek-V3.2; TRL's use_bias_correction_kl)
+
+d under an exponential, and ln r, are clamped to +-20, beyond which no gradient flows. The gradient of k2 is that of
+the divergence; k1's has the mean 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, needed
+from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
+from rlcore.kernels.losses.ratio import bounded, log_ratio_to_old
 
-_LOG_RATIO_LIMIT = 20.0  # beyond e^88 float32 is infinite, and one token would decide the step
+Kind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "r*k3"]
+
+
+def _k1(d: Tensor) -> Tensor:
+    return -d
+
+
+def _k2(d: Tensor) -> Tensor:
+    return d.square() / 2
 
 
 def _k3(d: Tensor) -> Tensor:
+    d = bounded(d)  # beyond e^88 float32 is infinite, and one token would decide the step
     return d.expm1() - d
 
 
+def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
+    """The value of one with the gradient of the other."""
+    return value.detach() + (slope - slope.detach())
+
+
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda d: -d,
-    "k2": lambda d: d.square() / 2,
-    "k3": lambda d: _k3(d.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)),
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
     "abs": lambda d: d.abs(),
+    "k1+": lambda d: _straight_through(_k1(d), _k2(d)),
+    "k3+": lambda d: _straight_through(_k3(d), _k2(d)),
+    "r*k3": _k3,
 }
 
 
-def kl(*, kind: Literal["k1", "k2", "k3", "abs"] = "k3", coef: float) -> LossFn:
-    """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprobs``.
+def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
+    """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprobs``, and "r*k3" reads
+    ``old_logprobs`` too.
 
     Statistics: ``kl_mean``, the estimate without ``coef``.
     """
@@ -41,10 +70,10 @@ def kl(*, kind: Literal["k1", "k2", "k3", "abs"] = "k3", coef: float) -> LossFn:
         raise InvalidInputError(f"kl: kind must be one of {', '.join(_ESTIMATORS)}; got {kind!r}")
     estimate = _ESTIMATORS[kind]
 
-    def kl_term(
-        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def kl_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         divergence = estimate(needed(per_token, "ref_logprobs", "kl") - logprob)
+        if kind == "r*k3":
+            divergence = log_ratio_to_old(logprob, per_token, "kl with kind='r*k3'").exp() * divergence
         return coef * divergence, {"kl_mean": divergence}
 
     return kl_term
@@ -53,9 +82,7 @@ def kl(*, kind: Literal["k1", "k2", "k3", "abs"] = "k3", coef: float) -> LossFn:
 def entropy_bonus(*, coef: float) -> LossFn:
     """``-coef * entropy``; ``linear_loss`` reports ``entropy_mean``."""
 
-    def entropy_term(
-        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def entropy_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         if entropy is None:
             raise InvalidInputError("entropy_bonus needs the entropy; call linear_loss with with_entropy=True")
         return -coef * entropy, {}
