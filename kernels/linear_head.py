@@ -21,6 +21,9 @@ from torch import Tensor
 
 from rlcore.kernels.rows import wide_dtype
 
+Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of hidden states, weight and bias; None if not asked for."""
+
 
 class Needs(NamedTuple):
     """Which gradients are asked for."""
@@ -86,11 +89,11 @@ class HeadGradients:
     """The gradients asked for, accumulated over chunks in the wide dtype."""
 
     def __init__(self, head: LinearHead, needs: Needs, num_rows: int) -> None:
-        self._head = head
+        self._head, self._needs = head, needs
         new = functools.partial(torch.zeros, dtype=head.wide, device=head.weight_VH.device)
         vocab_size, hidden_size = head.weight_VH.shape
         self.hidden_TH = new(num_rows, hidden_size) if needs.hidden else None
-        self.weight_VH = new(vocab_size, hidden_size) if needs.weight else None
+        self.weight_VH: Tensor | None = None  # begun by the first chunk, which need not read it
         self.bias_V = new(vocab_size) if needs.bias else None
 
     def add(self, rows: slice, dlogits_TV: Tensor, slope_TV: Tensor | None, hidden_TH: Tensor) -> None:
@@ -98,15 +101,19 @@ class HeadGradients:
         if slope_TV is not None:
             dlogits_TV.mul_(slope_TV)
         if self.bias_V is not None:
-            self.bias_V.add_(dlogits_TV.sum(0))
+            self.bias_V.add_(dlogits_TV.sum(0, dtype=self._head.wide))
         operand_TV = dlogits_TV.to(self._head.operand)
         if self.hidden_TH is not None:
             self.hidden_TH[rows] = self._head.product(operand_TV, self._head.weight_VH)
-        if self.weight_VH is not None:
-            self._head.accumulate(self.weight_VH, operand_TV.T, hidden_TH.to(self._head.operand))
+        if not self._needs.weight:
+            return
+        factors = operand_TV.T, hidden_TH.to(self._head.operand)
+        if self.weight_VH is None:
+            self.weight_VH = self._head.product(*factors)
+        else:
+            self._head.accumulate(self.weight_VH, *factors)
 
-    def totals(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden states, weight and bias; None if not asked for."""
+    def totals(self) -> Totals:
         return self.hidden_TH, self.weight_VH, self.bias_V
 
 

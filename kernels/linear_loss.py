@@ -14,7 +14,7 @@ Order of this file: reference, autograd function, chunked implementation, public
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk, sequence_chunks
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs
+from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import linear_logprob_reference
 from rlcore.kernels.losses.evaluate import (
     Statistics,
@@ -43,7 +43,7 @@ from rlcore.kernels.operands import (
     is_debugging,
     lowered_as_linear,
 )
-from rlcore.kernels.rows import Rows, gradient_, statistics_, wide_dtype
+from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,8 +95,8 @@ class _KnownGradients(torch.autograd.Function):
     """A loss whose gradients exist already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: HeadGradients, *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*gradients.totals())
+    def forward(ctx: Any, loss: Tensor, totals: Totals, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*totals)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return loss.clone()
 
@@ -110,38 +110,96 @@ class _KnownGradients(torch.autograd.Function):
         return (None, None, *scaled)
 
 
-class _Batch(NamedTuple):
-    """All rows, and how to cut them."""
+class ChunkWork(Protocol):
+    """What an implementation does with a chunk of rows, before and after the loss function."""
 
-    hidden: Tensor
-    rows: Rows
-    tokens: TokenInputs
+    dtype: torch.dtype
+    """Of log-probabilities and loss."""
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies (None if not asked for), 0 in ignored rows."""
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        """Take in the gradients of what ``statistics`` last returned."""
+
+    def totals(self) -> Totals:
+        """Of all chunks so far."""
+
+
+def loss_in_chunks(
+    work: ChunkWork,
+    loss_fn: LossFn,
+    tokens: TokenInputs,
+    *,
+    rows_per_chunk: int,
+    cu_seqlens: list[int] | None,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+) -> LossOutput:
+    """The loss of ``inputs`` (hidden, weight, bias) by ``work``, in chunks of rows or of whole sequences."""
     chunks: Iterable[tuple[slice, list[int] | None]]
-    with_entropy: bool
+    if cu_seqlens is None:
+        chunks = ((chunk, None) for chunk in row_chunks(len(inputs[0]), rows_per_chunk))
+    else:
+        chunks = sequence_chunks(cu_seqlens, rows_per_chunk)
+    if not any(Needs.of(*inputs)):
+        return _summed(work, loss_fn, tokens, chunks, with_gradients=False)
+    loss, stats = _summed(work, loss_fn, tokens, chunks, with_gradients=True)
+    return LossOutput(_KnownGradients.apply(loss, work.totals(), *inputs), stats)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def _loss_and_gradients(
-    batch: _Batch, loss_fn: LossFn, head: LinearHead, gradients: HeadGradients | None
+def _summed(
+    work: ChunkWork,
+    loss_fn: LossFn,
+    tokens: TokenInputs,
+    chunks: Iterable[tuple[slice, list[int] | None]],
+    *,
+    with_gradients: bool,
 ) -> LossOutput:
-    loss = torch.zeros((), dtype=head.wide, device=batch.hidden.device)
+    loss = torch.zeros((), dtype=work.dtype, device=tokens.weight.device)
     statistics = Statistics()
-    for chunk, cu_seqlens in batch.chunks:
-        rows, tokens = batch.rows.at(chunk), batch.tokens.at(chunk)
-        known_TH = rows.known(batch.hidden[chunk])
-        logits_TV = head.logits(known_TH)
-        slope_TV = None if gradients is None else head.softcap_slope(logits_TV)
-        found = statistics_(logits_TV, rows, with_entropy=batch.with_entropy)
-        logprob_T, entropy_T = rows.known_vector(found.logprob), rows.known_vector(found.entropy)
-        extra = _sequence_entries(cu_seqlens, tokens)
-        if gradients is None:
-            part, stats = weighted_loss(loss_fn, logprob_T, entropy_T, tokens, extra)
+    for chunk, cu_seqlens in chunks:
+        logprob_T, entropy_T = work.statistics(chunk)
+        here = tokens.at(chunk)
+        extra = _sequence_entries(cu_seqlens, here)
+        if with_gradients:
+            part, stats, *upstream = loss_and_gradients(loss_fn, logprob_T, entropy_T, here, extra)
+            work.add_gradients(*upstream)
         else:
-            part, stats, *upstream = loss_and_gradients(loss_fn, logprob_T, entropy_T, tokens, extra)
-            gradients.add(chunk, gradient_(logits_TV, rows, found, *upstream), slope_TV, known_TH)
+            part, stats = weighted_loss(loss_fn, logprob_T, entropy_T, here, extra)
         loss += part
-        statistics.add(stats, tokens)
+        statistics.add(stats, here)
     return LossOutput(loss, statistics.result())
+
+
+class _HeadWork:
+    """Plain torch, on any device."""
+
+    def __init__(self, hidden_TH: Tensor, head: LinearHead, needs: Needs, rows: Rows, with_entropy: bool) -> None:
+        self.dtype = head.wide
+        self._hidden_TH, self._head, self._rows, self._with_entropy = hidden_TH.detach(), head, rows, with_entropy
+        self._gradients = HeadGradients(head, needs, len(hidden_TH)) if any(needs) else None
+        self._last: tuple[slice, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        self._last = None  # room for this chunk
+        rows = self._rows.at(chunk)
+        known_TH = rows.known(self._hidden_TH[chunk])
+        logits_TV = self._head.logits(known_TH)
+        slope_TV = None if self._gradients is None else self._head.softcap_slope(logits_TV)
+        found = statistics_(logits_TV, rows, with_entropy=self._with_entropy)
+        self._last = (chunk, known_TH, logits_TV, slope_TV, found)
+        return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        assert self._last is not None and self._gradients is not None
+        chunk, known_TH, exp_TV, slope_TV, found = self._last
+        dlogits_TV = gradient_(exp_TV, self._rows.at(chunk), found, g_logprob_T, g_entropy_T)
+        self._gradients.add(chunk, dlogits_TV, slope_TV, known_TH)
+
+    def totals(self) -> Totals:
+        assert self._gradients is not None
+        return self._gradients.totals()
 
 
 def linear_loss_chunked(
@@ -163,27 +221,12 @@ def linear_loss_chunked(
 ) -> LossOutput:
     """Plain torch in chunks of rows, or of whole sequences, on any device."""
     head = LinearHead(weight_VH, bias, softcap)
-    num_rows = len(hidden_TH)
-    rows = rows_per_chunk(num_rows, len(weight_VH), head.wide.itemsize, memory_budget_bytes)
-    batch = _Batch(
-        hidden_TH.detach(),
-        Rows.of(target_T, ignore_index, temperature, logit_scale),
-        TokenInputs(per_token, token_weight.to(head.wide), target_T != ignore_index),
-        _chunks(num_rows, rows, cu_seqlens),
-        with_entropy,
-    )
-    needs = Needs.of(hidden_TH, weight_VH, bias)
-    if not any(needs):
-        return _loss_and_gradients(batch, loss_fn, head, None)
-    gradients = HeadGradients(head, needs, num_rows)
-    loss, stats = _loss_and_gradients(batch, loss_fn, head, gradients)
-    return LossOutput(_KnownGradients.apply(loss, gradients, hidden_TH, weight_VH, bias), stats)  # type: ignore[no-untyped-call]
-
-
-def _chunks(num_rows: int, rows: int, cu_seqlens: list[int] | None) -> Iterable[tuple[slice, list[int] | None]]:
-    if cu_seqlens is not None:
-        return sequence_chunks(cu_seqlens, rows)
-    return ((chunk, None) for chunk in row_chunks(num_rows, rows))
+    inputs = (hidden_TH, weight_VH, bias)
+    rows = Rows.of(target_T, ignore_index, temperature, logit_scale)
+    tokens = TokenInputs(per_token, token_weight.to(head.wide), ~rows.is_ignored)
+    num_rows = rows_per_chunk(len(hidden_TH), len(weight_VH), head.wide.itemsize, memory_budget_bytes)
+    work = _HeadWork(hidden_TH, head, Needs.of(*inputs), rows, with_entropy)
+    return loss_in_chunks(work, loss_fn, tokens, rows_per_chunk=num_rows, cu_seqlens=cu_seqlens, inputs=inputs)
 
 
 def _sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[str, Tensor]:
