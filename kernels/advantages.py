@@ -4,10 +4,15 @@ For a group of n rewards R with mean mu and unbiased standard deviation sigma:
 
     grpo     (R - mu) / (sigma + epsilon)    (Shao et al. 2024, arXiv 2402.03300)
     dr_grpo  R - mu                          (Liu et al. 2025, arXiv 2503.20783)
-    rloo     n / (n - 1) (R - mu)            (Ahmadian et al. 2024, arXiv 2402.14740): R minus the mean of the
-    others
+    rloo     n / (n - 1) (R - mu)            (Ahmadian et al. 2024, arXiv 2402.14740): leave one out, R minus the
+    mean of the others
+    opo      R - sum(l R) / sum(l)           (Hao et al. 2025, arXiv 2505.23585), l the lengths of the responses
+    reinforce++  ((R - mu) - m) / (s + epsilon)  (Hu et al. 2025, arXiv 2501.03262, with the group's mean as baseline):
+    m and s are the mean and unbiased standard deviation of R - mu over all tokens of all groups
 
-A response alone in its group has nothing to be compared with: its advantage is its reward, as in verl.
+A response alone in its group has nothing to be compared with: mu (and the baseline of opo) is 0, as in verl, so that
+its advantage is its reward, whitened in reinforce++. REINFORCE++ without groups is ``masked_whiten`` of a
+``discounted_return``.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.operands import check_values, first_violation
 
-MODES = ("grpo", "rloo", "dr_grpo")
+Mode = Literal["grpo", "rloo", "dr_grpo", "opo", "reinforce++"]
+MODES = ("grpo", "rloo", "dr_grpo", "opo", "reinforce++")
+_BY_LENGTH = ("opo", "reinforce++")
 
 
 def group_advantage(
@@ -29,7 +36,8 @@ def group_advantage(
     *,
     group_size: int | None = None,
     group: Tensor | Sequence[int] | None = None,
-    mode: Literal["grpo", "rloo", "dr_grpo"] = "grpo",
+    mode: Mode = "grpo",
+    lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     epsilon: float = 1e-6,
 ) -> Tensor:
     """The advantage of each reward within its group.
@@ -39,27 +47,60 @@ def group_advantage(
         group_size: [N] rewards are groups of so many in a row.
         group: [N] integers; equal numbers are one group, in any order and of any size.
         mode: see above.
-        epsilon: keeps "grpo" finite when all rewards of a group are equal.
+        lengths: shape of the rewards; tokens of each response that count. Needed by "opo" and "reinforce++" alone.
+        epsilon: keeps "grpo" and "reinforce++" finite when all rewards of a group, or of the batch, are equal.
 
     Returns:
         float32, shape of the rewards; computed in float64 from float32, so that equal rewards give exactly 0.
 
     Raises:
-        InvalidInputError: rewards that are not finite, or groups that do not fit them.
+        InvalidInputError: rewards that are not finite, groups or lengths that do not fit them.
     """
     if mode not in MODES:
         raise InvalidInputError(f"group_advantage: mode must be one of {', '.join(MODES)}; got {mode!r}")
     reward = _checked_rewards(rewards)
     value_N, member_N = reward.reshape(-1).double(), _membership(reward, group_size, group)
+    length_N = _checked_lengths(mode, lengths, reward)
     size_N = _group_sum(torch.ones_like(value_N), member_N)
     is_alone_N = size_N == 1
-    centred_N = value_N - (_group_sum(value_N, member_N) / size_N).masked_fill(is_alone_N, 0.0)
+    weight_N = length_N if mode == "opo" else torch.ones_like(value_N)
+    baseline_N = _group_sum(weight_N * value_N, member_N) / _group_sum(weight_N, member_N).clamp(min=1)
+    centred_N = value_N - baseline_N.masked_fill(is_alone_N, 0.0)
     if mode == "rloo":
         centred_N *= size_N / (size_N - 1).clamp(min=1)
     elif mode == "grpo":
         variance_N = _group_sum(centred_N.square(), member_N) / (size_N - 1)
         centred_N /= variance_N.sqrt().masked_fill(is_alone_N, 1.0) + epsilon
+    elif mode == "reinforce++":
+        centred_N = _whitened(centred_N, length_N, epsilon)
     return centred_N.float().view(reward.shape)
+
+
+def _whitened(value_N: Tensor, length_N: Tensor, epsilon: float) -> Tensor:
+    """As if every token of a response held its value."""
+    num_tokens = length_N.sum()
+    centred_N = value_N - (length_N * value_N).sum() / num_tokens.clamp(min=1)
+    variance = (length_N * centred_N.square()).sum() / (num_tokens - 1).clamp(min=1)
+    return centred_N / (variance.sqrt() + epsilon)
+
+
+def _checked_lengths(
+    mode: str, lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None, reward: Tensor
+) -> Tensor:
+    """[N] float64; ones where the mode needs none."""
+    if (lengths is not None) != (mode in _BY_LENGTH):
+        verb = "needs lengths=, the tokens of each response" if lengths is None else "takes no lengths"
+        raise InvalidInputError(f"group_advantage: mode {mode!r} {verb}")
+    if lengths is None:
+        return torch.ones(reward.numel(), dtype=torch.float64, device=reward.device)
+    length = torch.as_tensor(lengths, device=reward.device)
+    if length.shape != reward.shape:
+        raise InvalidInputError(
+            f"group_advantage: lengths must have the shape of rewards, {list(reward.shape)}; got {list(length.shape)}"
+        )
+    is_valid = length >= 0
+    check_values(is_valid, lambda: f"group_advantage: lengths must be >= 0; got {first_violation(is_valid, length)}")
+    return length.reshape(-1).double()
 
 
 def _checked_rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]]) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,30 @@ def test_groups_of_different_sizes_are_normalised_each_by_itself() -> None:
     torch.testing.assert_close(found, torch.tensor([-1.5, 0.0, 5.0, 1.5]))
 
 
+def test_opo_takes_the_mean_weighted_by_length_as_baseline() -> None:
+    rewards, lengths = torch.randn(3, 4), torch.randint(1, 9, (3, 4))
+    baseline = torch.stack([(lengths[row] * rewards[row]).sum() / lengths[row].sum() for row in range(3)])
+    found = group_advantage(rewards, mode="opo", lengths=lengths)
+    torch.testing.assert_close(found, rewards - baseline[:, None])
+    assert group_advantage([[2.5]], mode="opo", lengths=[[7]]).tolist() == [[2.5]]
+
+
+def test_reinforce_plus_plus_whitens_over_tokens_after_the_group_mean() -> None:
+    rewards, lengths = torch.randn(3, 4), torch.randint(0, 9, (3, 4))
+    centred = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    per_token = torch.cat([value.expand(count) for value, count in zip(centred, lengths.flatten(), strict=True)])
+    want = (centred - per_token.mean()) / (per_token.std() + 1e-6)
+    found = group_advantage(rewards, mode="reinforce++", lengths=lengths)
+    torch.testing.assert_close(found.flatten(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["opo", "reinforce++"])
+def test_responses_without_a_token_give_finite_advantages(mode: Any) -> None:
+    rewards = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+    found = group_advantage(rewards, mode=mode, lengths=torch.zeros(2, 2, dtype=torch.int64))
+    assert found.isfinite().all()
+
+
 @pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo"])
 def test_equal_rewards_give_exactly_zero_and_one_alone_keeps_its_reward(mode: str) -> None:
     assert group_advantage(torch.full((3, 7), 0.1), mode=mode).count_nonzero() == 0
@@ -57,7 +82,20 @@ def test_no_rewards_give_no_advantages() -> None:
         ({"rewards": [1.0, 2.0, 3.0], "group_size": 2}, "group_size=2 does not divide 3 rewards"),
         ({"rewards": [1.0, 2.0, 3.0], "group_size": 0}, "group_size=0 does not divide 3 rewards"),
         ({"rewards": [1.0, 2.0], "group": [0]}, r"group must be \[2\]; got \[1\]"),
-        ({"rewards": [[1.0]], "mode": "ppo"}, "mode must be one of grpo, rloo, dr_grpo; got 'ppo'"),
+        (
+            {"rewards": [[1.0]], "mode": "ppo"},
+            r"mode must be one of grpo, rloo, dr_grpo, opo, reinforce\+\+; got 'ppo'",
+        ),
+        ({"rewards": [[1.0]], "mode": "opo"}, "mode 'opo' needs lengths=, the tokens of each response"),
+        ({"rewards": [[1.0]], "lengths": [[3]]}, "mode 'grpo' takes no lengths"),
+        (
+            {"rewards": [[1.0, 2.0]], "mode": "opo", "lengths": [1, 2]},
+            r"lengths must have the shape of rewards, \[1, 2\]; got \[2\]",
+        ),
+        (
+            {"rewards": [[1.0, 2.0]], "mode": "reinforce++", "lengths": [[1, -2]]},
+            r"lengths must be >= 0; got -2 at \[0, 1\]",
+        ),
     ],
 )
 def test_bad_input_is_refused(arguments: dict[str, object], message: str) -> None:

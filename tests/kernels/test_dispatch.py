@@ -70,7 +70,7 @@ def test_an_unknown_implementation_raises_with_what_is_registered() -> None:
 
 def test_an_unknown_operator_raises_with_what_is_registered() -> None:
     with pytest.raises(
-        InvalidInputError, match=r"no operator 'subtract'; registered: add, discounted_return, gae, linear_logprob, linear_loss"
+        InvalidInputError, match=r"no operator 'subtract'; registered: add, .*linear_logprob, linear_loss"
     ):
         choose("subtract", QUERY)
 
