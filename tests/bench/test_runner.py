@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.case import Case, Contender, Quantity, Work
 from rlcore.bench.result import CaseResult, read
 from rlcore.bench.runner import Sampling, run_case, run_cases
 from rlcore.errors import BenchError, DeviceError, MissingDependencyError, UnsupportedError
@@ -110,6 +111,37 @@ def test_contenders_take_turns() -> None:
     runs = [contender(lambda name=name: (order.append(name), time.sleep(0.001))) for name in names]
     run_case(case_of(*runs), get_device("cpu"), QUICK)
     assert order[-3 * QUICK.max_samples :] == names * QUICK.max_samples
+
+
+def counting(num_runs: int, **options: Any) -> Case:
+    """A case whose run returns how often it ran."""
+    runs = itertools.count(1)
+    only = Contender(implementation="count", run=lambda: next(runs), **options)
+    return Case(name="n", description="", prepare=lambda _: Work(contenders=(only,), params={}, num_runs=num_runs))
+
+
+def test_stated_number_of_runs_is_what_runs_and_each_is_checked() -> None:
+    checked: list[int] = []
+    (result,) = run_case(counting(3, check=checked.append), get_device("cpu"), QUICK)
+    assert (result.num_warmup, result.runs_per_sample, len(result.samples("time"))) == (0, 1, 3)
+    assert [metric.name for metric in result.metrics] == ["time"]
+    assert sorted(set(checked)) == [1, 2, 3]
+
+
+def test_one_wrong_run_of_a_stated_number_leaves_no_number() -> None:
+    def check(output: int) -> None:
+        assert output != 2, "the second is wrong"
+
+    (result,) = run_case(counting(3, check=check), get_device("cpu"), QUICK)
+    assert (result.status, result.metrics) == ("fail", [])
+    assert result.reason.startswith("AssertionError: the second is wrong")
+
+
+def test_quantities_of_every_timed_run_are_recorded_in_order() -> None:
+    case = counting(3, check=accept, quantities=lambda output: {"size": Quantity(output * 1.5, "MB")})
+    (result,) = run_case(case, get_device("cpu"), QUICK)
+    assert [(metric.name, metric.unit) for metric in result.metrics] == [("time", "s"), ("size", "MB")]
+    assert result.samples("size") == [1.5, 3.0, 4.5]
 
 
 # ----------------------------------------------------------------------------------- no check, no number
