@@ -2,7 +2,8 @@
 
 A step samples eight answers to each of 32 problems, lets the verifier judge them, and makes the better answers of
 each group likelier (arXiv:2402.03300; asymmetric clipping from arXiv:2503.14476). Trainer and sampler share one
-device and take turns on it, as they would on a GPU that cannot hold both. Begin at ``Quickstart.run``.
+device and take turns on it, as they would on a GPU that cannot hold both. Begin at ``Quickstart.run``; the methods
+called on ``self.train`` that are not the engine's own are those of ``policy.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import group_advantage, ppo_clip
 from rlcore.quickstart import task
 from rlcore.quickstart.config import QuickstartConfig
@@ -24,36 +24,12 @@ from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.output import RunFolder
 from rlcore.quickstart.phases import Phases
-from rlcore.quickstart.pretrained import model_class, tokenizer_of
+from rlcore.quickstart.policy import policy_class
+from rlcore.quickstart.pretrained import tokenizer_of
 
-PROMPTS, SAMPLES, MINIBATCHES, LEARNING_RATE = 32, 8, 4, 2e-4
-IMITATION_BATCH, IMITATION_RATE, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 0.44, 600
+PROMPTS, SAMPLES, TEMPERATURE, MINIBATCHES, RATE = 32, 8, 1.25, 4, 3e-4
+IMITATION_BATCH, IMITATION_RATE, WARM_UP, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 20, 0.47, 600
 EVERY = 10  # steps between evaluations, and between checkpoints
-
-
-class Policy(HuggingFaceTrainModule):
-    """The methods that run where the weights are; mixed into the model's own class."""
-
-    def on_weights_materialized(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=IMITATION_RATE)
-
-    def imitate(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> float:
-        """One supervised step."""
-        device: Any = self.device
-        logits = self(input_ids.to(device), attention_mask.to(device)).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten().to(device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def begin_reinforcement(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
-
-    def decay(self, done: float) -> None:
-        """Lower the learning rate linearly; ``done`` is the share of the run in [0, 1]."""
-        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - done)
 
 
 class Quickstart:
@@ -68,9 +44,8 @@ class Quickstart:
             task.problems(split, seed=config.seed) for split in ("train", "gate", "held-out")
         )
         self.done = {"imitation": 0, "step": -1}  # steps of each kind; step -1: still imitating
-        policy_class: Any = type("QuickstartPolicy", (Policy, model_class(path)), {})
         with rlcore.meta_device():
-            self.train = rlcore.TrainEngine(policy_class.from_pretrained(path))
+            self.train = rlcore.TrainEngine(policy_class(path).from_pretrained(path))
         self.infer = rlcore.InferenceEngine(path)
 
     def run(self) -> None:
@@ -86,7 +61,7 @@ class Quickstart:
             while self.done["step"] < self.config.steps:
                 self.done["step"] += 1
                 self.record(self.grpo_step(self.done["step"]))
-                self.save_when_due(self.done["step"])
+                self.save_when_due()
             self.train.onload("weights")
             self.train.export(self.folder.model)
 
@@ -99,22 +74,23 @@ class Quickstart:
                 self.display.imitating(step, accuracy, wanted=GATE_ACCURACY)
                 if accuracy >= GATE_ACCURACY:
                     break
+            self.train.set_rate(IMITATION_RATE * min(1, (step + 1) / WARM_UP))
             generator = self.generator("imitation", step)
             self.train.imitate(**task.imitation_batch(self.training, IMITATION_BATCH, self.tokenizer, generator))
             self.done["imitation"] += 1
-            self.save_when_due(None)
+            self.save_when_due()
         self.train.begin_reinforcement()
         self.train.sync_weights(self.infer)
         self.done["step"] = 0
         self.record({"step": 0, "imitation_steps": self.done["imitation"], "accuracy": self.accuracy(self.held_out)})
-        self.save_when_due(0)
+        self.save_when_due()
 
     def grpo_step(self, step: int) -> dict[str, float]:
         """Sample, judge, learn, hand over the new weights."""
         phases, generator = Phases(), self.generator("grpo", step)
         asked = task.draw(self.training, PROMPTS, generator)
         with phases("generate"):
-            outputs = self.sample(asked, n=SAMPLES, generator=generator)
+            outputs = self.sample(asked, n=SAMPLES, temperature=TEMPERATURE, generator=generator)
         judged = rewards = self.judge(asked, outputs)
         if self.config.shuffle_rewards:  # the control: within each group, so that nothing can be learned
             judged = torch.stack([row[torch.randperm(SAMPLES, generator=generator)] for row in rewards])
@@ -142,12 +118,13 @@ class Quickstart:
 
     def learn(self, batch: dict[str, Tensor], step: int, generator: torch.Generator) -> dict[str, float]:
         """One optimizer step a minibatch. Parity: how far the trainer's log-probs are from the sampler's."""
-        self.train.decay((step - 1) / self.config.steps)
-        parity = (self.train.forward_logprobs(batch) - batch["old_logprobs"]).abs().max()
+        self.train.set_rate(RATE * (1 - (step - 1) / self.config.steps))
+        parity = (self.train.forward_logprobs(batch, temperature=TEMPERATURE) - batch["old_logprobs"]).abs().max()
         metrics: dict[str, float] = {}
         for rows in torch.randperm(len(batch["input_ids"]), generator=generator).chunk(MINIBATCHES):
             minibatch = {name: values[rows] for name, values in batch.items()}
-            metrics = self.train.train_batch(minibatch, ppo_clip(clip_low=0.2, clip_high=0.28))
+            loss_fn = ppo_clip(clip_low=0.2, clip_high=0.28)
+            metrics = self.train.train_batch(minibatch, loss_fn, temperature=TEMPERATURE)
         return metrics | {"parity": float(parity)}
 
     def hand_over(self, phases: Phases) -> None:
@@ -181,13 +158,14 @@ class Quickstart:
         self.folder.append(metrics)
         self.display.update(metrics)
 
-    def save_when_due(self, step: int | None) -> None:
+    def save_when_due(self) -> None:
         """Checkpoint every so many GRPO steps, at the end, and when the user wants to stop."""
-        is_due = step is not None and (step % EVERY == 0 or step == self.config.steps)
+        step = self.done["step"]
+        is_due = step >= 0 and (step % EVERY == 0 or step == self.config.steps)
         if is_due or self.interrupt.is_requested:
             self.train.onload()
             self.train.save(self.folder.checkpoint, self.done)
-            if step is not None:
+            if step >= 0:  # else imitation goes on
                 self.train.offload()
         if self.interrupt.is_requested:
             raise Interrupted

@@ -1,0 +1,43 @@
+"""The quickstart's part that runs where the weights are: methods on the model, called through the train engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.quickstart.pretrained import model_class
+
+
+class Policy(HuggingFaceTrainModule):
+    """``policy_class`` mixes it into the model's own class."""
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), betas=(0.9, 0.95))
+
+    def imitate(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> float:
+        """One supervised step."""
+        device: Any = self.device
+        logits = self(input_ids.to(device), attention_mask.to(device)).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten().to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def begin_reinforcement(self) -> None:
+        """Forget the moments of another objective's gradients."""
+        self.optimizer = torch.optim.AdamW(self.parameters())
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate."""
+        self.optimizer.param_groups[0]["lr"] = rate
+
+
+def policy_class(path: Path) -> Any:
+    """``class QuickstartPolicy(Policy, <the class of the model in the folder>)``; raises as ``model_class``."""
+    return type("QuickstartPolicy", (Policy, model_class(path)), {})
