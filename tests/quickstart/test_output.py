@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -77,6 +79,16 @@ def test_a_config_comes_back_from_json() -> None:
     assert QuickstartConfig.from_json(QuickstartConfig().to_json()) == QuickstartConfig()
 
 
+def test_the_command_that_resumes_names_every_option_that_is_not_usual() -> None:
+    config = QuickstartConfig(model=Path("a model"), seed=3, output=Path("o"), shuffle_rewards=True)
+    command = shlex.split(config.resume_command())
+    assert command[command.index("quickstart") :] == [
+        "quickstart", "--resume", "--model", "a model", "--seed", "3", "--output", "o", "--shuffle-rewards",
+    ]  # fmt: skip
+    assert QuickstartConfig().resume_command().endswith(" quickstart --resume")
+    assert shutil.which(command[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,6 +146,36 @@ def test_an_empty_folder_is_taken(config: QuickstartConfig) -> None:
     config.output.mkdir(parents=True)
     RunFolder(config).close()
     assert QuickstartConfig.from_json((config.output / "run.json").read_bytes()) == config
+
+
+def test_a_run_without_a_checkpoint_leaves_the_folder_to_another(config: QuickstartConfig) -> None:
+    with RunFolder(config) as folder:
+        folder.append({"step": 0, "accuracy": 0.3})
+    with RunFolder(replace(config, resume=True)) as folder:
+        assert not folder.has_checkpoint()
+        assert len(folder.read()) == 1
+    with RunFolder(replace(config, seed=1)) as folder:
+        assert folder.read() == []
+        folder.append({"step": 0, "accuracy": 0.3})
+        folder.checkpoint.mkdir()
+        (folder.checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match=r"holds another run \(its own model, seed 1, 0 of 100 steps done\)"):
+        RunFolder(config)
+    with RunFolder(replace(config, seed=1, resume=True)) as folder:
+        assert folder.has_checkpoint()
+
+
+def test_a_checkpoint_that_is_gone_is_missed(config: QuickstartConfig) -> None:
+    write_steps(config, 3)
+    message = (
+        f"{config.output} has the metrics of 3 steps and no checkpoint; put {config.output / 'checkpoint'} back, "
+        "or start again with another --output"
+    )
+    with (
+        RunFolder(replace(config, resume=True)) as folder,
+        pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"),
+    ):
+        folder.has_checkpoint()
 
 
 def test_resume_refuses_another_run(config: QuickstartConfig) -> None:

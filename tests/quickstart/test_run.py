@@ -1,0 +1,501 @@
+"""``rlcore quickstart`` as a user runs it: real runs, real signals, real full disks.
+
+Most runs here are made small by ``SMALL``: few problems, an unfinished warm-start, and a verifier that is content with
+an even first digit, so that there is something to learn from the first step on. The slow tests run the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlcore.quickstart.model import quickstart_model
+
+SMALL = """
+import sys
+from rlcore.quickstart import run, task
+run.PROMPTS, run.SAMPLES, run.EVERY = 8, 4, 2
+run.GATE_ACCURACY, run.MAX_IMITATION_STEPS, run.IMITATION_BATCH = 2.0, 12, 32  # all 12 steps are made
+task.reward = lambda problem, text: float(text[:1] in tuple("02468"))
+from rlcore.cli import main
+main()
+"""
+INTERRUPTED = """
+import itertools, os, signal
+from rlcore.quickstart import task
+def call(*arguments, original=task.{function}, number=itertools.count(1)):
+    if next(number) == {call}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(*arguments)
+task.{function} = call
+"""
+STEPS = 8
+TIMINGS = re.compile(r"_s$")  # seconds of each phase, and tokens_per_s
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """rlcore's cache folder with the quickstart's model in it."""
+    folder = tmp_path_factory.mktemp("cache")
+    quickstart_model(seed=0, cache=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start(cache: Path) -> Iterator[Start]:
+    """Start ``rlcore quickstart`` with arguments; ended at the latest with the tests."""
+    started = []
+
+    def start(*arguments: str | Path, code: str | None = SMALL, **env: str) -> subprocess.Popen[str]:
+        program = ["-m", "rlcore"] if code is None else ["-c", code]
+        process = subprocess.Popen(
+            [sys.executable, *program, "quickstart", *map(str, arguments)],
+            # one thread: sums are taken in one order, and nothing waits when other tests have the cores
+            env=os.environ | {"RLCORE_CACHE": str(cache), "OMP_NUM_THREADS": "1"} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=240)
+    return process.returncode, stdout, stderr
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if text in line:
+            return
+    pytest.fail(f"{text!r} was not among {seen}")
+
+
+def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """Everything of metrics.jsonl that does not depend on the clock."""
+    return [{name: v for name, v in step.items() if not TIMINGS.search(name)} for step in metrics(folder)]
+
+
+def progress(folder: Path) -> dict[str, int]:
+    """The steps done that the checkpoint remembers."""
+    manifest = json.loads((folder / "checkpoint" / "manifest.json").read_bytes())
+    found: dict[str, int] = manifest["state"]["extra"]
+    return found
+
+
+def refusal(process: subprocess.Popen[str]) -> str:
+    """The one line on stderr of a run that was refused."""
+    code, stdout, stderr = ended(process)
+    assert (code, stdout) == (1, ""), stderr
+    (line,) = stderr.splitlines()
+    assert line.startswith("rlcore: ")
+    return line.removeprefix("rlcore: ")
+
+
+@pytest.fixture(scope="session")
+def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """The folder, stdout and stderr of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed run"
+    code, stdout, stderr = ended(start("--steps", str(STEPS), "--output", folder))
+    assert code == 0, stderr
+    return folder, stdout, stderr
+
+
+# ---------------------------------------------------------------------------------------- what a run leaves
+
+
+def test_a_run_leaves_a_picture_metrics_a_checkpoint_and_a_model(finished: tuple[Path, str, str]) -> None:
+    folder = finished[0]
+    assert {file.name for file in folder.iterdir()} == {
+        "run.json",
+        "metrics.jsonl",
+        "reward.png",
+        "checkpoint",
+        "model",
+    }
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert progress(folder) == {"imitation": 12, "step": STEPS}
+
+
+def test_every_step_has_its_line_of_metrics(finished: tuple[Path, str, str]) -> None:
+    first, *steps = metrics(finished[0])
+    assert first.keys() == {"step", "imitation_steps", "accuracy"}
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    for line in steps:
+        assert 0 <= line["reward"] <= 1
+        assert all(line[f"{phase}_s"] > 0 for phase in ("generate", "train", "sync", "offload"))
+        assert line["tokens_per_s"] > 0
+        assert ("accuracy" in line) == (line["step"] % 2 == 0)
+    assert len({line["reward"] for line in steps}) > 2, "nothing varies: the runs here show nothing"
+    assert all(line["grad_norm"] > 0 for line in steps)
+
+
+def test_the_samplers_logprobs_are_the_trainers_in_every_step(finished: tuple[Path, str, str]) -> None:
+    folder, _, stderr = finished
+    parity = [line["parity"] for line in metrics(folder)[1:]]
+    assert 0 < max(parity) < 1e-4
+    assert f"parity {parity[-1]:.0e}" in stderr
+
+
+def test_stdout_is_the_table_and_nothing_has_escape_codes(finished: tuple[Path, str, str]) -> None:
+    folder, stdout, stderr = finished
+    assert [line.split("  ")[0] for line in stdout.splitlines()] == [
+        "rlcore quickstart",
+        "held-out accuracy, greedy",
+        "sampler against trainer",
+        "seconds",
+        "picture",
+        "metrics",
+        "checkpoint",
+        "model",
+    ]
+    assert f"{folder}/reward.png" in stdout
+    assert re.fullmatch(
+        r"warm-start step 0  sampled accuracy .*\nstep 0/8  .*\nstep 8/8  reward .*  parity .* tokens/s  .*\n", stderr
+    )
+    assert "\x1b" not in stdout + stderr and "\r" not in stdout + stderr
+
+
+def test_the_model_answers_in_transformers_as_in_the_engine(finished: tuple[Path, str, str]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    import rlcore
+    from rlcore.quickstart import task
+
+    folder = finished[0] / "model"
+    prompts = [task.prompt_text(problem) for problem in task.problems("held-out", seed=0)[:16]]
+    with rlcore.InferenceEngine(folder).build(devices="cpu") as engine:
+        outputs = engine.generate(prompts, {"temperature": 0.0, "max_tokens": 4}, progress=False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    inputs = tokenizer(prompts, return_tensors="pt")  # prompts of one length: no padding
+    with torch.no_grad():
+        generated = model.generate(**inputs, do_sample=False, max_new_tokens=4)
+    theirs = tokenizer.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert [output.outputs[0].text for output in outputs] == theirs
+    assert len(set(theirs)) > 1
+
+
+# --------------------------------------------------------------------------------------- stopped and resumed
+
+
+def test_ctrl_c_in_the_warm_start_and_again_in_grpo_changes_nothing(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "a run"
+    options = ["--steps", str(STEPS), "--output", folder]
+    in_imitation = INTERRUPTED.format(function="imitation_batch", call=5)
+    code, stdout, stderr = ended(start(*options, code=in_imitation + SMALL))
+    _, said, hint = stderr.splitlines()
+    assert (code, stdout, said) == (130, "", "stopping after this step; press Ctrl-C again to stop at once")
+    assert re.fullmatch(rf"stopped; continue with: .* quickstart --resume --steps {STEPS} --output '.*/a run'", hint)
+    assert progress(folder) == {"imitation": 5, "step": -1}
+
+    in_grpo = INTERRUPTED.format(function="draw", call=7 + 3)  # 7 more batches to imitate, then a draw a step
+    code, stdout, stderr = ended(start("--resume", *options, code=in_grpo + SMALL))
+    assert (code, stdout) == (130, "")
+    assert stderr.startswith("resumed after 5 imitation steps, 0 steps\n")
+    assert progress(folder) == {"imitation": 12, "step": 3}  # no checkpoint is due then
+    assert len(metrics(folder)) == 4
+
+    code, stdout, stderr = ended(start("--resume", "--steps", str(STEPS), "--output", folder))
+    assert code == 0, stderr
+    assert curve(folder) == curve(finished[0])
+
+
+def test_the_command_that_is_printed_resumes_the_run(start: Start, cache: Path, tmp_path: Path) -> None:
+    process = start("--output", tmp_path / "it's", "--seed", "0", "--steps", "9", "--device", "cpu", code=None)
+    read_until(process, "warm-start step 0")
+    process.send_signal(signal.SIGINT)
+    code, _, stderr = ended(process)
+    assert code == 130
+    command = stderr.splitlines()[-1].partition("continue with: ")[2]
+    shell = ["bash", "-c", f"exec {command}"]
+    environment = os.environ | {"RLCORE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True, env=environment) as resumed:
+        read_until(resumed, "resumed after")
+        resumed.kill()
+    assert json.loads((tmp_path / "it's" / "run.json").read_bytes())["steps"] == 9
+
+
+def test_a_run_killed_at_random_moments_goes_on_as_if_it_never_was(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    seed = time.time_ns()
+    print(f"moments drawn with seed {seed}")  # shown if the test fails
+    moment = random.Random(seed)
+    process = start("--steps", str(STEPS), "--output", tmp_path / "run")
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
+    for _ in range(2):
+        time.sleep(moment.uniform(0, 6))
+        process.kill()
+        process.communicate()
+        process = start("--resume", "--steps", str(STEPS), "--output", tmp_path / "run")
+    code, _, stderr = ended(process)
+    assert code == 0, stderr
+    assert curve(tmp_path / "run") == curve(finished[0])
+
+
+def test_ctrl_c_twice_stops_at_once_without_noise(start: Start, tmp_path: Path) -> None:
+    process = start("--steps", "10000", "--output", tmp_path / "run")
+    read_until(process, "step 10/")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "stopping after this step")
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = ended(process)
+    assert (code, stdout) == (130, "")
+    # the step may have ended between the two: then the run has stopped by the first
+    assert stderr == "" or stderr.startswith("stopped; continue with:"), stderr
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start("--output", folder)
+    read_until(process, "warm-start step 0")
+    process.kill()
+    process.communicate()
+    assert not (folder / "checkpoint").exists()
+    code, _, stderr = ended(start("--steps", "1", "--output", folder, "--resume"))
+    assert code == 0, stderr
+    assert stderr.splitlines()[0] == "the run ended before its first checkpoint: starting from the beginning"
+
+
+def test_resuming_a_finished_run_shows_its_table_again_or_goes_on_for_longer(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    folder, table, _ = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    code, stdout, stderr = ended(start("--resume", "--steps", str(STEPS), "--output", copy))
+    assert (code, stderr) == (0, f"resumed after 12 imitation steps, {STEPS} steps\n")
+    assert stdout == table.replace(str(folder), str(copy))
+    assert curve(copy) == curve(folder)
+    code, _, stderr = ended(start("--resume", "--steps", str(STEPS + 1), "--output", copy))
+    assert code == 0, stderr
+    assert [line["step"] for line in metrics(copy)] == list(range(STEPS + 2))
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_folder_with_another_run_is_refused_and_left_alone(start: Start, finished: tuple[Path, str, str]) -> None:
+    folder = finished[0]
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    assert refusal(start("--output", folder)) == (
+        f"{folder} holds another run (its own model, seed 0, {STEPS} of {STEPS} steps done); "
+        "add --resume to continue it, or use another --output"
+    )
+    assert refusal(start("--output", folder, "--resume", "--seed", "1")) == (
+        f"cannot resume {folder}: it holds a run with seed 0, not 1; "
+        "give the same options, or another --output without --resume"
+    )
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+
+
+def test_resume_refuses_the_checkpoint_of_another_model(
+    start: Start, finished: tuple[Path, str, str], llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    record = json.loads((folder / "run.json").read_bytes())
+    (folder / "run.json").write_text(json.dumps(record | {"model": str(llama)}))
+    line = refusal(start("--output", folder, "--resume", "--model", llama))
+    assert line.startswith("the checkpoint is of another model than QuickstartPolicy: missing lm_head.weight")
+
+
+def test_a_refused_model_leaves_the_output_folder_free(start: Start, llama: Path, tmp_path: Path) -> None:
+    line = refusal(start("--output", tmp_path / "run", "--model", tmp_path / "typo"))
+    assert line.startswith(f"model path '{tmp_path / 'typo'}' is not a folder; rlcore does not download models")
+    code, _, stderr = ended(start("--output", tmp_path / "run", "--model", llama, "--steps", "1"))
+    assert code == 0, stderr
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def with_truncated_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100)
+
+
+def with_smaller_vocabulary(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def without_end_of_sequence(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def of_unknown_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "hal9000"}))
+
+
+def of_an_image_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_weights, "{folder} has no weights: neither model.safetensors nor model.safetensors.index.json;"),
+        (with_truncated_weights, "{folder}/model.safetensors is damaged: its header needs 3168656 bytes, it has"),
+        (with_smaller_vocabulary, "the tokenizer in {folder} has 21 tokens but the model's vocab_size is 20; use the"),
+        (without_tokenizer, "{folder} has no tokenizer, which the quickstart needs to write its problems; put the"),
+        (without_end_of_sequence, "the tokenizer '{folder}' has no end-of-sequence token, which ends an answer; set"),
+        (of_unknown_type, "transformers cannot read {folder}/config.json: The checkpoint you are trying to load has"),
+        (of_an_image_model, "{folder} holds a 'vit' model, which is not a causal language model; use one that is"),
+    ],
+)
+def test_a_model_folder_that_will_not_do_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], message: str
+) -> None:
+    from rlcore.errors import RlcoreError
+    from rlcore.quickstart.config import QuickstartConfig
+    from rlcore.quickstart.run import run
+
+    folder = tmp_path / "model"
+    shutil.copytree(quickstart_model(seed=0, cache=cache), folder)
+    damage(folder)
+    with pytest.raises(RlcoreError, match=f"^{re.escape(message.format(folder=folder))}"):
+        run(QuickstartConfig(model=folder, output=tmp_path / "run"))
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones(start: Start, tmp_path: Path) -> None:
+    options = ["--output", tmp_path / "run"]
+    line = refusal(start(*options, "--device", "abacus", code=None))
+    assert line == "no device 'abacus'; registered: cpu, cuda. See `rlcore devices`."
+    line = refusal(start(*options, code=None, RLCORE_DEVICE="abacus"))
+    assert line == "RLCORE_DEVICE=abacus: no device 'abacus'; registered: cpu, cuda. See `rlcore devices`."
+
+
+# ---------------------------------------------------------------------------------------------- foreign model
+
+
+@pytest.fixture(scope="session")
+def llama(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in bfloat16, head not tied, with more token ids than its tokenizer knows."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=20,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for file in quickstart_model(seed=0, cache=cache).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_a_foreign_model_is_trained(start: Start, llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    code, stdout, stderr = ended(start("--model", llama, "--steps", "2", "--output", tmp_path / "run"))
+    assert code == 0, stderr
+    assert len(stderr.splitlines()) == 3, stderr  # transformers says nothing of its own
+    assert max(line["parity"] for line in metrics(tmp_path / "run")[1:]) < 1e-4
+    assert "after 2 steps" in stdout
+    trained = tmp_path / "run" / "model"
+    assert AutoConfig.from_pretrained(trained).architectures == ["LlamaForCausalLM"]
+    assert (trained / "model.safetensors").read_bytes() != (llama / "model.safetensors").read_bytes()
+
+
+# -------------------------------------------------------------------------------------------------- full disk
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_loses_no_checkpoint(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    options = ["--steps", str(STEPS), "--output", folder]
+    # The first checkpoint, whose optimizer is still empty, fits; the next one, of 6.3 MB of moments, does not.
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, {resource.RLIM_INFINITY}))\n{SMALL}"
+    code, stdout, stderr = ended(start(*options, code=limited))
+    assert (code, stdout) == (1, "")
+    (line,) = [line for line in stderr.splitlines() if not line.startswith(("warm-start step", "step "))]
+    assert line.startswith(f"rlcore: cannot write the checkpoint {folder}/checkpoint: "), line
+    assert line.endswith(f"the previous checkpoint in {folder}/checkpoint is intact")
+    assert progress(folder) == {"imitation": 12, "step": 0}
+    assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing half-written is left
+    code, _, stderr = ended(start(*options, "--resume"))
+    assert code == 0, stderr
+    assert curve(folder) == curve(finished[0])
+
+
+# --------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_control", [False, True], ids=["learns", "control"])
+def test_it_learns_from_rewards_and_from_nothing_else(start: Start, tmp_path: Path, is_control: bool) -> None:
+    options = ["--shuffle-rewards"] if is_control else []
+    process = start("--seed", "0", "--output", tmp_path / "run", *options, code=None)
+    _, stderr = process.communicate(timeout=880)
+    assert process.returncode == 0, stderr
+    steps = metrics(tmp_path / "run")
+    before, after = steps[0]["accuracy"], steps[-1]["accuracy"]
+    assert before < 0.45
+    assert len(steps) == 101
+    if is_control:
+        assert after - before <= 0.05
+    else:
+        assert after >= 0.90
+    assert max(line["parity"] for line in steps[1:]) < 1e-4
