@@ -1,0 +1,493 @@
+"""Every term against its published value and gradient, written here over padded [N, L] batches.
+
+The terms see the same batch packed. One sequence has one token, one has none that counts, one is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.ops import (
+    LossFn,
+    cispo,
+    cispo_absolute,
+    cpgd,
+    decoupled_ppo,
+    dppo,
+    gmpo,
+    gspo,
+    icepop,
+    kl,
+    ppo_clip,
+    reinforce,
+    sapo,
+    sequence_level,
+    sequence_mask,
+    sequence_mean,
+    tis,
+    token_weights,
+)
+
+N, L = 12, 9
+
+
+class Padded(NamedTuple):
+    """[N, L] float64; ``is_present`` marks tokens, ``m`` those that count, ``w`` weighs them."""
+
+    x: Tensor
+    old: Tensor
+    ref: Tensor
+    rollout: Tensor
+    A: Tensor
+    is_present: Tensor
+    m: Tensor
+    w: Tensor
+
+    @property
+    def d(self) -> Tensor:
+        return self.x - self.old
+
+    @property
+    def r(self) -> Tensor:
+        return self.d.exp()
+
+    @property
+    def n(self) -> Tensor:
+        """[N, 1]: |y_i|."""
+        return self.m.sum(1, keepdim=True).clamp(min=1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[N, 1]: over the tokens of each sequence that count."""
+        return (values * self.m).sum(1, keepdim=True) / self.n
+
+
+def padded_batch(*, per_token_advantage: bool) -> Padded:
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(scale: float, *shape: int) -> Tensor:
+        return torch.randn(shape or (N, L), generator=generator, dtype=torch.float64) * scale
+
+    length = torch.randint(2, L + 1, (N,), generator=generator)
+    length[0], length[1] = 1, 0
+    is_present = torch.arange(L) < length[:, None]
+    m = is_present & (torch.rand(N, L, generator=generator) < 0.8)
+    m[0], m[2] = is_present[0], False
+    x = -0.1 - normal(1.0).abs()
+    advantage = normal(1.0) if per_token_advantage else normal(1.0, N, 1).expand(N, L)
+    others = (x + normal(0.4), x + normal(0.4))
+    old, ref = (values.clamp(max=-1e-3) for values in others)
+    rollout = (old + normal(0.4)).clamp(max=-1e-3)
+    w = token_weights("seq-mean-token-mean", m).double()
+    return Padded(x, old, ref, rollout, advantage, is_present, m.double(), w)
+
+
+def per_token_of(batch: Padded) -> dict[str, Tensor]:
+    packed = batch.is_present
+    edges = torch.nn.functional.pad(packed.sum(1).cumsum(0), (1, 0))
+    return {
+        "old_logprobs": batch.old[packed],
+        "ref_logprobs": batch.ref[packed],
+        "rollout_logprobs": batch.rollout[packed],
+        "advantages": batch.A[packed],
+        "cu_seqlens": edges,
+        "token_mask": batch.m[packed] != 0,
+    }
+
+
+def total(term: LossFn, x_T: Tensor, batch: Padded) -> Tensor:
+    value, _ = term(x_T, None, per_token_of(batch))
+    return (torch.where(batch.m[batch.is_present] != 0, value, 0.0) * batch.w[batch.is_present]).sum()
+
+
+Formula = Callable[[Padded], tuple[Tensor, Tensor]]
+"""The value [N, L], and the gradient [N, L] of the weighted sum of values."""
+
+
+def clip_passes(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
+    return torch.where(A > 0, ratio <= high, ratio >= low).double()
+
+
+def ppo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    value = torch.maximum(-b.r * b.A, -b.r.clamp(0.8, 1.28) * b.A)
+    return value, -b.w * b.A * b.r * clip_passes(b.r, b.A, 0.8, 1.28)
+
+
+def dual_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    value, gradient = ppo_formula(b)
+    value = torch.where(b.A < 0, torch.minimum(value, -1.5 * b.A), value)
+    return value, gradient * ~((b.A < 0) & (b.r > 1.5))
+
+
+def two_sided_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    value = -torch.minimum(b.r.clamp(max=1.5) * b.A, b.r.clamp(0.8, 1.28) * b.A)
+    inside = torch.where(b.A > 0, b.r <= 1.28, (b.r >= 0.8) & (b.r <= 1.5))
+    return value, -b.w * b.A * b.r * inside
+
+
+def reinforce_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    return -b.A * b.x, -b.w * b.A
+
+
+def cispo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    return -b.r.clamp(0.8, 1.28) * b.A * b.x, -b.w * b.A * b.r.clamp(0.8, 1.28)
+
+
+def cispo_absolute_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    return -b.r.clamp(max=1.4) * b.A * b.x, -b.w * b.A * b.r.clamp(max=1.4)
+
+
+def cpgd_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    up = torch.minimum(b.x, b.old + math.log(1.28))
+    down = torch.maximum(b.x, b.old + math.log(0.8))
+    return -b.A * torch.where(b.A > 0, up, down), -b.w * b.A * clip_passes(b.r, b.A, 0.8, 1.28)
+
+
+def drift_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    value, gradient = cpgd_formula(b)
+    drift = (b.r - 1).clamp(max=2.0)
+    return value + 0.3 * drift * b.x, gradient + b.w * 0.3 * drift
+
+
+def sapo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    k = torch.where(b.A > 0, 1.0, 1.05).double()
+    s = 1 / (1 + (-k * (b.r - 1)).exp())
+    return -b.A * 4 / k * s, -b.w * 4 * b.A * s * (1 - s) * b.r
+
+
+def dppo_formula(kind: str, delta: float) -> Formula:
+    def formula(b: Padded) -> tuple[Tensor, Tensor]:
+        p, q = b.x.exp(), b.old.exp()
+        if kind == "tv":
+            valid = torch.where(b.A > 0, p - q <= delta, p - q >= -delta)
+        else:
+            divergence = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+            valid = torch.where(b.A > 0, (divergence <= delta) | (p <= q), (divergence <= delta) | (p >= q))
+        weight = b.r.clamp(max=1.6) * valid
+        return -b.A * weight * b.x, -b.w * b.A * weight
+
+    return formula
+
+
+def weighted_formula(weigh: Callable[[Tensor], Tensor], *, by_sequence: bool = False) -> Formula:
+    def formula(b: Padded) -> tuple[Tensor, Tensor]:
+        log_weight = b.old - b.rollout
+        w = weigh((b.mean(log_weight) if by_sequence else log_weight).exp())
+        value, gradient = ppo_formula(b)
+        return w * value, w * gradient
+
+    return formula
+
+
+def within(low: float, high: float) -> Callable[[Tensor], Tensor]:
+    return lambda w: w * ((w >= low) & (w <= high))
+
+
+def sequence_mask_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    geometric = b.mean(b.old - b.rollout).exp()
+    w = (b.old - b.rollout).exp() * ((geometric >= 0.9) & (geometric <= 1.1))
+    value, gradient = ppo_formula(b)
+    return w * value, w * gradient
+
+
+def gspo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    s = b.mean(b.d).exp()
+    value = torch.maximum(-s * b.A, -s.clamp(0.9, 1.1) * b.A)
+    # of the mean over sequences: each token's weight is m / (n B), each value the same
+    per_token = -b.A * s * clip_passes(s, b.A, 0.9, 1.1) * b.m / b.n
+    return value, per_token * (b.w.sum(1, keepdim=True))
+
+
+def gmpo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    sign = b.A.sign()
+    clipped = sign * torch.minimum(sign * b.d, sign * b.d.clamp(-0.3, 0.2))
+    rho = b.mean(clipped).exp()
+    passes = torch.where(b.A > 0, b.d <= 0.2, b.d >= -0.3)
+    per_token = -b.mean(b.A) * rho * b.m / b.n * passes
+    return -b.mean(b.A) * rho * torch.ones_like(b.d), per_token * b.w.sum(1, keepdim=True)
+
+
+def kl_formula(value: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]) -> Formula:
+    return lambda b: (0.3 * value(b.ref - b.x), 0.3 * b.w * gradient(b.ref - b.x))
+
+
+def corrected_kl_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    k3 = (b.ref - b.x).exp() - (b.ref - b.x) - 1
+    return 0.3 * b.r * k3, 0.3 * b.w * b.r * (b.x - b.ref)
+
+
+TOKEN_TERMS: dict[str, tuple[Callable[[], LossFn], Formula]] = {
+    "ppo_clip": (ppo_clip, ppo_formula),
+    "dual clip": (lambda: ppo_clip(dual_clip=1.5), dual_formula),
+    "two-sided clip": (lambda: ppo_clip(dual_clip=1.5), two_sided_formula),
+    "reinforce": (reinforce, reinforce_formula),
+    "cispo": (cispo, cispo_formula),
+    "cispo_absolute": (lambda: cispo_absolute(max_ratio=1.4), cispo_absolute_formula),
+    "cpgd": (cpgd, cpgd_formula),
+    "cpgd with drift": (lambda: cpgd(drift_coef=0.3), drift_formula),
+    "sapo": (sapo, sapo_formula),
+    "dppo tv": (lambda: dppo(delta_low=0.05, delta_high=0.05, max_ratio=1.6), dppo_formula("tv", 0.05)),
+    "dppo kl": (lambda: dppo(kind="kl", delta_low=0.02, delta_high=0.02, max_ratio=1.6), dppo_formula("kl", 0.02)),
+    "tis": (lambda: tis(ppo_clip(), cap=1.2, floor=0.7), weighted_formula(lambda w: w.clamp(0.7, 1.2))),
+    "icepop": (lambda: icepop(ppo_clip(), low=0.7, high=1.2), weighted_formula(within(0.7, 1.2))),
+    "decoupled mask": (lambda: decoupled_ppo(weight_high=1.2), weighted_formula(within(0.0, 1.2))),
+    "decoupled clamp": (
+        lambda: decoupled_ppo(weight_low=0.7, weight_high=1.2, outside="clamp"),
+        weighted_formula(lambda w: w.clamp(0.7, 1.2)),
+    ),
+    "k1": (lambda: kl(kind="k1", coef=0.3), kl_formula(lambda d: -d, torch.ones_like)),
+    "abs": (lambda: kl(kind="abs", coef=0.3), kl_formula(lambda d: d.abs(), lambda d: -d.sign())),
+    "k2": (lambda: kl(kind="k2", coef=0.3), kl_formula(lambda d: d * d / 2, lambda d: -d)),
+    "k3": (lambda: kl(kind="k3", coef=0.3), kl_formula(lambda d: d.exp() - d - 1, lambda d: 1 - d.exp())),
+    "k1+": (lambda: kl(kind="k1+", coef=0.3), kl_formula(lambda d: -d, lambda d: -d)),
+    "k3+": (lambda: kl(kind="k3+", coef=0.3), kl_formula(lambda d: d.exp() - d - 1, lambda d: -d)),
+    "r*k3": (lambda: kl(kind="r*k3", coef=0.3), corrected_kl_formula),
+}
+SEQUENCE_TERMS: dict[str, tuple[Callable[[], LossFn], Formula]] = {
+    "gspo": (lambda: gspo(clip_low=0.1, clip_high=0.1), gspo_formula),
+    "gspo token form": (lambda: gspo(clip_low=0.1, clip_high=0.1, form="token"), gspo_formula),
+    "gmpo": (lambda: gmpo(clip_low=0.3, clip_high=0.2), gmpo_formula),
+    "sequence tis": (
+        lambda: tis(ppo_clip(), cap=1.05, floor=0.9, level="sequence"),
+        weighted_formula(lambda w: w.clamp(0.9, 1.05), by_sequence=True),
+    ),
+    "sequence icepop": (
+        lambda: icepop(ppo_clip(), low=0.9, high=1.1, level="sequence"),
+        weighted_formula(within(0.9, 1.1), by_sequence=True),
+    ),
+    "sequence mask": (
+        lambda: sequence_mask(tis(ppo_clip(), cap=math.inf), low=0.9, high=1.1),
+        sequence_mask_formula,
+    ),
+    "decoupled by sequence": (
+        lambda: decoupled_ppo(weight_low=0.9, weight_high=1.1, level="sequence"),
+        weighted_formula(within(0.9, 1.1), by_sequence=True),
+    ),
+}
+TERMS = TOKEN_TERMS | SEQUENCE_TERMS
+DETACHED = {"cispo", "cispo_absolute", "cpgd with drift", "dppo tv", "dppo kl", "k1+", "k3+", "gspo token form"}
+"""Their gradient is, by design, not that of their value."""
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_values_and_gradients_are_the_published_ones(name: str) -> None:
+    make, formula = TERMS[name]
+    batch = padded_batch(per_token_advantage=name in TOKEN_TERMS)
+    counts = batch.m[batch.is_present] != 0
+    x = batch.x[batch.is_present].requires_grad_()
+    value, _ = make()(x, None, per_token_of(batch))
+    want_value, want_gradient = (found[batch.is_present] for found in formula(batch))
+    torch.testing.assert_close(value[counts], want_value[counts])
+    gradient = torch.autograd.grad(total(make(), x, batch), x)[0]
+    torch.testing.assert_close(gradient, want_gradient)
+    assert gradient[counts].count_nonzero() > 0 and gradient[~counts].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", TERMS.keys() - DETACHED)
+def test_gradients_match_finite_differences(name: str) -> None:
+    term, batch = TERMS[name][0](), padded_batch(per_token_advantage=True)
+    x = batch.x[batch.is_present].requires_grad_()
+    gradient = torch.autograd.grad(total(term, x, batch), x)[0]
+    for t, step in enumerate(torch.eye(len(x), dtype=torch.float64) * 1e-6):
+        difference = (total(term, x.detach() + step, batch) - total(term, x.detach() - step, batch)) / 2e-6
+        torch.testing.assert_close(gradient[t], difference, rtol=1e-5, atol=1e-9)
+
+
+POLICY_TERMS = [name for name in TERMS if name not in ("k1", "abs", "k2", "k3", "k1+", "k3+", "r*k3")]
+
+
+@pytest.mark.parametrize("name", POLICY_TERMS)
+def test_at_ratio_one_every_policy_gradient_is_minus_the_advantage(name: str) -> None:
+    base = padded_batch(per_token_advantage=False)
+    batch = base._replace(old=base.x, rollout=base.x)
+    x = batch.x[batch.is_present].requires_grad_()
+    gradient = torch.autograd.grad(total(TERMS[name][0](), x, batch), x)[0]
+    torch.testing.assert_close(gradient, (-batch.w * batch.A)[batch.is_present])
+
+
+@pytest.mark.parametrize(
+    "term", [ppo_clip(), gspo(), gspo(form="token"), gmpo(), decoupled_ppo(), sequence_mask(ppo_clip(), low=1, high=1)]
+)
+def test_at_ratio_one_the_value_is_minus_the_advantage(term: LossFn) -> None:
+    base = padded_batch(per_token_advantage=False)
+    batch = base._replace(old=base.x, rollout=base.x)
+    value, _ = term(batch.x[batch.is_present], None, per_token_of(batch))
+    counts = batch.m[batch.is_present] != 0
+    torch.testing.assert_close(value[counts], -batch.A[batch.is_present][counts])
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_what_masked_tokens_hold_reaches_no_other_token(name: str) -> None:
+    term, batch = TERMS[name][0](), padded_batch(per_token_advantage=True)
+    counts = batch.m[batch.is_present] != 0
+    x = batch.x[batch.is_present].requires_grad_()
+    value, _ = term(x, None, per_token_of(batch))
+    want = torch.autograd.grad((value * counts)[counts].sum(), x)[0]
+    for garbage in (math.nan, math.inf, -math.inf):
+        dirty = {
+            key: values.masked_fill(~counts, garbage) if values.is_floating_point() else values
+            for key, values in per_token_of(batch).items()
+        }
+        x_dirty = x.detach().masked_fill(~counts, garbage).requires_grad_()
+        found, _ = term(x_dirty, None, dirty)
+        assert torch.equal(found[counts], value[counts])
+        gradient = torch.autograd.grad(found[counts].sum(), x_dirty)[0]
+        assert torch.equal(gradient[counts], want[counts])
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_absurd_ratios_give_a_finite_loss_and_gradient(name: str, advantage: float) -> None:
+    x = torch.tensor([0.0, -500.0, -500.0, -1.0]).requires_grad_()
+    per_token = {
+        "old_logprobs": torch.tensor([-500.0, 0.0, -1.0, -500.0]),
+        "ref_logprobs": torch.tensor([-500.0, 0.0, -1.0, -500.0]),
+        "rollout_logprobs": torch.tensor([0.0, -500.0, 0.0, -1.0]),
+        "advantages": torch.full((4,), advantage),
+        "cu_seqlens": torch.tensor([0, 1, 2, 4]),
+        "token_mask": torch.ones(4, dtype=torch.bool),
+    }
+    value, stats = TERMS[name][0]()(x, None, per_token)
+    assert value.isfinite().all() and torch.autograd.grad(value.sum(), x)[0].isfinite().all()
+    assert all(values.isfinite().all() for values in stats.values())
+
+
+def test_both_forms_of_gspo_differ_once_advantages_differ_within_a_sequence() -> None:
+    batch = padded_batch(per_token_advantage=True)
+    x = batch.x[batch.is_present].requires_grad_()
+    sequence, token = (torch.autograd.grad(total(gspo(form=form), x, batch), x)[0] for form in ("sequence", "token"))
+    assert (sequence - token).abs().max() > 1e-3
+
+
+def test_the_two_conventions_of_cispo_agree_where_their_bounds_do() -> None:
+    batch = padded_batch(per_token_advantage=True)
+    x, per_token = batch.x[batch.is_present], per_token_of(batch)
+    relative, _ = cispo(clip_low=1.0, clip_high=0.5)(x, None, per_token)
+    absolute, _ = cispo_absolute(max_ratio=1.5)(x, None, per_token)
+    assert torch.equal(relative, absolute)
+
+
+def test_corrected_k3_is_unbiased_for_samples_of_the_old_policy_and_so_is_its_gradient() -> None:
+    logits = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    old, reference = torch.randn(2, 12, dtype=torch.float64).log_softmax(1)
+    policy = logits.log_softmax(0)
+    value, _ = kl(kind="r*k3", coef=1.0)(policy, None, {"ref_logprobs": reference, "old_logprobs": old})
+    exact = (policy.exp() * (policy - reference)).sum()
+    estimate = (old.exp() * value).sum()
+    torch.testing.assert_close(estimate, exact)
+    found, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, exact))
+    torch.testing.assert_close(found, want)
+
+
+def test_sequence_mean_is_differentiable_and_zero_where_nothing_counts() -> None:
+    per_token = {"cu_seqlens": torch.tensor([0, 3, 3, 5]), "token_mask": torch.tensor([1, 0, 1, 0, 0]) != 0}
+    x = torch.tensor([1.0, math.nan, 5.0, math.inf, 7.0], dtype=torch.float64, requires_grad=True)
+    mean = sequence_mean(x, per_token)
+    assert mean.tolist() == [3.0, 3.0, 3.0, 0.0, 0.0]
+    assert torch.autograd.grad(mean.sum(), x)[0].tolist() == [1.5, 0.0, 1.5, 0.0, 0.0]
+
+
+def test_only_terms_that_need_sequences_are_sequence_level() -> None:
+    for name, (make, _) in TERMS.items():
+        assert isinstance(make(), sequence_level) == (name in SEQUENCE_TERMS), name
+    assert isinstance(tis(gspo()), sequence_level) and isinstance(icepop(gmpo()), sequence_level)
+
+
+def test_clip_statistics_count_the_tokens_that_a_bound_stopped() -> None:
+    ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0])
+    per_token = {"old_logprobs": torch.full((5,), -2.0), "advantages": torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])}
+    x = ratio.log() - 2
+    for term in (cpgd(), dppo(delta_low=0.05, delta_high=0.1), dppo(kind="kl", delta_low=0.02, delta_high=0.02)):
+        _, stats = term(x, None, per_token)
+        assert stats["clip_low_mean"].tolist() == [False, True, False, False, False]
+        assert stats["clip_high_mean"].tolist() == [False, False, False, True, False]
+    _, stats = cispo()(x, None, per_token)
+    assert stats["clip_low_mean"].tolist() == [True, True, False, False, False]
+    assert stats["clip_high_mean"].tolist() == [False, False, False, True, True]
+
+
+def test_importance_statistics_tell_the_raw_ratio_from_the_weight() -> None:
+    ratio = torch.tensor([0.25, 1.0, 4.0])
+    per_token = {
+        "old_logprobs": torch.zeros(3),
+        "rollout_logprobs": -ratio.log(),
+        "advantages": torch.ones(3),
+    }
+    _, stats = tis(reinforce(), cap=2.0)(torch.zeros(3), None, per_token)
+    assert stats["tis_weight_mean"].tolist() == [0.25, 1.0, 2.0]
+    assert stats["tis_weight_square_mean"].tolist() == [0.0625, 1.0, 4.0]
+    assert stats["tis_cut_mean"].tolist() == [False, False, True]
+    torch.testing.assert_close(stats["tis_ratio_max"], ratio)
+    _, stats = icepop(reinforce(), low=0.5, high=2.0)(torch.zeros(3), None, per_token)
+    assert stats["icepop_weight_mean"].tolist() == [0.0, 1.0, 0.0]
+    assert stats["icepop_cut_mean"].tolist() == [True, False, True]
+    edges = {"cu_seqlens": torch.tensor([0, 1, 3]), "token_mask": torch.ones(3, dtype=torch.bool)}
+    _, stats = sequence_mask(reinforce(), low=0.1, high=1.5)(torch.zeros(3), None, per_token | edges)
+    assert stats["sequence_mask_cut_mean"].tolist() == [False, True, True]
+    torch.testing.assert_close(stats["sequence_mask_ratio_max"], torch.tensor([0.25, 2.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: gspo(clip_low=-0.1), r"gspo: clip_low must be in \[0, 1\]; got -0.1"),
+        (lambda: gspo(form="word"), "gspo: form must be one of sequence, token; got 'word'"),  # type: ignore[arg-type]
+        (lambda: gmpo(clip_low=-1.0), r"gmpo: clip_low must be >= 0 \(a bound of the log-ratio\); got -1.0"),
+        (lambda: gmpo(clip_high=math.nan), "gmpo: clip_high must be >= 0 .*; got nan"),
+        (lambda: cispo(clip_low=2.0), r"cispo: clip_low must be in \[0, 1\]; got 2.0"),
+        (
+            lambda: cispo_absolute(max_ratio=0.28),
+            r"cispo_absolute: max_ratio must be >= 1, .*; got 0.28. cispo\(clip_high=...\) is measured from 1",
+        ),
+        (lambda: cpgd(clip_high=-1.0), "cpgd: clip_high must be >= 0; got -1.0"),
+        (lambda: cpgd(drift_coef=-1.0), "cpgd: drift_coef must be >= 0; got -1.0"),
+        (lambda: sapo(temperature_negative=0.0), "sapo: temperature_negative must be a finite number > 0; got 0.0"),
+        (lambda: dppo(kind="js"), "dppo: kind must be one of tv, kl; got 'js'"),  # type: ignore[arg-type]
+        (lambda: dppo(delta_high=-0.1), "dppo: delta_high must be >= 0; got -0.1"),
+        (lambda: dppo(max_ratio=0.0), "dppo: max_ratio must be a finite number > 0; got 0.0"),
+        (lambda: tis(ppo_clip(), cap=0.0), "tis: need 0 <= floor <= cap and cap > 0, .*; got floor=0.0, cap=0.0"),
+        (lambda: icepop(ppo_clip(), low=3.0, high=2.0), "icepop: need 0 <= low <= high .*; got low=3.0, high=2.0"),
+        (lambda: sequence_mask(ppo_clip(), low=-1.0, high=2.0), "sequence_mask: need 0 <= low <= high .* got low=-1.0"),
+        (lambda: tis(ppo_clip(), level="batch"), "tis: level must be one of token, sequence; got 'batch'"),  # type: ignore[arg-type]
+        (
+            lambda: decoupled_ppo(outside="drop"),  # type: ignore[arg-type]
+            "decoupled_ppo: outside must be one of mask, clamp; got 'drop'",
+        ),
+        (lambda: decoupled_ppo(weight_low=9.0), "decoupled_ppo weights: need 0 <= low <= high .*; got low=9.0, high=5"),
+        (lambda: decoupled_ppo(dual_clip=0.5), "ppo_clip: dual_clip must be > 1, or None; got 0.5"),
+    ],
+)
+def test_a_bad_parameter_is_refused_when_the_term_is_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "term, missing, message",
+    [
+        (gspo(), "cu_seqlens", r"sequence_mean needs per_token\['cu_seqlens'\]"),
+        (gspo(), "old_logprobs", r"gspo needs per_token\['old_logprobs'\]"),
+        (dppo(), "advantages", r"dppo needs per_token\['advantages'\]"),
+        (tis(reinforce()), "rollout_logprobs", r"tis needs per_token\['rollout_logprobs'\]"),
+        (decoupled_ppo(), "rollout_logprobs", r"decoupled_ppo needs per_token\['rollout_logprobs'\]"),
+        (kl(kind="r*k3", coef=1.0), "old_logprobs", r"kl with kind='r\*k3' needs per_token\['old_logprobs'\]"),
+    ],
+)
+def test_a_missing_entry_is_named_with_the_loss_that_wants_it(term: LossFn, missing: str, message: str) -> None:
+    batch = padded_batch(per_token_advantage=True)
+    per_token = per_token_of(batch)
+    del per_token[missing]
+    with pytest.raises(InvalidInputError, match=message):
+        term(batch.x[batch.is_present], None, per_token)
+
+
+def test_a_weight_applied_twice_is_refused() -> None:
+    batch = padded_batch(per_token_advantage=True)
+    with pytest.raises(InvalidInputError, match=r"tis: two terms report tis_cut_mean, .*; rename one of them"):
+        tis(tis(reinforce()))(batch.x[batch.is_present], None, per_token_of(batch))

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.ops import discounted_return, gae, masked_whiten, value_loss
+
+IMPLEMENTATIONS = ["reference", "scan"]
+GAMMA, LAM = 0.97, 0.9
+LENGTHS = [0, 1, 1, 0, 2, 3, 64, 129, 0, 257, 1]  # empty ones, also first; powers of two; one past a power
+SHAPE = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0)}
+T = sum(LENGTHS)
+
+
+def random_tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    values, rewards = torch.randn(2, T, generator=generator, dtype=dtype)
+    mask = torch.rand(T, generator=generator) < 0.7
+    mask[4 : 4 + 3] = False  # a whole sequence that does not count
+    return values, rewards, mask
+
+
+def sequences() -> list[slice]:
+    edges = SHAPE["cu_seqlens"].tolist()
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def plain_gae(values: list[float], rewards: list[float]) -> list[float]:
+    """The paper's sum, with no mask: A_t = sum_k (gamma lam)^k delta_t+k."""
+    following = [*values[1:], 0.0][: len(values)]
+    delta = [r + GAMMA * after - v for v, r, after in zip(values, rewards, following, strict=True)]
+    return [sum((GAMMA * LAM) ** k * x for k, x in enumerate(delta[t:])) for t in range(len(delta))]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gae_is_the_paper_s_sum_over_what_is_left_when_masked_tokens_are_deleted(implementation: str) -> None:
+    values, rewards, mask = random_tokens()
+    found = gae(values, rewards, mask, gamma=GAMMA, lam=LAM, implementation=implementation, **SHAPE)
+    for tokens in sequences():
+        kept = mask[tokens]
+        want = plain_gae(values[tokens][kept].tolist(), rewards[tokens][kept].tolist())
+        advantages = torch.tensor(want, dtype=torch.float64)
+        torch.testing.assert_close(found.advantages[tokens][kept], advantages)
+        torch.testing.assert_close(found.returns[tokens][kept], advantages + values[tokens][kept])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_masked_token_holds_what_the_next_counted_one_of_its_sequence_does(implementation: str) -> None:
+    values, rewards, mask = random_tokens()
+    found = gae(values, rewards, mask, gamma=GAMMA, lam=LAM, implementation=implementation, **SHAPE)
+    for tokens in sequences():
+        for entry in found:
+            carried = 0.0
+            for t in reversed(range(tokens.start, tokens.stop)):
+                carried = entry[t].item() if mask[t] else carried
+                assert entry[t].item() == pytest.approx(carried, abs=1e-12)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_discounted_return_passes_over_masked_tokens_undiscounted(implementation: str) -> None:
+    _, rewards, mask = random_tokens()
+    found = discounted_return(rewards, mask, gamma=GAMMA, implementation=implementation, **SHAPE)
+    assert found[~mask].count_nonzero() == 0
+    for tokens in sequences():
+        kept = rewards[tokens][mask[tokens]]
+        want = [sum(GAMMA**k * x for k, x in enumerate(kept[t:].tolist())) for t in range(len(kept))]
+        torch.testing.assert_close(found[tokens][mask[tokens]], torch.tensor(want, dtype=torch.float64))
+
+
+def test_several_turns_keep_the_reward_that_an_older_rule_dropped() -> None:
+    rewards = torch.tensor([[0.0, 5.0, 5.0, 0.0, 1.0]])
+    mask = torch.tensor([[1, 0, 0, 1, 1]])  # two tokens that a tool answered
+    assert discounted_return(rewards, mask, gamma=0.5).tolist() == [[0.25, 0.0, 0.0, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_scan_matches_the_float64_reference(dtype: torch.dtype) -> None:
+    values, rewards, mask = random_tokens(dtype)
+    found = gae(values, rewards, mask, gamma=GAMMA, lam=LAM, **SHAPE)
+    want = gae(values.double(), rewards.double(), mask, gamma=GAMMA, lam=LAM, implementation="reference", **SHAPE)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for got, expected in zip(found, want, strict=True):
+        assert got.dtype == wide
+        torch.testing.assert_close(got.double(), expected, rtol=8 * torch.finfo(wide).eps, atol=1e-5)
+    returned = discounted_return(rewards, mask, gamma=GAMMA, **SHAPE)
+    expected = discounted_return(rewards.double(), mask, gamma=GAMMA, implementation="reference", **SHAPE)
+    torch.testing.assert_close(returned.double(), expected, rtol=8 * torch.finfo(wide).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padded_batches_are_their_packed_ones(implementation: str) -> None:
+    values, rewards = torch.randn(2, 5, 7)
+    mask = torch.arange(7) < torch.tensor([7, 3, 0, 1, 5])[:, None]
+    edges = torch.tensor([0, 7, 10, 10, 11, 16], dtype=torch.int32)
+    options = {"gamma": GAMMA, "implementation": implementation}
+    padded = gae(values, rewards, mask, lam=LAM, **options)
+    packed = gae(values[mask], rewards[mask], cu_seqlens=edges, lam=LAM, **options)
+    for one, other in zip(padded, packed, strict=True):
+        torch.testing.assert_close(one[mask], other)
+        assert one.shape == rewards.shape and one[~mask].count_nonzero() == 0
+    returned = discounted_return(rewards, mask, **options)
+    torch.testing.assert_close(returned[mask], discounted_return(rewards[mask], cu_seqlens=edges, **options))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_masked_tokens_hold_has_no_influence(implementation: str) -> None:
+    values, rewards, mask = random_tokens()
+    options = {"gamma": GAMMA, "implementation": implementation, **SHAPE}
+    want = gae(values, rewards, mask, lam=LAM, **options)
+    want_return = discounted_return(rewards, mask, **options)
+    values[~mask], rewards[~mask] = math.nan, math.inf
+    for one, other in zip(gae(values, rewards, mask, lam=LAM, **options), want, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(discounted_return(rewards, mask, **options), want_return)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("edges", [[0], [0, 0, 0]])
+def test_no_tokens_give_no_advantages(edges: list[int], implementation: str) -> None:
+    options = {"cu_seqlens": torch.tensor(edges), "implementation": implementation}
+    found = gae(torch.zeros(0), torch.zeros(0), **options)
+    assert found.advantages.shape == found.returns.shape == (0,)
+    assert discounted_return(torch.zeros(0), **options).shape == (0,)
+    assert gae(torch.zeros(3, 0), torch.zeros(3, 0)).advantages.shape == (3, 0)
+
+
+def test_laws_of_gae() -> None:
+    values, rewards, mask = random_tokens()
+    one_step = gae(values, rewards, mask, gamma=GAMMA, lam=0.0, **SHAPE)
+    myopic = gae(values, rewards, mask, gamma=0.0, lam=LAM, **SHAPE)
+    torch.testing.assert_close(myopic.advantages[mask], (rewards - values)[mask])
+    whole = gae(values, rewards, mask, gamma=GAMMA, lam=1.0, **SHAPE)
+    returned = discounted_return(rewards, mask, gamma=GAMMA, **SHAPE)
+    torch.testing.assert_close(whole.returns[mask], returned[mask])
+    assert (one_step.advantages - whole.advantages).abs().max() > 1
+    assert not gae(values.requires_grad_(), rewards, **SHAPE).returns.requires_grad
+
+
+def test_a_million_tokens_in_one_sequence_stay_accurate() -> None:
+    count = 2**20 + 1
+    ones = torch.ones(1, count)
+    gamma = 1 - 2**-10  # a float32
+    k = torch.arange(count, 0, -1, dtype=torch.float64)
+    found = discounted_return(ones, gamma=gamma)
+    torch.testing.assert_close(found[0].double(), (1 - gamma**k) / (1 - gamma), rtol=5e-6, atol=0)
+
+
+def test_reruns_are_bit_identical() -> None:
+    values, rewards, mask = random_tokens(torch.float32)
+    first, second = (gae(values, rewards, mask, gamma=GAMMA, lam=LAM, **SHAPE) for _ in range(2))
+    assert torch.equal(first.advantages, second.advantages) and torch.equal(first.returns, second.returns)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"gamma": 1.5}, r"gae: gamma must be in \[0, 1\]; got 1.5"),
+        ({"lam": math.nan}, r"gae: lam must be in \[0, 1\]; got nan"),
+        ({"rewards": torch.zeros(4)}, r"gae: rewards must have the shape of values, \[3\]; got \[4\]"),
+        ({"mask": torch.ones(2)}, r"gae: mask must have the shape of values, \[3\]; got \[2\]"),
+        ({"values": torch.zeros(3, dtype=torch.int64)}, "gae: values must be float32, .*; got torch.int64"),
+        (
+            {"rewards": torch.tensor([0.0, math.nan, 0.0])},
+            r"rewards must be finite where a token counts; got nan at \[1\]",
+        ),
+        (
+            {"cu_seqlens": None},
+            r"gae: values must be \[N, L\], or packed \[T\] with cu_seqlens; got \[3\] and no cu_seq",
+        ),
+        ({"values": torch.zeros(1, 3), "rewards": torch.zeros(1, 3)}, r"got \[1, 3\] and cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 2])}, r"gae: cu_seqlens must rise from 0 to the 3 tokens; got \[0, 2\]"),
+        ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "gae: cu_seqlens must rise from 0"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 3.0])},
+            r"gae: cu_seqlens must be \[N \+ 1\] integers; got \[2\] torch.float32",
+        ),
+        ({"rewards": torch.zeros(3, device="meta")}, "rewards is on meta but values is on cpu"),
+        ({"implementation": "loop"}, "gae has no implementation 'loop'; registered: scan .*reference"),
+    ],
+)
+def test_bad_input_of_gae_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"values": torch.zeros(3), "rewards": torch.zeros(3), "cu_seqlens": torch.tensor([0, 3])} | change
+    with pytest.raises(InvalidInputError, match=message):
+        gae(**arguments)
+
+
+def test_bad_input_of_the_discounted_return_names_it() -> None:
+    with pytest.raises(InvalidInputError, match=r"discounted_return: gamma must be in \[0, 1\]; got -1"):
+        discounted_return(torch.zeros(1, 1), gamma=-1)
+    with pytest.raises(InvalidInputError, match=r"discounted_return: rewards must be \[N, L\], or packed"):
+        discounted_return(torch.zeros(3))
+
+
+def test_whitened_values_have_mean_zero_and_unbiased_variance_one() -> None:
+    values, _, mask = random_tokens()
+    values = values * 3 + 100
+    values[~mask] = math.nan
+    found = masked_whiten(values, mask)
+    torch.testing.assert_close(found[mask].mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(found[mask].var(), torch.ones((), dtype=torch.float64))
+    assert found[~mask].count_nonzero() == 0
+    torch.testing.assert_close(masked_whiten(values, mask, keep_mean=True)[mask].mean(), values[mask].mean())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_whitening_none_one_or_equal_values_gives_zeros(count: int) -> None:
+    mask = torch.arange(4) < count
+    assert masked_whiten(torch.full((4,), 0.1), mask).abs().max() <= 1e-3
+    assert masked_whiten(torch.full((4,), 0.5), mask).count_nonzero() == 0
+
+
+def test_bad_input_of_whitening_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"masked_whiten: mask must have the shape of values, \[3\]; got \[2\]"):
+        masked_whiten(torch.zeros(3), torch.ones(2))
+    with pytest.raises(InvalidInputError, match="masked_whiten: values must be float32"):
+        masked_whiten(torch.zeros(3, dtype=torch.int64), torch.ones(3))
+
+
+def critic_tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    values, returns, noise = torch.randn(3, 200, generator=generator, dtype=torch.float64)
+    return values.requires_grad_(), returns, values.detach() + noise * 0.3, torch.rand(200).double()
+
+
+def test_the_value_loss_is_half_the_larger_squared_error_and_its_gradient_stops_beyond_the_clip() -> None:
+    values, returns, old, weight = critic_tokens()
+    loss, stats = value_loss(values, returns, weight, old_values=old, clip=0.2)
+    v = values.detach()
+    clipped = torch.clamp(v, old - 0.2, old + 0.2)
+    errors = torch.stack(((v - returns) ** 2, (clipped - returns) ** 2))
+    torch.testing.assert_close(loss, (0.5 * errors.amax(0) * weight).sum())
+    passes = (errors[0] >= errors[1]) | ((v - old).abs() <= 0.2)
+    gradient = torch.autograd.grad(loss, values)[0]
+    torch.testing.assert_close(gradient, weight * (v - returns) * passes)
+    share = (weight * (errors[1] > errors[0])).sum() / weight.sum()
+    torch.testing.assert_close(stats["value_clip_mean"], share)
+    torch.testing.assert_close(stats["return_mean"], (weight * returns).sum() / weight.sum())
+    assert 0 < share < 1 and not passes.all()
+
+
+def test_the_value_loss_matches_finite_differences() -> None:
+    values, returns, old, weight = (x[:40] for x in critic_tokens())
+
+    def loss(values: Tensor) -> Tensor:
+        return value_loss(values, returns, weight, old_values=old, clip=0.2).loss
+
+    assert torch.autograd.gradcheck(loss, values.detach().requires_grad_())
+
+
+def test_without_a_clip_the_value_loss_is_half_the_squared_error() -> None:
+    values, returns, _, weight = critic_tokens()
+    loss, stats = value_loss(values.view(20, 10), returns.view(20, 10), weight.view(20, 10))
+    torch.testing.assert_close(loss, (0.5 * weight * (values - returns) ** 2).sum())
+    assert stats["value_clip_mean"] == 0 and not stats["value_mean"].requires_grad
+
+
+def test_a_token_of_weight_zero_has_no_part_in_the_value_loss() -> None:
+    values, returns, old, weight = critic_tokens()
+    weight[::3] = 0
+    want = value_loss(values, returns, weight, old_values=old, clip=0.2)
+    want_gradient = torch.autograd.grad(want.loss, values)[0]
+    is_masked = weight == 0
+    dirty = values.detach().masked_fill(is_masked, math.nan).requires_grad_()
+    returns, old = (x.masked_fill(is_masked, math.inf) for x in (returns, old))
+    found = value_loss(dirty, returns, weight, old_values=old, clip=0.2)
+    assert torch.equal(found.loss, want.loss) and torch.equal(torch.autograd.grad(found.loss, dirty)[0], want_gradient)
+    torch.testing.assert_close(found.stats, want.stats)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"clip": 0.2}, "value_loss: clip and old_values go together; got clip=0.2, old_values not given"),
+        ({"old_values": torch.zeros(3)}, "clip and old_values go together; got clip=None, old_values given"),
+        ({"clip": -1.0, "old_values": torch.zeros(3)}, "value_loss: clip must be a finite number > 0; got -1.0"),
+        ({"returns": torch.zeros(2)}, r"value_loss: returns must be of the shape of values = \[3\]; got \[2\]"),
+        ({"returns": torch.zeros(3, requires_grad=True)}, r"value_loss: returns requires grad, .*\.detach\(\)"),
+        ({"token_weight": torch.ones(3, dtype=torch.int64)}, "value_loss: token_weight must be float32"),
+        ({"token_weight": torch.ones(3, device="meta")}, "token_weight is on meta but values is on cpu"),
+    ],
+)
+def test_bad_input_of_the_value_loss_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"values": torch.zeros(3), "returns": torch.zeros(3), "token_weight": torch.ones(3)} | change
+    with pytest.raises(InvalidInputError, match=message):
+        value_loss(**arguments)
