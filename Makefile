@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check gpu-test bench
+.PHONY: quickstart test check gpu-test bench results
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
@@ -21,6 +21,9 @@ gpu-test: .venv/dev.installed  ## The tests that need a GPU; fails where there i
 
 bench: .venv/dev.installed  ## Every benchmark case on the default device; the last line says where the record is
 	@$(BIN)/rlcore bench run
+
+results: .venv/dev.installed  ## The tables of README.md, from the records in bench/results
+	@$(BIN)/python -m rlcore.bench.readme README.md
 
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.
 .venv/%.installed: pyproject.toml constraints.txt
