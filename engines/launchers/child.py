@@ -1,15 +1,10 @@
-"""The main program of a worker process. It ends, whatever it is doing, when its parent does."""
+"""What a worker process does: it executes its parent's calls one after another, and answers each."""
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import logging
 import os
 import queue
 import signal
-import socket
-import sys
 import threading
 from dataclasses import replace
 from operator import attrgetter
@@ -20,13 +15,10 @@ import msgspec
 from rlcore.engines.launchers.wire import Channel, Envelope, dump_answer, load_call
 from rlcore.engines.launchers.worker import WorkerContext, describe
 from rlcore.nn import real_device
-from rlcore.settings import Settings
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """The workers of one device, of one or several engines; executes calls one after another on the main thread."""
+    """The workers of one device, of one or several engines. Their methods run on the main thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -47,7 +39,7 @@ class Child:
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             self._messages.put(message)
-        _end_with_descendants()  # the parent is gone
+        os.killpg(0, signal.SIGKILL)  # the parent is gone, or gave this process up
 
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
         try:
@@ -57,14 +49,15 @@ class Child:
                     value = self._start(envelope.worker, *args)
                 else:
                     value = attrgetter(method)(self._workers[envelope.worker])(*args, **kwargs)
-                if method == "close":
-                    del self._workers[envelope.worker]
-                body, out = dump_answer(value, f"{method}()")
-        # SystemExit too: a user's sys.exit() is a failed call, not the end of other engines' workers.
-        except (Exception, SystemExit) as error:
+                body, out = dump_answer(value, f"{method}()", is_annotated="." not in method)
+        # SystemExit and KeyboardInterrupt too: a failed call is not the end of other engines' workers.
+        except BaseException as error:
             self._channel.send("error", self._call, msgspec.msgpack.encode(describe(error)))
-            return
-        self._channel.send("result", self._call, body, tensors=out)
+        else:
+            self._channel.send("result", self._call, body, tensors=out)
+        finally:
+            if envelope.kind == "close":
+                self._workers.pop(envelope.worker, None)
 
     def _start(self, number: int, worker_class: Any, context: WorkerContext) -> Any:
         context.device.activate()
@@ -73,26 +66,3 @@ class Child:
     def _emit(self, event: Any) -> None:
         body, tensors = dump_answer(event, "emit()")
         self._channel.send("event", self._call, body, tensors=tensors)
-
-
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when its parent dies, stopped or stuck in C code as it may be."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
-
-
-def _end_with_descendants() -> None:
-    os.killpg(0, signal.SIGKILL)  # the parent made this process the leader of its own group
-
-
-def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
-    """Serve the parent at the other end of the socket ``descriptor``."""
-    _die_with(parent)
-    faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
-    logging.basicConfig(level=Settings.from_env().log_level, format="%(name)s %(levelname)s %(message)s")
-    Child(Channel(socket.socket(fileno=descriptor))).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Interpreter shutdown can hang in a library's exit handlers; everything of ours is closed.
-    os._exit(0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from pathlib import Path
 from typing import Any
 
 from rlcore.engines.launchers.worker import WorkerHandle
@@ -54,12 +55,8 @@ class WorkerGroup:
         return self._results(method, futures)
 
     def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
-        """Raises as ``call`` does; no worker is left then."""
-        try:
-            self._results("start", list(started))
-        except BaseException:
-            self.kill()
-            raise
+        """Raises as ``call`` does."""
+        self._results("start", list(started))
 
     def _results(self, method: str, futures: list[Future[Any]]) -> list[Any]:
         wait(futures, self._timeout_s, return_when=FIRST_EXCEPTION)
@@ -68,24 +65,32 @@ class WorkerGroup:
         return [future.result() for future in futures]
 
     def _failure(self, method: str, futures: list[Future[Any]]) -> BaseException | None:
-        error = next((future.exception() for future in futures if future.done() and future.exception()), None)
-        pending = [rank for rank, future in enumerate(futures) if not future.done()]
-        if error is None:
-            return self._timeout(method, pending[0]) if pending else None
-        if isinstance(error, WorkerDiedError) or wait(futures, _GRACE_S).not_done:
+        if not _errors(futures):
+            pending = [rank for rank, future in enumerate(futures) if not future.done()]
+            return self._timeout(method, pending) if pending else None
+        if not isinstance(_cause(_errors(futures)), WorkerDiedError):
+            wait(futures, _GRACE_S)  # a collective tells the living of a death before their parent hears of it
+        errors = _errors(futures)
+        error = _cause(errors)
+        for rank, other in errors.items():
+            if other is not error:
+                error.add_note(f"rank {rank} failed too: {str(other).partition(chr(10))[0]}")
+        if isinstance(error, WorkerDiedError) or not all(future.done() for future in futures):
             error.add_note("the executor's workers were ended; restart() brings them back")
             self._break(error)
         return error
 
-    def _timeout(self, method: str, rank: int) -> WorkerTimeoutError:
-        worker = self.workers[rank]
+    def _timeout(self, method: str, ranks: list[int]) -> WorkerTimeoutError:
+        late = [self.workers[rank] for rank in ranks]
+        stacks = [f"{worker.context.where}:\n{worker.stack()}" for worker in late]
         error = WorkerTimeoutError(
-            rank=rank,
-            device=worker.context.device_name,
+            rank=ranks[0],
+            device=late[0].context.device_name,
             method=method,
             timeout_s=self._timeout_s,
-            stack=worker.stack(),
+            stack="\n\n".join(stacks),
         )
+        error.add_note("the executor's workers were ended; restart() brings them back")
         self._break(error)
         return error
 
@@ -103,14 +108,38 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Let the workers close what they hold and end; kill those that do not within ``STOP_S``."""
-        for worker in self.workers:
-            worker.ask_to_stop()
-        deadline = time.monotonic() + STOP_S
-        for worker in self.workers:
-            if not worker.join(max(0.0, deadline - time.monotonic())):
+        try:
+            for worker in self.workers:
+                worker.ask_to_stop()
+            deadline = time.monotonic() + STOP_S
+            if not all(worker.join(max(0.0, deadline - time.monotonic())) for worker in self.workers):
                 self.kill()
+        except BaseException:  # the second Ctrl-C
+            self.kill()
+            raise
         self._remove_store()
 
     def _remove_store(self) -> None:
         if self._store:
-            Path(self._store).unlink(missing_ok=True)
+            shutil.rmtree(self._store, ignore_errors=True)
+
+
+def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
+    """Rank -> what it raised, of those that have ended."""
+    ended = {rank: future.exception() for rank, future in enumerate(futures) if future.done()}
+    return {rank: error for rank, error in ended.items() if error is not None}
+
+
+def _cause(errors: dict[int, BaseException]) -> BaseException:
+    """Of errors that came together the one to look at: a death, else not one of a collective, else the first."""
+
+    def remoteness(error: BaseException) -> int:
+        return 0 if isinstance(error, WorkerDiedError) else 2 if _is_from_collective(error) else 1
+
+    return min(errors.values(), key=remoteness)
+
+
+def _is_from_collective(error: BaseException) -> bool:
+    """It was raised inside torch.distributed, where another rank's failure ends up."""
+    files = re.findall(r'File "(.*?)", line', getattr(error, "traceback", ""))
+    return bool(files) and "/torch/distributed/" in files[-1]

@@ -20,28 +20,33 @@ class InlineWorker:
     def __init__(self, worker_class: Any, context: WorkerContext) -> None:
         self._on_event: Callable[[Any], None] | None = None
         self.context = replace(context, emit=self._emit)
-        self.worker = worker_class(self.context)
+        self.worker: Any = self._run("start", lambda: worker_class(self.context)).result()
 
     def call(
         self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
     ) -> Future[Any]:
         """The future is done."""
-        future: Future[Any] = Future()
         args = tuple(arg.worker if isinstance(arg, InlineWorker) else arg for arg in args)
         self._on_event = on_event
         try:
+            return self._run(method, lambda: attrgetter(method)(self.worker)(*args, **kwargs))
+        finally:
+            self._on_event = None
+
+    def _run(self, method: str, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
             # The user may stand inside a meta context (`build` in the RLite tutorial does); workers never do.
             with real_device():
-                future.set_result(attrgetter(method)(self.worker)(*args, **kwargs))
+                future.set_result(function())
         except RlcoreError as error:
             error.add_note(f"raised by {method}() on {self.context.where}")
             future.set_exception(error)
-        except Exception as error:
+        # A worker's sys.exit() does not end the user's program; his Ctrl-C does.
+        except (Exception, SystemExit) as error:
             failed = raised(describe(error), self.context, method)
             failed.__cause__ = error
             future.set_exception(failed)
-        finally:
-            self._on_event = None
         return future
 
     @property
@@ -57,7 +62,8 @@ class InlineWorker:
         return True
 
     def kill(self) -> None:
-        """A worker in the user's process ends with the call that failed."""
+        """Drop the worker; what it holds is freed with the last reference to it."""
+        self.worker = None
 
     def stack(self) -> str:
         return "in the user's process"

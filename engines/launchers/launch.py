@@ -8,17 +8,19 @@ torchrun   in the user's process, as this rank's worker of a world that torchrun
 from __future__ import annotations
 
 import os
-import uuid
 from typing import Any
 
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.inline import InlineWorker
-from rlcore.engines.launchers.process import ProcessWorker, process_for
+from rlcore.engines.launchers.living import new_store
+from rlcore.engines.launchers.process import ProcessWorker
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
 from rlcore.settings import Settings
 
 LAUNCHERS = ("inline", "process", "torchrun")
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Collective libraries listen on the interface these name, else on one that the network reaches."""
 
 
 def choose_launcher(asked: str | None, num_workers: int) -> str:
@@ -42,39 +44,54 @@ def start_workers(
     if launcher == "torchrun":
         return WorkerGroup([InlineWorker(worker_class, _torchrun_context(engine, device_names))], timeout_s)
     world_size = len(device_names)
-    store = _new_store() if world_size > 1 else ""
-    contexts = [WorkerContext(engine, rank, world_size, name, store) for rank, name in enumerate(device_names)]
     if launcher == "inline":
         if world_size > 1:
             raise InvalidInputError(f"launcher 'inline' runs one worker, and {engine} has {world_size}; use 'process'")
-        return WorkerGroup([InlineWorker(worker_class, contexts[0])], timeout_s)
+        return WorkerGroup([InlineWorker(worker_class, WorkerContext(engine, 0, 1, device_names[0]))], timeout_s)
+    return _start_processes(worker_class, engine, device_names, timeout_s)
+
+
+def _start_processes(worker_class: Any, engine: str, device_names: list[str], timeout_s: float) -> WorkerGroup:
+    store = str(new_store())
     environment = _environment(device_names)
-    workers = [
-        ProcessWorker(process_for(context.device_name, environment), worker_class, context) for context in contexts
-    ]
-    group = WorkerGroup(workers, timeout_s, store)
-    group.wait_until_started([worker.started for worker in workers])
+    group = WorkerGroup([], timeout_s, store)
+    started = []
+    try:
+        for rank, name in enumerate(device_names):
+            context = WorkerContext(engine, rank, len(device_names), name, store)
+            worker = ProcessWorker(worker_class, context, environment)
+            group.workers.append(worker)
+            started.append(worker.started)
+        group.wait_until_started(started)
+    except BaseException:  # Ctrl-C too: no worker is left
+        group.stop()
+        raise
     return group
 
 
 def _environment(device_names: list[str]) -> dict[str, str]:
-    """Workers on the CPU divide its processors: each with as many threads as there are would hold the others up."""
+    """Of a worker process, where the user's own does not say otherwise."""
+    environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
     on_cpu = [name for name in device_names if name.startswith("cpu")]
-    if not on_cpu or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(on_cpu)))}
-
-
-def _new_store() -> str:
-    folder = Settings.from_env().runtime
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return str(folder / f"store-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    if on_cpu:  # they divide its processors: each with as many threads as there are would hold the others up
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(on_cpu)))
+    return environment
 
 
 def _torchrun_context(engine: str, device_names: list[str]) -> WorkerContext:
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
     if missing:
         raise InvalidInputError(f"launcher 'torchrun' needs the variables torchrun sets; absent: {', '.join(missing)}")
-    kind = device_names[0].partition(":")[0]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return WorkerContext(engine, rank, world_size, f"{kind}:{os.environ['LOCAL_RANK']}")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if len(device_names) not in (1, world_size):
+        raise InvalidInputError(
+            f"launcher 'torchrun' runs one worker a rank: {engine} has {len(device_names)} workers, this world has "
+            f"{world_size} ranks"
+        )
+    if len(device_names) == 1:  # an engine of this rank alone
+        kind = device_names[0].partition(":")[0]
+        context = WorkerContext(engine, 0, 1, f"{kind}:{local_rank}")
+    else:
+        context = WorkerContext(engine, rank, world_size, device_names[local_rank])
+    context.device.activate()
+    return context

@@ -1,17 +1,20 @@
 """Which worker processes of this user are alive: one small file each, which ``rlcore ps`` reads.
 
-A process that could not tidy up (its parent was killed) leaves its file; the next look removes it.
+A process that could not tidy up (its parent was killed) leaves its file, and the folder through which its workers
+found each other; the next look removes them.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import uuid
 from pathlib import Path
 
 import msgspec
 
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, StateError
 from rlcore.settings import Settings
 
 
@@ -36,7 +39,11 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        """0 when it has just ended."""
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,8 +54,17 @@ def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
     return process
 
 
+def new_store() -> Path:
+    """A folder of this process through which the workers of one group find each other."""
+    _remove_stores_of_the_dead()
+    store = _folder() / f"store-{os.getpid()}-{_started(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    store.mkdir(mode=0o700)
+    return store
+
+
 def living_processes() -> list[LivingProcess]:
-    """Worker processes that run now, oldest first; files of those that have ended are removed."""
+    """Worker processes that run now, oldest first; what those that have ended left behind is removed."""
+    _remove_stores_of_the_dead()
     found = []
     for path in _folder().glob("*.json"):
         try:
@@ -78,7 +94,16 @@ def kill(pid: int) -> LivingProcess:
 def _folder() -> Path:
     folder = Settings.from_env().runtime
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # anybody can make a folder of that name in /tmp
+        raise StateError(f"the folder {folder} belongs to another user; set RLCORE_RUNTIME to one of your own")
     return folder
+
+
+def _remove_stores_of_the_dead() -> None:
+    for store in _folder().glob("store-*"):
+        _, pid, started, _ = store.name.split("-")
+        if str(_started(int(pid))) != started:
+            shutil.rmtree(store, ignore_errors=True)
 
 
 def _started(pid: int) -> int | None:

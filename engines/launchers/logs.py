@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
@@ -29,9 +30,8 @@ class LogMerger:
             _, labels = self._recent.setdefault(text, (now, set()))
             is_repeated = bool(labels) and label not in labels
             labels.add(label)
-            if not is_repeated and (end == "\n" or out.isatty()):
-                out.write(f"[{label}] {text}{end}")
-                out.flush()
+            if not is_repeated:
+                _print(f"[{label}] {text}{end}", out)
 
     def _forget(self, now: float) -> None:
         for text, (said, _) in list(self._recent.items()):
@@ -39,12 +39,22 @@ class LogMerger:
                 del self._recent[text]
 
 
+def _print(line: str, out: TextIO) -> None:
+    # A closed stderr must not end the reading: the worker would wait for ever to print.
+    with contextlib.suppress(OSError, ValueError):
+        if line.endswith("\n") or out.isatty():
+            out.write(line)
+            out.flush()
+
+
 _merger = LogMerger(lambda: sys.stderr)
 
 
-def forward_logs(process: Popen[bytes], label: Callable[[], str]) -> None:
+def forward_logs(process: Popen[bytes], label: Callable[[], str]) -> threading.Thread:
     """Print what ``process`` writes, until it ends. A line that ends in a carriage return is a progress bar's."""
-    threading.Thread(target=_forward, args=(process, label), name="rlcore-logs", daemon=True).start()
+    thread = threading.Thread(target=_forward, args=(process, label), name="rlcore-logs", daemon=True)
+    thread.start()
+    return thread
 
 
 def _forward(process: Popen[bytes], label: Callable[[], str]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import queue
 import signal
@@ -21,8 +22,8 @@ import threading
 import time
 import typing
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,24 @@ from rlcore.engines.launchers import living
 from rlcore.engines.launchers.logs import forward_logs
 from rlcore.engines.launchers.wire import Channel, Kind, WorkerReference, dump_call, load_answer
 from rlcore.engines.launchers.worker import Failure, WorkerContext, raised
-from rlcore.errors import WorkerDiedError
+from rlcore.errors import InvalidInputError, WorkerDiedError
+
+_log = logging.getLogger(__name__)
 
 # The child's first act is to look where its parent looks: rlcore may have been found through sys.path alone.
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[4])
-from rlcore.engines.launchers.child import main
+from rlcore.engines.launchers.boot import main
 main(*map(int, sys.argv[1:4]))
 """
 _STACK_DUMP_S = 1.0
+_LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
+
+_processes: dict[str, DeviceProcess] = {}
+"""The child of each device that has workers."""
+_joining = threading.RLock()
+"""Held while workers join or leave a child, so that none joins one that is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +59,9 @@ class _Pending:
 
     context: WorkerContext
     method: str
-    expected: Any
-    future: Future[Any]
-    on_event: Callable[[Any], None] | None
+    expected: Any = None
+    on_event: Callable[[Any], None] | None = None
+    future: Future[Any] = field(default_factory=Future)
 
 
 class DeviceProcess:
@@ -60,6 +69,7 @@ class DeviceProcess:
 
     def __init__(self, device_name: str, environment: dict[str, str]) -> None:
         self.device_name = device_name
+        self.parent = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._is_gone = False
         self._lock = threading.Lock()
@@ -67,27 +77,40 @@ class DeviceProcess:
         self._engines: dict[int, str] = {}
         self._outgoing: queue.SimpleQueue[tuple[Kind, int, int, bytes, list[Any]] | None] = queue.SimpleQueue()
         self._label = device_name
-        self._stacks = os.memfd_create("rlcore-stacks", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._popen = _spawner().run(lambda: self._spawn(theirs.fileno(), environment))
+        self._last_stack = ""
+        with contextlib.ExitStack() as undo:
+            self._stacks = os.memfd_create("rlcore-stacks", os.MFD_CLOEXEC)
+            undo.callback(os.close, self._stacks)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(ours.close)
+            with theirs:
+                self._popen = self._spawn(theirs.fileno(), environment)
+            undo.callback(self._popen.__exit__, None, None, None)
+            undo.callback(self._popen.kill)
+            self._record = living.announce(self.pid, device_name, []).path
+            undo.pop_all()
         self._channel = Channel(ours)
-        self._living = living.announce(self.pid, device_name, [])
-        forward_logs(self._popen, lambda: self._label)
-        for task in (self._receive, self._transmit):
-            threading.Thread(target=task, name=f"rlcore-{device_name}", daemon=True).start()
+        self._logs = forward_logs(self._popen, lambda: self._label)
+        self._receiver = self._thread(self._receive)
+        self._transmitter = self._thread(self._transmit)
+        self._thread(self._watch)
 
     def _spawn(self, descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        arguments = [str(descriptor), str(self._stacks), str(os.getpid()), json.dumps(sys.path)]
+        arguments = [str(descriptor), str(self._stacks), str(self.parent), json.dumps(sys.path)]
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments],
             pass_fds=(descriptor, self._stacks),
-            env=os.environ | environment,
+            env=environment | os.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the user's process alone, which ends its workers in order
         )
+
+    def _thread(self, task: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=task, name=f"rlcore-{self.device_name}", daemon=True)
+        thread.start()
+        return thread
 
     @property
     def pid(self) -> int:
@@ -104,14 +127,17 @@ class DeviceProcess:
         """A new worker in this process: its number, and its readiness."""
         number = next(self._numbers)
         self._label = f"{context.rank} {self.device_name}"
+        living.announce(self.pid, self.device_name, sorted({*self._engines.values(), context.engine}))
         self._engines[number] = context.engine
-        living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
-        pending = _Pending(context, "start", None, Future(), None)
-        return number, self.send("start", number, ((worker_class, context), {}), pending)
+        return number, self.send("start", number, ((worker_class, context), {}), _Pending(context, "start"))
 
     def send(self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: _Pending) -> Future[Any]:
         """Queue a call. Its tensors must stay as they are until it is answered."""
-        body, tensors = dump_call((pending.method, *arguments))
+        try:
+            body, tensors = dump_call((pending.method, *arguments))
+        except InvalidInputError as error:
+            pending.future.set_exception(error)
+            return pending.future
         with self._lock:
             if self._is_gone:
                 pending.future.set_exception(self._death(pending))
@@ -125,92 +151,138 @@ class DeviceProcess:
         # A thread of its own: a stopped child does not read, and whoever calls it must still meet his deadline.
         while (message := self._outgoing.get()) is not None:
             kind, call, worker, body, tensors = message
-            with contextlib.suppress(OSError):  # the child is gone: _receive tells every caller
+            try:
                 self._channel.send(kind, call, body, worker=worker, tensors=tensors)
+            except ConnectionError:  # the child is gone: _receive tells every caller
+                pass
+            except Exception as error:  # no memory or descriptor for the tensors: the caller's to see
+                self._fail(call, error)
             del message, body, tensors
 
     def _receive(self) -> None:
         while (message := self._channel.receive()) is not None:
             envelope, tensors = message
-            is_last = envelope.kind != "event"
-            with self._lock:
-                pending = self._pending.pop(envelope.call) if is_last else self._pending[envelope.call]
-            try:
-                _answer(pending, envelope.kind, envelope.body, tensors)
-            except Exception as error:  # a progress callback, or an answer unlike its annotation: the caller's to see
-                self._pending.pop(envelope.call, None)
-                pending.future.set_exception(error)
-            del message, tensors, pending  # what the user drops is free at once
+            answer = functools.partial(_answer, kind=envelope.kind, body=envelope.body, tensors=tensors)
+            if envelope.kind == "event":
+                self._event(envelope.call, answer)
+            else:
+                self._take(envelope.call, answer)
+            del message, envelope, tensors, answer  # what the user drops is free at once
+        self._bury()
+
+    def _event(self, call: int, answer: Callable[[_Pending], None]) -> None:
+        with self._lock:
+            pending = self._pending.get(call)
+        if pending is None:  # its caller has had an error
+            return
+        try:
+            answer(pending)
+        except Exception as error:  # of the user's progress callback
+            self._fail(call, error)
+
+    def _fail(self, call: int, error: Exception) -> None:
+        self._take(call, lambda pending: pending.future.set_exception(error))
+
+    def _take(self, call: int, settle: Callable[[_Pending], None]) -> None:
+        """Settle a call, once."""
+        with self._lock:
+            pending = self._pending.pop(call, None)
+        if pending is not None:
+            settle(pending)
+
+    def _watch(self) -> None:
+        self._popen.wait()
+        self._channel.give_up()  # a descendant may hold the child's end of the socket
+
+    def _bury(self) -> None:
         self._popen.wait()
         self._outgoing.put(None)
+        self._transmitter.join()
         with self._lock:
+            self._last_stack = _crash(self._stack_file())
             self._is_gone = True
+            os.close(self._stacks)
             left, self._pending = self._pending, {}
-        self._living.path.unlink(missing_ok=True)
+        self._channel.close()
+        self._record.unlink(missing_ok=True)
         for pending in left.values():
             pending.future.set_exception(self._death(pending))
 
     def _death(self, pending: _Pending) -> WorkerDiedError:
-        code = self._popen.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return WorkerDiedError(rank=pending.context.rank, device=self.device_name, method=pending.method, how=how)
+        error = WorkerDiedError(
+            rank=pending.context.rank, device=self.device_name, method=pending.method, how=_how(self._popen.wait())
+        )
+        if self._last_stack:
+            error.traceback = self._last_stack
+            error.add_note(self._last_stack)
+        return error
 
     # ----------------------------------------------------------------------------------------- end, health
 
     def stack(self) -> str:
         """What every thread of the process is doing, or why that cannot be seen."""
-        if not self.is_alive:
-            return "the process has ended"
-        state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        with self._lock:  # the file is open until the process has been seen to end
+            return "the process has ended" if self._is_gone else self._stack()
+
+    def _stack(self) -> str:
+        state = _state(self.pid)
         if state == "T":
             return "the process is stopped (SIGSTOP)"
-        before = os.fstat(self._stacks).st_size
+        before = len(self._stack_file())
         self._popen.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_DUMP_S
-        while os.fstat(self._stacks).st_size == before and time.monotonic() < deadline:
+        while len(self._stack_file()) == before and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)  # faulthandler writes line by line
-        dump = os.pread(self._stacks, os.fstat(self._stacks).st_size, before).decode(errors="replace")
+        dump = self._stack_file()[before:]
         return dump or f"no stack came within {_STACK_DUMP_S:g} s (process state {state})"
 
+    def _stack_file(self) -> str:
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
     def forget(self, worker: int) -> None:
-        """One worker has closed; with the last the process ends."""
-        self._engines.pop(worker, None)
-        if not self._engines:
-            _retire(self)
-            self._outgoing.put(("end", 0, 0, b"", []))
+        """This worker is asked to close; after the last the process ends."""
+        with _joining:
+            self._engines.pop(worker, None)
+            if not self._engines:
+                self._retire()
+                self._outgoing.put(("end", 0, 0, b"", []))
 
     def kill(self) -> None:
         """End it and all its descendants now."""
-        _retire(self)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        with _joining:
+            self._engines.clear()
+            self._retire()
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _retire(self) -> None:
+        """The next worker of the device gets a new process."""
+        if _processes.get(self.device_name) is self:
+            del _processes[self.device_name]
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end if it is to end; False if it still lives then."""
-        if self._engines and self.is_alive:
-            return True  # other workers keep it
-        try:
-            self._popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        if self._engines:  # other workers keep it
+            return True
+        self._receiver.join(timeout_s)
+        if self._receiver.is_alive():
             return False
-        with self._lock:
-            stacks, self._stacks = self._stacks, -1
-        if stacks >= 0:
-            os.close(stacks)
-            self._channel.close()
+        self._logs.join(_LAST_LINES_S)
         return True
 
 
 class ProcessWorker:
     """A worker in a child process."""
 
-    def __init__(self, process: DeviceProcess, worker_class: Any, context: WorkerContext) -> None:
+    def __init__(self, worker_class: Any, context: WorkerContext, environment: dict[str, str]) -> None:
         self.context = context
-        self._process = process
         self._worker_class = worker_class
         self._closed: Future[Any] | None = None
-        self._number, self.started = process.start(worker_class, context)
+        with _joining:
+            self._process = _process_for(context.device_name, environment)
+            self._number, self.started = self._process.start(worker_class, context)
 
     @property
     def process_id(self) -> int:
@@ -220,24 +292,35 @@ class ProcessWorker:
         self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
     ) -> Future[Any]:
         """The future raises WorkerDiedError when the process ends first."""
+        return self._send("call", method, args, kwargs, on_event)
+
+    def _send(
+        self, kind: Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_event: Any = None
+    ) -> Future[Any]:
         sent = [WorkerReference(arg._number) if isinstance(arg, ProcessWorker) else arg for arg in args]
-        pending = _Pending(self.context, method, _returned(self._worker_class, method), Future(), on_event)
-        return self._process.send("call", self._number, (sent, kwargs), pending)
+        pending = _Pending(self.context, method, _returned(self._worker_class, method), on_event)
+        return self._process.send(kind, self._number, (sent, kwargs), pending)
 
     def stack(self) -> str:
         return self._process.stack()
 
     def ask_to_stop(self) -> None:
-        self._closed = self.call("close")
-        self._closed.add_done_callback(lambda _: self._process.forget(self._number))
+        has_failed = self.started.done() and self.started.exception()
+        self._closed = self.started if has_failed else self._send("close", "close", (), {})
+        self._process.forget(self._number)
 
     def kill(self) -> None:
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        if self._closed is not None and not wait([self._closed], timeout_s).done:
-            return False
+        if self._closed is not None:
+            try:
+                error = self._closed.exception(timeout_s)
+            except TimeoutError:
+                return False
+            if error is not None and self._closed is not self.started and not isinstance(error, WorkerDiedError):
+                _log.warning("close() failed on %s: %s", self.context.where, error)
         return self._process.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -249,7 +332,14 @@ def _answer(pending: _Pending, kind: Kind, body: bytes, tensors: list[Any]) -> N
         failure = msgspec.msgpack.decode(body, type=Failure)
         pending.future.set_exception(raised(failure, pending.context, pending.method))
     else:
-        pending.future.set_result(load_answer(body, tensors, pending.expected))
+        try:
+            value = load_answer(body, tensors, pending.expected)
+        except Exception as error:  # whatever msgspec says of an annotation, or of an answer unlike it
+            pending.future.set_exception(
+                InvalidInputError(f"{pending.method}() is annotated to return {pending.expected}: {error}")
+            )
+        else:
+            pending.future.set_result(value)
 
 
 @functools.cache
@@ -257,57 +347,40 @@ def _returned(worker_class: Any, method: str) -> Any:
     """The annotated type of what a worker method returns: the contract by which its answer is decoded."""
     if "." in method:  # of the user's module
         return Any
-    return typing.get_type_hints(getattr(worker_class, method))["return"]
+    return typing.get_type_hints(getattr(worker_class, method)).get("return", Any)
 
 
-_processes: dict[str, DeviceProcess] = {}
-"""The child of each device that has workers."""
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (sent by somebody, or by the kernel for want of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
-def process_for(device_name: str, environment: dict[str, str]) -> DeviceProcess:
+def _crash(stacks: str) -> str:
+    """What faulthandler wrote when the process crashed."""
+    _, found, stack = stacks.rpartition("Fatal Python error: ")
+    return found + stack if found else ""
+
+
+def _state(pid: int) -> str:
+    """The letter of proc(5): R running, S sleeping, T stopped, Z ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _process_for(device_name: str, environment: dict[str, str]) -> DeviceProcess:
     """The child that owns a device, started if there is none."""
     if device_name not in _processes or not _processes[device_name].is_alive:
         _processes[device_name] = DeviceProcess(device_name, environment)
     return _processes[device_name]
 
 
-def _retire(process: DeviceProcess) -> None:
-    """The next worker of its device gets a new process."""
-    if _processes.get(process.device_name) is process:
-        del _processes[process.device_name]
-
-
 @atexit.register
 def _end_all() -> None:
-    """Engines that the user did not close."""
-    for process in list(_processes.values()):
+    """Engines that the user did not close. A fork of his process ends no workers."""
+    processes = [process for process in _processes.values() if process.parent == os.getpid()]
+    for process in processes:
         process.kill()
-
-
-class _Spawner:
-    """One thread that lives as long as the process and starts every child.
-
-    The kernel's "kill me when my parent dies" speaks of the parent *thread* (prctl(2), PR_SET_PDEATHSIG).
-    """
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="rlcore-spawn", daemon=True).start()
-
-    def run(self, task: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-        self._tasks.put((task, future))
-        return future.result()
-
-    def _serve(self) -> None:
-        while True:
-            task, future = self._tasks.get()
-            try:
-                future.set_result(task())
-            except Exception as error:  # raised again in the thread that asked
-                future.set_exception(error)
-
-
-@functools.cache
-def _spawner() -> _Spawner:
-    return _Spawner()
+    for process in processes:
+        process.join(_STACK_DUMP_S)

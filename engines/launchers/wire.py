@@ -8,25 +8,28 @@ memory (``shared.py``).
 from __future__ import annotations
 
 import array
+import contextlib
 import io
 import pickle
 import socket
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlcore.engines.launchers.shared import Housekeeping, Inbox, Outbox, Parcel
 from rlcore.errors import InvalidInputError
 
-Kind = Literal["start", "call", "end", "result", "event", "error"]
+Kind = Literal["start", "call", "close", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
-_SHARED_BYTES = 64 << 10  # below this a copy inside the message is cheaper than a segment
-_TENSOR, _TUPLE = 1, 2  # msgpack extension codes
+# A smaller tensor travels inside the message: that is cheaper, and whoever keeps it keeps no segment.
+_SHARED_BYTES = 64 << 10
+_TENSOR, _SMALL_TENSOR, _TUPLE = 1, 2, 3  # msgpack extension codes
 
 
 class Envelope(msgspec.Struct, array_like=True):
@@ -43,21 +46,23 @@ class Envelope(msgspec.Struct, array_like=True):
 
 
 class Channel:
-    """One end of the socket. One thread may send while another receives."""
+    """One end of the socket. Threads may send while another receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._sending = threading.Lock()
         self._outbox, self._inbox = Outbox(), Inbox()
 
     def send(self, kind: Kind, call: int, body: bytes, *, worker: int = 0, tensors: Sequence[Tensor] = ()) -> None:
-        """Raises OSError when the other end is gone."""
-        parcel, descriptors = self._outbox.pack(tensors)
-        chores = Housekeeping(self._inbox.released(), self._outbox.dropped())
-        envelope = msgspec.msgpack.encode(Envelope(kind, call, worker, body, parcel, chores))
-        header = _HEADER.pack(len(envelope), len(descriptors))
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        self._socket.sendmsg([header], ancillary)
-        self._socket.sendall(envelope)
+        """Raises ConnectionError when the other end is gone."""
+        with self._sending:
+            parcel, descriptors = self._outbox.pack(tensors)
+            chores = Housekeeping(self._inbox.released(), self._outbox.dropped())
+            envelope = msgspec.msgpack.encode(Envelope(kind, call, worker, body, parcel, chores))
+            header = _HEADER.pack(len(envelope), len(descriptors))
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            self._socket.sendmsg([header], ancillary)
+            self._socket.sendall(envelope)
 
     def receive(self) -> tuple[Envelope, list[Tensor]] | None:
         """The next message; None when the other end is gone."""
@@ -73,9 +78,16 @@ class Channel:
         self._outbox.released(envelope.housekeeping.released)
         return envelope, tensors
 
+    def give_up(self) -> None:
+        """What has arrived can still be received; then both ends find the other gone."""
+        with contextlib.suppress(OSError):  # it is already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        self._socket.close()
-        self._outbox.close()
+        """Only when nothing sends or receives any more."""
+        with self._sending:
+            self._socket.close()
+            self._outbox.close()
 
     def _header(self) -> tuple[bytes, list[int]]:
         room = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -109,34 +121,56 @@ class WorkerReference:
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out tensors, large ones for shared memory and all on the host, and worker handles."""
+    """Leaves out plain tensors, large ones for shared memory and all detached and on the host, and worker handles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, tuple[str, int | bytes]] = {}
 
-    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+    def persistent_id(self, obj: Any) -> tuple[str, int | bytes] | None:
         if isinstance(obj, WorkerReference):
             return "worker", obj.number
+        if type(obj).__module__ == "msgspec._core":  # left in a dataclass that came back; cannot be pickled
+            return "none", 0
         if type(obj) is not Tensor or obj.is_meta or obj.layout is not torch.strided:
             return None
-        if obj.nbytes < _SHARED_BYTES and obj.device.type == "cpu":
-            return None
         if id(obj) not in self._seen:
-            self._seen[id(obj)] = len(self.tensors)
-            self.tensors.append(obj.detach().cpu())
-        return "tensor", self._seen[id(obj)]
+            self._seen[id(obj)] = self._left_out(obj.detach().cpu())
+        return self._seen[id(obj)]
+
+    def _left_out(self, tensor: Tensor) -> tuple[str, int | bytes]:
+        if tensor.nbytes < _SHARED_BYTES:
+            return "small", _inlined(tensor)
+        self.tensors.append(tensor)
+        return "tensor", len(self.tensors) - 1
 
 
 class _CallUnpickler(pickle.Unpickler):
     def __init__(self, body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(body))
-        self._left_out: dict[str, Any] = {"tensor": tensors, "worker": workers}
+        self._left_out: dict[str, Any] = {"tensor": tensors, "worker": workers, "none": [None]}
+        self._small: dict[int, Tensor] = {}
 
-    def persistent_load(self, reference: tuple[str, int]) -> Any:
-        kind, number = reference
-        return self._left_out[kind][number]
+    def persistent_load(self, reference: tuple[str, Any]) -> Any:
+        kind, content = reference
+        if kind != "small":
+            return self._left_out[kind][content]
+        if id(content) not in self._small:  # pickle gives the same bytes object where the same was put in
+            self._small[id(content)] = _from_inlined(content)
+        return self._small[id(content)]
+
+
+def _inlined(tensor: Tensor) -> bytes:
+    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values))
+
+
+def _from_inlined(data: bytes | memoryview) -> Tensor:
+    dtype, shape, values = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
+    flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+    # A clone, as torch cannot resize the storage of a buffer that Python owns.
+    return flat.view(getattr(torch, dtype)).view(shape).clone()
 
 
 def dump_call(call: Any) -> tuple[bytes, list[Tensor]]:
@@ -158,24 +192,59 @@ def load_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) ->
 # -------------------------------------------------------------------------------- child to parent: answers
 
 
-def dump_answer(value: Any, what: str) -> tuple[bytes, list[Tensor]]:
-    """Plain data, rlcore's own dataclasses, and tensors."""
-    tensors: list[Tensor] = []
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
-    def extend(obj: Any) -> msgspec.msgpack.Ext:
-        if isinstance(obj, Tensor):
-            tensors.append(obj.detach().cpu())
-            return msgspec.msgpack.Ext(_TENSOR, len(tensors).to_bytes(4, "little"))
-        raise TypeError(f"{type(obj).__name__}")
 
-    encoder = msgspec.msgpack.Encoder(enc_hook=extend)
+def dump_answer(value: Any, what: str, *, is_annotated: bool = False) -> tuple[bytes, list[Tensor]]:
+    """Plain data and tensors.
+
+    Args:
+        is_annotated: ``load_answer`` will be given the type, so that it may hold whatever msgspec can rebuild, such as
+            dataclasses; else only what comes back as it was.
+
+    Raises:
+        InvalidInputError: what cannot come back; the message names its type.
+    """
+    writer = _AnswerWriter(is_annotated)
     try:
-        return encoder.encode(_tag_tuples(value, encoder)), tensors
-    except TypeError as error:
+        return writer.encoder.encode(writer.tagged(value)), writer.tensors
+    except Exception as error:  # a type, an integer or a depth that msgpack does not have, a device that failed
         raise InvalidInputError(
             f"{what} returned an object that a worker process cannot send back ({error}); "
             "return numbers, strings, lists, tuples, dicts, tensors or None"
         ) from error
+
+
+class _AnswerWriter:
+    def __init__(self, is_annotated: bool) -> None:
+        self._is_annotated = is_annotated
+        self.tensors: list[Tensor] = []
+        self.encoder = msgspec.msgpack.Encoder(enc_hook=self._extension)
+
+    def tagged(self, value: Any) -> Any:
+        """msgpack has no tuples: mark those in plain containers."""
+        kind = type(value)
+        if kind is tuple:
+            return msgspec.msgpack.Ext(_TUPLE, self.encoder.encode([self.tagged(item) for item in value]))
+        if kind is list:
+            return value if _PLAIN.issuperset(map(type, value)) else [self.tagged(item) for item in value]
+        if kind is dict:
+            if not _PLAIN.issuperset(map(type, value)):
+                raise TypeError(f"a dict whose keys are {', '.join(sorted({type(key).__name__ for key in value}))}")
+            return {key: self.tagged(item) for key, item in value.items()}
+        if kind in _PLAIN or self._is_annotated or isinstance(value, Tensor):
+            return value
+        raise TypeError(kind.__name__)
+
+    def _extension(self, obj: Any) -> msgspec.msgpack.Ext:
+        if type(obj) not in (Tensor, nn.Parameter) or obj.is_meta or obj.layout is not torch.strided:
+            layout = f" of layout {obj.layout} on {obj.device}" if isinstance(obj, Tensor) else ""
+            raise TypeError(f"{type(obj).__name__}{layout}")
+        tensor = obj.detach().cpu()
+        if tensor.nbytes < _SHARED_BYTES:
+            return msgspec.msgpack.Ext(_SMALL_TENSOR, _inlined(tensor))
+        self.tensors.append(tensor)
+        return msgspec.msgpack.Ext(_TENSOR, len(self.tensors).to_bytes(4, "little"))
 
 
 class _Extensions:
@@ -187,30 +256,23 @@ class _Extensions:
     def __call__(self, code: int, data: memoryview) -> Any:
         if code == _TENSOR:
             return self._tensors[int.from_bytes(data, "little") - 1]
+        if code == _SMALL_TENSOR:
+            return _from_inlined(data)
         return tuple(msgspec.msgpack.decode(data, ext_hook=self))
 
 
 def load_answer(body: bytes, tensors: list[Tensor], expected: Any) -> Any:
-    """The value, as the type ``expected``; ``Any`` gives what was sent."""
-    return msgspec.msgpack.decode(body, type=expected, ext_hook=_Extensions(tensors), dec_hook=_checked)
+    """The value, as the type ``expected``; ``Any`` gives what was sent.
+
+    Raises:
+        msgspec.ValidationError: it is of another type.
+    """
+    sent = msgspec.msgpack.decode(body, ext_hook=_Extensions(tensors))
+    # In two steps, as a typed decoder takes no extension where it expects a tuple.
+    return sent if expected is Any else msgspec.convert(sent, expected, dec_hook=_checked)
 
 
 def _checked(kind: type, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
-
-
-def _tag_tuples(value: Any, encoder: msgspec.msgpack.Encoder) -> Any:
-    """msgpack has no tuples: mark those in plain containers. Dataclasses are decoded by their annotations."""
-    if isinstance(value, tuple):
-        return msgspec.msgpack.Ext(_TUPLE, encoder.encode([_tag_tuples(item, encoder) for item in value]))
-    if isinstance(value, list):
-        return [_tag_tuples(item, encoder) for item in value] if _has_containers(value) else value
-    if isinstance(value, dict):
-        return {key: _tag_tuples(item, encoder) for key, item in value.items()}
-    return value
-
-
-def _has_containers(values: list[Any]) -> bool:
-    return any(isinstance(item, tuple | list | dict) for item in values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 import rlcore.errors
-from rlcore.errors import RlcoreError, WorkerError
+from rlcore.errors import RlcoreError, StateError, WorkerError
 from rlcore.registry import get_device
+
+_LONGEST_TEXT = 50_000
 
 
 def _ignore(event: Any) -> None:
@@ -31,7 +34,7 @@ class WorkerContext:
     world_size: int
     device_name: str
     store: str = ""
-    """File through which the workers of a group find each other: no port is opened to the network."""
+    """Folder through which the workers find each other: no port is opened to the network."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
 
@@ -45,22 +48,51 @@ class WorkerContext:
 
     @contextlib.contextmanager
     def process_group(self, timeout_s: float) -> Iterator[Any]:
-        """A torch.distributed group of these workers, all of whom must enter; destroyed at the end."""
+        """A torch.distributed group of these workers, all of whom must enter; destroyed at the end.
+
+        It is the default group of the process, which can have one at a time. One that torchrun's user has
+        made already is used, and left as it is.
+        """
         import torch.distributed as dist
 
-        store = dist.FileStore(self.store, self.world_size)  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=timeout_s))
+        if dist.is_initialized():
+            yield self._existing_group(dist)
+            return
+        timeout = timedelta(seconds=timeout_s)
+        world = {} if self.joins_torchrun else {"store": self._new_store(dist, timeout)}
         dist.init_process_group(
-            self.device.spec.collective_backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            self.device.spec.collective_backend, rank=self.rank, world_size=self.world_size, timeout=timeout, **world
         )
         try:
             yield dist.group.WORLD
         finally:
             dist.destroy_process_group()
+
+    @property
+    def joins_torchrun(self) -> bool:
+        """The world is one that torchrun started."""
+        return self.world_size > 1 and not self.store
+
+    def _existing_group(self, dist: Any) -> Any:
+        if not self.joins_torchrun:
+            raise StateError(
+                f"{self.where} cannot make a process group: its process has one, of another engine on the device or of "
+                "an outer call; leave that one first"
+            )
+        return dist.group.WORLD
+
+    def _new_store(self, dist: Any, timeout: timedelta) -> Any:
+        if self.world_size == 1:
+            return dist.HashStore()
+        # A file of its own for each group: the addresses of an earlier one would be taken for this one's.
+        _num_groups[self.store] += 1
+        store = dist.FileStore(f"{self.store}/{_num_groups[self.store]}", self.world_size)
+        store.set_timeout(timeout)
+        return store
+
+
+_num_groups: Counter[str] = Counter()
+"""Groups that this process has entered, by the folder of their stores: the same number on all ranks."""
 
 
 class WorkerHandle(Protocol):
@@ -110,10 +142,25 @@ def describe(error: BaseException) -> Failure:
     attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int)}
     return Failure(
         kind=type(error).__name__ if is_ours else "",
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=_bounded(_text(error)),
+        traceback=_bounded("".join(traceback.format_exception(error))),
         attributes=attributes if is_ours else {},
     )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failed:  # a user's __str__
+        return f"<its text cannot be had: {failed!r}>"
+
+
+def _bounded(text: str) -> str:
+    """Both ends of a text that nobody would read whole; characters that UTF-8 does not have are replaced."""
+    half = _LONGEST_TEXT // 2
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text.encode(errors="replace").decode()
 
 
 def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:

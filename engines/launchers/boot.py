@@ -1,0 +1,63 @@
+"""How a worker process begins, before it imports anything large: it can show its stack, and ends with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from rlcore.settings import Settings
+
+
+def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
+    """Serve the parent at the other end of the socket ``descriptor``; write stacks to ``stack_descriptor``."""
+    faulthandler.enable(stack_descriptor)
+    faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
+    _leave_guard(parent)
+    os.set_inheritable(descriptor, False)
+    logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+    logging.getLogger("rlcore").setLevel(Settings.from_env().log_level)
+
+    from rlcore.engines.launchers.child import Child
+    from rlcore.engines.launchers.wire import Channel
+
+    Child(Channel(socket.socket(fileno=descriptor))).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown can hang in a library's exit handlers; everything of ours is closed.
+    os._exit(0)
+
+
+def _leave_guard(parent: int) -> None:
+    """Fork a small process that kills this one and its descendants when the parent, or this one, has ended.
+
+    From outside, because a stopped process or one in a C loop cannot end itself. (The kernel's PR_SET_PDEATHSIG
+    spares descendants and speaks of the parent thread.)
+    """
+    group = os.getpid()  # the parent made it the leader of its own
+    watched = [os.pidfd_open(parent), os.pidfd_open(group)]
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
+    if os.fork() == 0:
+        _guard(group, watched)
+    for descriptor in watched:
+        os.close(descriptor)
+
+
+def _guard(group: int, watched: list[int]) -> None:
+    os.setpgid(0, 0)  # outside the group that it kills
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if (descriptor := int(entry.name)) not in watched:
+            with contextlib.suppress(OSError):  # the one that listed them is closed
+                os.close(descriptor)
+    select.select(watched, [], [])
+    try:
+        os.killpg(group, signal.SIGKILL)
+    finally:
+        os._exit(0)
