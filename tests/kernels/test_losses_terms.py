@@ -358,6 +358,17 @@ def test_absurd_ratios_give_a_finite_loss_and_gradient(name: str, advantage: flo
     assert all(values.isfinite().all() for values in stats.values())
 
 
+@pytest.mark.parametrize("name", TERMS)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """On the meta device no value can be read, so that whatever would wait raises."""
+    batch = padded_batch(per_token_advantage=True)
+    per_token = {key: values.to("meta") for key, values in per_token_of(batch).items()}
+    x = batch.x[batch.is_present].to("meta").requires_grad_()
+    value, stats = TERMS[name][0]()(x, None, per_token)
+    assert value.shape == torch.autograd.grad(value.sum(), x)[0].shape == x.shape
+    assert all(values.shape == x.shape for values in stats.values())
+
+
 def test_both_forms_of_gspo_differ_once_advantages_differ_within_a_sequence() -> None:
     batch = padded_batch(per_token_advantage=True)
     x = batch.x[batch.is_present].requires_grad_()

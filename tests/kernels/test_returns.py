@@ -151,6 +151,21 @@ def test_a_million_tokens_in_one_sequence_stay_accurate() -> None:
     torch.testing.assert_close(found[0].double(), (1 - gamma**k) / (1 - gamma), rtol=5e-6, atol=0)
 
 
+def test_nothing_waits_for_the_device() -> None:
+    """On the meta device no value can be read, so that whatever would wait raises."""
+    values, rewards, mask = torch.randn(3, 12, device="meta")
+    edges = torch.zeros(4, dtype=torch.int64, device="meta")
+    assert gae(values, rewards, mask, cu_seqlens=edges).returns.shape == (12,)
+    assert gae(values.view(3, 4), rewards.view(3, 4)).returns.shape == (3, 4)
+    assert discounted_return(rewards, mask, cu_seqlens=edges).shape == (12,)
+    assert masked_whiten(rewards, mask).shape == (12,)
+    values.requires_grad_()
+    value_loss(values, rewards, mask, old_values=values.detach(), clip=0.2).loss.backward()
+    assert values.grad is not None
+    with pytest.raises(NotImplementedError):
+        gae(values, rewards, mask, cu_seqlens=edges, implementation="reference")
+
+
 def test_reruns_are_bit_identical() -> None:
     values, rewards, mask = random_tokens(torch.float32)
     first, second = (gae(values, rewards, mask, gamma=GAMMA, lam=LAM, **SHAPE) for _ in range(2))
