@@ -7,8 +7,8 @@ BIN := .venv/bin
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
 
-test: .venv/dev.installed  ## The tests that need no GPU
-	@$(BIN)/python -m pytest -m "not gpu and not multigpu and not vllm"
+test: .venv/dev.installed  ## The tests that need no GPU and no patience; .ci/run has the slow ones too
+	@$(BIN)/python -m pytest -m "not gpu and not multigpu and not vllm and not slow"
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .

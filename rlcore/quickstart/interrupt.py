@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -29,6 +30,7 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
+            gc.freeze()  # at once: to collect torch and transformers at exit takes longer than a second
             raise KeyboardInterrupt
         self.is_requested = True
         with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to
