@@ -84,30 +84,11 @@ def linear_loss_reference(
         with_entropy=with_entropy,
         ignore_index=ignore_index,
     )
-    tokens = TokenInputs(per_token, token_weight.to(logprob_T.dtype), target_T != ignore_index)
+    tokens = TokenInputs.of(per_token, token_weight.to(logprob_T.dtype), target_T != ignore_index)
     loss, stats = weighted_loss(loss_fn, logprob_T, entropy_T, tokens, _sequence_entries(cu_seqlens, tokens))
     statistics = Statistics()
     statistics.add(stats, tokens)
     return LossOutput(loss, statistics.result())
-
-
-class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients exist already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, totals: Totals, *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*totals)
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
-            None if total is None else torch.mul(total, upstream, out=torch.empty_like(total, dtype=dtype))
-            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
 
 
 class ChunkWork(Protocol):
@@ -124,6 +105,30 @@ class ChunkWork(Protocol):
 
     def totals(self) -> Totals:
         """Of all chunks so far."""
+
+    @staticmethod
+    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``total`` times a scalar on its device, rounded once to ``dtype``."""
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A loss whose gradients exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, work: ChunkWork, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*work.totals())
+        ctx.scaled = work.scaled
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if total is None else ctx.scaled(total, upstream, dtype)
+            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, None, *scaled)
 
 
 def loss_in_chunks(
@@ -144,7 +149,7 @@ def loss_in_chunks(
     if not any(Needs.of(*inputs)):
         return _summed(work, loss_fn, tokens, chunks, with_gradients=False)
     loss, stats = _summed(work, loss_fn, tokens, chunks, with_gradients=True)
-    return LossOutput(_KnownGradients.apply(loss, work.totals(), *inputs), stats)  # type: ignore[no-untyped-call]
+    return LossOutput(_KnownGradients.apply(loss, work, *inputs), stats)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -201,6 +206,10 @@ class _HeadWork:
         assert self._gradients is not None
         return self._gradients.totals()
 
+    @staticmethod
+    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
+
 
 def linear_loss_chunked(
     hidden_TH: Tensor,
@@ -223,7 +232,7 @@ def linear_loss_chunked(
     head = LinearHead(weight_VH, bias, softcap)
     inputs = (hidden_TH, weight_VH, bias)
     rows = Rows.of(target_T, ignore_index, temperature, logit_scale)
-    tokens = TokenInputs(per_token, token_weight.to(head.wide), ~rows.is_ignored)
+    tokens = TokenInputs.of(per_token, token_weight.to(head.wide), ~rows.is_ignored)
     num_rows = rows_per_chunk(len(hidden_TH), len(weight_VH), head.wide.itemsize, memory_budget_bytes)
     work = _HeadWork(hidden_TH, head, Needs.of(*inputs), rows, with_entropy)
     return loss_in_chunks(work, loss_fn, tokens, rows_per_chunk=num_rows, cu_seqlens=cu_seqlens, inputs=inputs)

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 _OPERATORS = ("token_logprob", "linear_logprob", "linear_loss")
 _RECURRENCES = ("gae", "discounted_return")
-_TRITON = (("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),)
+_TRITON = (
+    ("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),
+    ("linear_logprob", "tiled", 30, "linear_tiled:linear_logprob_tiled", "tiled_refusal"),
+    ("linear_loss", "tiled", 30, "linear_tiled:linear_loss_tiled", "tiled_refusal"),
+)
 """Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
 
 

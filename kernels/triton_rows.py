@@ -82,7 +82,7 @@ def _statistics_kernel(
     tl.store(total + t, a_row)
     if WITH_ENTROPY:
         b_row = tl.sum((b + a * shift) * tl.exp2(shift), 0)
-        tl.store(entropy + t, (tl.log2(a_row) - b_row / a_row) * LN_2)
+        tl.store(entropy + t, tl.maximum((tl.log2(a_row) - b_row / a_row) * LN_2, 0.0, tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _gradient_kernel(
     slant = g
     if g_entropy is not None:
         slant += g_bar * (tl.load(entropy + t) - tl.log2(a) * LN_2)
-    dz = (tl.exp2(c) / a) * -(slant + g_bar * LN_2 * c)
+    dz = (tl.exp2(c) * (1.0 / a)) * -(slant + g_bar * LN_2 * c)
     dz = tl.where(v == tl.load(target + t), dz + g, dz) * sharpness
     if keep is not None:
         dz = tl.where(is_kept, dz, 0.0)

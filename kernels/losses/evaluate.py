@@ -24,22 +24,21 @@ class TokenInputs(NamedTuple):
     """What a loss reads besides log-probabilities, and which tokens count."""
 
     per_token: Mapping[str, Tensor]
+    """0 for tokens that do not count"""
     weight: Tensor
     is_counted: Tensor
+
+    @staticmethod
+    def of(per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor) -> TokenInputs:
+        def counted(values: Tensor) -> Tensor:
+            trailing = (1,) * (values.dim() - 1)
+            return values.masked_fill(~is_counted.view(-1, *trailing), 0.0) if values.is_floating_point() else values
+
+        return TokenInputs({name: counted(values) for name, values in per_token.items()}, weight, is_counted)
 
     def at(self, chunk: slice) -> TokenInputs:
         sliced = {name: values[chunk] for name, values in self.per_token.items()}
         return TokenInputs(sliced, self.weight[chunk], self.is_counted[chunk])
-
-    def counted(self) -> dict[str, Tensor]:
-        """``per_token`` with 0 for tokens that do not count."""
-        return {name: self._counted(values) for name, values in self.per_token.items()}
-
-    def _counted(self, values: Tensor) -> Tensor:
-        if not values.is_floating_point():
-            return values
-        trailing = (1,) * (values.dim() - 1)
-        return values.masked_fill(~self.is_counted.view(-1, *trailing), 0.0)
 
 
 def weighted_loss(
@@ -54,7 +53,7 @@ def weighted_loss(
     Raises:
         InvalidInputError: the loss function returned something else than [t] vectors.
     """
-    value_T, stats = loss_fn(logprob_T, entropy_T, {**tokens.counted(), **extra})
+    value_T, stats = loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra})
     _check_vector("its value", value_T, logprob_T, loss_fn)
     for name, values_T in stats.items():
         _check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
@@ -91,40 +90,32 @@ def loss_and_gradients(
 
 
 class Statistics:
-    """Reduces statistics over chunks by the ending of their names, without waiting for the device."""
+    """Collects statistics of tokens, and reduces them once, by the ending of their names, without waiting."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
-        self._weights: list[Tensor] = []
+        self._values: dict[str, list[Tensor]] = {}
+        self._tokens: list[TokenInputs] = []
 
     def add(self, stats: Mapping[str, Tensor], tokens: TokenInputs) -> None:
-        self._weights.append(torch.where(tokens.is_counted, tokens.weight, 0.0).sum())
+        self._tokens.append(tokens)
         for name, values_T in stats.items():
-            part = _reduce(name, values_T.detach().to(tokens.weight.dtype), tokens)
-            self._parts.setdefault(name, []).append(part)
+            self._values.setdefault(name, []).append(values_T.detach().to(tokens.weight.dtype))
 
     def result(self) -> dict[str, Tensor]:
         """Scalars by name. Of no tokens a sum is 0, a mean NaN, a minimum inf and a maximum -inf."""
-        total_weight = torch.stack(self._weights).sum()
-        return {name: _merge(name, torch.stack(parts), total_weight) for name, parts in self._parts.items()}
+        is_counted_T = torch.cat([tokens.is_counted for tokens in self._tokens])
+        weight_T = torch.cat([tokens.weight for tokens in self._tokens]).masked_fill(~is_counted_T, 0.0)
+        return {name: _reduced(name, torch.cat(parts), weight_T, is_counted_T) for name, parts in self._values.items()}
 
 
-def _reduce(name: str, values_T: Tensor, tokens: TokenInputs) -> Tensor:
+def _reduced(name: str, values_T: Tensor, weight_T: Tensor, is_counted_T: Tensor) -> Tensor:
     if name.endswith(("_min", "_max")):
         nothing = float("inf") if name.endswith("_min") else float("-inf")
         # one more element, so that no token at all is no error
-        kept_T = torch.nn.functional.pad(torch.where(tokens.is_counted, values_T, nothing), (0, 1), value=nothing)
+        kept_T = torch.nn.functional.pad(torch.where(is_counted_T, values_T, nothing), (0, 1), value=nothing)
         return kept_T.amin() if name.endswith("_min") else kept_T.amax()
-    kept_T = torch.where(tokens.is_counted, values_T, 0.0)
-    return (kept_T * tokens.weight).sum() if name.endswith("_mean") else kept_T.sum()
-
-
-def _merge(name: str, parts: Tensor, total_weight: Tensor) -> Tensor:
-    if name.endswith("_mean"):
-        return parts.sum() / total_weight
-    if name.endswith("_sum"):
-        return parts.sum()
-    return parts.amin() if name.endswith("_min") else parts.amax()
+    kept_T = torch.where(is_counted_T, values_T, 0.0)
+    return (kept_T * weight_T).sum() / weight_T.sum() if name.endswith("_mean") else kept_T.sum()
 
 
 def refusing_mixed_tokens(loss_fn: LossFn) -> LossFn:

@@ -1,0 +1,280 @@
+"""``linear_logprob`` and ``linear_loss`` whose logits stay in the tiles of the product: see ``triton_tiles``.
+
+The log-probability's forward is one product. Its backward, where the memory budget held the exponentials, turns
+them into the gradient of the logits: three products in all. Otherwise it computes the logits again, a strip of
+vocabulary rows at a time, so that each strip's gradient of the weight is one product over all rows, rounded once.
+A loss is taken in chunks of rows, as in ``linear_loss``, with the exponentials of a chunk as its only large
+temporary.
+
+Letters: T rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
+from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
+from rlcore.kernels.linear_loss import LossOutput, loss_in_chunks
+from rlcore.kernels.losses.evaluate import TokenInputs
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.kernels.rows import Logprobs, Rows
+from rlcore.kernels.triton_tiles import (
+    TILE_T,
+    TILE_V,
+    LogitSlopes,
+    TileStatistics,
+    dlogits_from_exponentials,
+    dlogits_from_product,
+    pitched,
+    scaled,
+    tile_statistics,
+)
+
+_ITEM_BYTES = 2
+"""Of an exponential, float16, and of a logit's gradient, bfloat16."""
+_TILE_BYTES = 12
+"""Of the three statistics of a tile's row."""
+
+
+class _Task(NamedTuple):
+    """Everything but the tensors that get gradients."""
+
+    rows: Rows
+    with_entropy: bool
+    needs: Needs
+    budget_bytes: int
+
+    @staticmethod
+    def of(
+        inputs: tuple[Tensor, Tensor, Tensor | None], rows: Rows, with_entropy: bool, budget_bytes: int | None
+    ) -> _Task:
+        budget_bytes = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
+        if not isinstance(rows.sharpness, Tensor):
+            rows = replace(rows, sharpness=torch.full_like(rows.target, rows.sharpness, dtype=torch.float32))
+        return _Task(rows, with_entropy, Needs.of(*inputs), budget_bytes)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Saves the inputs, three numbers a row, and exponentials that the first backward uses up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: _Task
+    ) -> tuple[Tensor, Tensor | None]:
+        known_TH = _aligned(task.rows.known(hidden_TH))
+        exponentials_TV = None
+        if any(task.needs) and len(hidden_TH) <= _rows_within(task.budget_bytes, len(hidden_TH), len(weight_VH)):
+            exponentials_TV = pitched(len(hidden_TH), len(weight_VH), hidden_TH, torch.float16)
+        found = tile_statistics(
+            known_TH,
+            _aligned(weight_VH),
+            _widened(bias_V),
+            task.rows,
+            with_entropy=task.with_entropy,
+            exponentials_TV=exponentials_TV,
+        )
+        ctx.task, ctx.exponentials_TV = task, exponentials_TV
+        ctx.set_materialize_grads(False)
+        peak_JT = None if exponentials_TV is None else found.peak_JT
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, found.logprob, found.entropy, found.normaliser, peak_JT)
+        return found.logprob, found.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        task: _Task = ctx.task
+        hidden_TH, weight_VH, bias_V, *saved = ctx.saved_tensors
+        known_TH, weight_VH = _aligned(task.rows.known(hidden_TH)), _aligned(weight_VH)
+        statistics = TileStatistics(*saved)
+        slopes = LogitSlopes.of(task.rows, statistics, g_logprob_T, g_entropy_T)
+        exponentials_TV, ctx.exponentials_TV = ctx.exponentials_TV, None
+        gradients = _StripGradients(known_TH, weight_VH, bias_V, task.needs)
+        if exponentials_TV is not None:
+            dlogits_TV = dlogits_from_exponentials(exponentials_TV, task.rows, statistics, slopes)
+            gradients.add(slice(0, len(weight_VH)), dlogits_TV)
+        else:
+            wide_bias_V = _widened(bias_V)
+            for columns, out in _strips(known_TH, len(weight_VH), task.budget_bytes):
+                dlogits_from_product(known_TH, weight_VH, wide_bias_V, columns, task.rows, statistics, slopes, out=out)
+                gradients.add(columns, out)
+        return (*gradients.totals(), None)
+
+
+class _StripGradients:
+    """The gradients asked for, of strips of the vocabulary that come in turn."""
+
+    def __init__(self, known_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needs: Needs) -> None:
+        self._known_TH, self._needs = known_TH, needs
+        self._head = LinearHead(weight_VH, None, None)
+        self._hidden_TH: Tensor | None = None
+        self._weight_VH = torch.empty_like(weight_VH) if needs.weight else None
+        self._bias_V = torch.empty_like(bias_V) if needs.bias and bias_V is not None else None
+
+    def add(self, columns: slice, dlogits_TV: Tensor) -> None:
+        head = self._head
+        operand_TV = dlogits_TV.to(head.operand)
+        if self._needs.hidden:
+            if self._hidden_TH is None:
+                self._hidden_TH = head.product(operand_TV, head.weight_VH[columns])
+            else:
+                head.accumulate(self._hidden_TH, operand_TV, head.weight_VH[columns])
+        if self._weight_VH is not None:
+            torch.mm(operand_TV.T, self._known_TH, out=self._weight_VH[columns])
+        if self._bias_V is not None:
+            self._bias_V[columns] = dlogits_TV.sum(0, dtype=head.wide)
+
+    def totals(self) -> Totals:
+        hidden_TH = None if self._hidden_TH is None else self._hidden_TH.to(self._known_TH.dtype)
+        return hidden_TH, self._weight_VH, self._bias_V
+
+
+def linear_logprob_tiled(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: None,
+    logit_scale: float,
+    with_entropy: bool,
+    ignore_index: int,
+    memory_budget_bytes: int | None = None,
+) -> Logprobs:
+    """No logits: their exponentials where the budget holds those of all rows, else a strip of their gradient."""
+    inputs = (hidden_TH, weight_VH, bias)
+    task = _Task.of(
+        inputs, Rows.of(target_T, ignore_index, temperature, logit_scale), with_entropy, memory_budget_bytes
+    )
+    return Logprobs(*_LinearLogprob.apply(*inputs, task))  # type: ignore[no-untyped-call]
+
+
+class _TiledWork:
+    """A chunk's logits are exponentials, then the gradient in their place; one buffer serves all chunks."""
+
+    dtype = torch.float32
+
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], task: _Task, rows_per_chunk: int) -> None:
+        hidden_TH, weight_VH, bias_V = inputs
+        self._task, self._hidden_TH = task, hidden_TH.detach()
+        self._weight_VH, self._bias_V = _aligned(weight_VH.detach()), _widened(bias_V)
+        has_gradients = any(task.needs)
+        head = LinearHead(self._weight_VH, None, None)
+        self._gradients = HeadGradients(head, task.needs, len(hidden_TH)) if has_gradients else None
+        self._buffer_TV = pitched(rows_per_chunk if has_gradients else 0, len(weight_VH), hidden_TH, torch.float16)
+        self._last: tuple[slice, Tensor, Tensor, TileStatistics] | None = None
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        self._last = None
+        rows = self._task.rows.at(chunk)
+        known_TH = _aligned(rows.known(self._hidden_TH[chunk]))
+        exponentials_TV = None if self._gradients is None else self._room(len(known_TH))
+        found = tile_statistics(
+            known_TH,
+            self._weight_VH,
+            self._bias_V,
+            rows,
+            with_entropy=self._task.with_entropy,
+            exponentials_TV=exponentials_TV,
+        )
+        if exponentials_TV is not None:
+            self._last = (chunk, known_TH, exponentials_TV, found)
+        return found.logprob, found.entropy
+
+    def _room(self, num_rows: int) -> Tensor:
+        if len(self._buffer_TV) < num_rows:  # a sequence longer than a chunk
+            like, V = self._buffer_TV, self._buffer_TV.shape[1]
+            del self._buffer_TV
+            self._buffer_TV = pitched(num_rows, V, like, torch.float16)
+        return self._buffer_TV[:num_rows]
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        assert self._last is not None and self._gradients is not None
+        chunk, known_TH, exponentials_TV, found = self._last
+        rows = self._task.rows.at(chunk)
+        slopes = LogitSlopes.of(rows, found, g_logprob_T, g_entropy_T)
+        dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, found, slopes)
+        self._gradients.add(chunk, dlogits_TV, None, known_TH)
+
+    def totals(self) -> Totals:
+        assert self._gradients is not None
+        return self._gradients.totals()
+
+    @staticmethod
+    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return scaled(total, factor, dtype)
+
+
+def linear_loss_tiled(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    loss_fn: LossFn,
+    *,
+    per_token: Mapping[str, Tensor],
+    token_weight: Tensor,
+    cu_seqlens: list[int] | None,
+    with_entropy: bool,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: None,
+    logit_scale: float,
+    ignore_index: int,
+    memory_budget_bytes: int | None = None,
+) -> LossOutput:
+    """Chunks of rows, or of whole sequences, whose exponentials the memory budget holds."""
+    inputs = (hidden_TH, weight_VH, bias)
+    rows = Rows.of(target_T, ignore_index, temperature, logit_scale)
+    task = _Task.of(inputs, rows, with_entropy, memory_budget_bytes)
+    tokens = TokenInputs.of(per_token, token_weight.float(), ~rows.is_ignored)
+    num_rows = _rows_within(task.budget_bytes, len(hidden_TH), len(weight_VH))
+    work = _TiledWork(inputs, task, num_rows)
+    return loss_in_chunks(work, loss_fn, tokens, rows_per_chunk=num_rows, cu_seqlens=cu_seqlens, inputs=inputs)
+
+
+def _rows_within(budget_bytes: int, num_rows: int, vocab_size: int) -> int:
+    """Rows of chunks of nearly equal size, whole tiles if possible, whose exponentials the budget holds."""
+    row_bytes = _ITEM_BYTES * vocab_size + _TILE_BYTES * math.ceil(vocab_size / TILE_V)
+    fitting = budget_bytes // row_bytes
+    if fitting == 0:
+        raise InvalidInputError(
+            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; the least is {row_bytes}"
+        )
+    even = math.ceil(num_rows / max(1, math.ceil(num_rows / fitting))) or 1
+    in_tiles = math.ceil(even / TILE_T) * TILE_T
+    return in_tiles if in_tiles <= min(fitting, num_rows) else even
+
+
+def _strips(known_TH: Tensor, vocab_size: int, budget_bytes: int) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of the vocabulary, and room for the gradient of their logits: the same, so use one before the next."""
+    num_rows = max(len(known_TH), 1)
+    fitting = budget_bytes // (_ITEM_BYTES * num_rows * TILE_V) * TILE_V
+    if fitting == 0:
+        raise InvalidInputError(
+            f"memory_budget_bytes={budget_bytes} does not hold a strip of {TILE_V} logits of each of {num_rows} rows; "
+            f"the least is {_ITEM_BYTES * num_rows * TILE_V}. implementation='chunked' needs less"
+        )
+    even = math.ceil(vocab_size / math.ceil(vocab_size / fitting))
+    width = min(math.ceil(even / TILE_V) * TILE_V, vocab_size)
+    room_TV = pitched(len(known_TH), width, known_TH, torch.bfloat16)
+    for columns in row_chunks(vocab_size, width):
+        yield columns, room_TV[:, : columns.stop - columns.start]
+
+
+def _aligned(x_TH: Tensor) -> Tensor:
+    """As the copy engine needs it: contiguous, from a multiple of 16 bytes."""
+    x_TH = x_TH.contiguous()
+    return x_TH.clone() if x_TH.data_ptr() % 16 else x_TH
+
+
+def _widened(bias_V: Tensor | None) -> Tensor | None:
+    return None if bias_V is None else bias_V.detach().float().contiguous()
