@@ -35,7 +35,7 @@ from rlcore.ops import (
     token_weights,
 )
 
-N, L = 12, 9
+N, L = 20, 9
 
 
 class Padded(NamedTuple):
@@ -79,10 +79,12 @@ def padded_batch(*, per_token_advantage: bool) -> Padded:
     is_present = torch.arange(L) < length[:, None]
     m = is_present & (torch.rand(N, L, generator=generator) < 0.8)
     m[0], m[2] = is_present[0], False
-    x = -0.1 - normal(1.0).abs()
+    x = -0.9 - normal(1.0).abs()
     advantage = normal(1.0) if per_token_advantage else normal(1.0, N, 1).expand(N, L)
-    others = (x + normal(0.4), x + normal(0.4))
-    old, ref = (values.clamp(max=-1e-3) for values in others)
+    if per_token_advantage:
+        advantage[3:, ::4] = 0.0
+    spread = torch.linspace(-0.8, 1.4, N * L, dtype=torch.float64)[torch.randperm(N * L, generator=generator)]
+    old, ref = x - spread.view(N, L), (x + normal(0.4)).clamp(max=-1e-3)
     rollout = (old + normal(0.4)).clamp(max=-1e-3)
     w = token_weights("seq-mean-token-mean", m).double()
     return Padded(x, old, ref, rollout, advantage, is_present, m.double(), w)
@@ -208,7 +210,7 @@ def gmpo_formula(b: Padded) -> tuple[Tensor, Tensor]:
     sign = b.A.sign()
     clipped = sign * torch.minimum(sign * b.d, sign * b.d.clamp(-0.3, 0.2))
     rho = b.mean(clipped).exp()
-    passes = torch.where(b.A > 0, b.d <= 0.2, b.d >= -0.3)
+    passes = torch.where(b.A > 0, b.d <= 0.2, b.d >= -0.3) & (b.A != 0)
     per_token = -b.mean(b.A) * rho * b.m / b.n * passes
     return -b.mean(b.A) * rho * torch.ones_like(b.d), per_token * b.w.sum(1, keepdim=True)
 
@@ -275,10 +277,19 @@ DETACHED = {"cispo", "cispo_absolute", "cpgd with drift", "dppo tv", "dppo kl", 
 """Their gradient is, by design, not that of their value."""
 
 
+def test_the_batch_reaches_every_branch() -> None:
+    batch = padded_batch(per_token_advantage=True)
+    counts, A, r = batch.m != 0, batch.A, batch.r
+    for sign in (A > 0, A < 0):
+        for lowest, highest in ((0, 0.8), (0.8, 1.28), (1.28, 1.5), (1.5, 3), (3, 9)):
+            assert (counts & sign & (r > lowest) & (r < highest)).any(), (lowest, highest)
+    assert (counts & (A == 0) & (r > 1.5)).any() and (counts & (A == 0) & (r < 0.7)).any()
+
+
 @pytest.mark.parametrize("name", TERMS)
 def test_values_and_gradients_are_the_published_ones(name: str) -> None:
     make, formula = TERMS[name]
-    batch = padded_batch(per_token_advantage=name in TOKEN_TERMS)
+    batch = padded_batch(per_token_advantage=name in TOKEN_TERMS or name == "gmpo")
     counts = batch.m[batch.is_present] != 0
     x = batch.x[batch.is_present].requires_grad_()
     value, _ = make()(x, None, per_token_of(batch))
