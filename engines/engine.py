@@ -48,6 +48,7 @@ class Engine(ABC):
         launcher: str | None = None,
         colocate_with: Engine | Iterable[Engine] | None = None,
         not_colocate_with: Engine | Iterable[Engine] | None = None,
+        acceptable_node_ips: Sequence[str] | None = None,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         onload: bool = True,
@@ -61,6 +62,7 @@ class Engine(ABC):
             devices: where; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
             colocate_with: share the devices of these engines, in turns.
             not_colocate_with: avoid the devices of these engines.
+            acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
             onload: False leaves the engine in host memory until ``onload()``.
             timeout_s: the longest that one call of a worker may take.
             executor_options: passed to the executor; it names those it does not know.
@@ -74,7 +76,7 @@ class Engine(ABC):
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
         num_workers = self._count_workers(tensor_parallel_size, data_parallel_size)
         launcher = choose_launcher(launcher or current().launcher, num_workers)
-        places = choose_devices(num_workers, devices, colocate_with, not_colocate_with)
+        places = choose_devices(num_workers, devices, colocate_with, not_colocate_with, acceptable_node_ips)
         self._start = partial(
             start_workers,
             self._executor_class,
@@ -103,7 +105,8 @@ class Engine(ABC):
 
         That is the one this engine last saved or loaded; without one, to the model folder's weights.
         """
-        self._built_group().kill()
+        self._built_group()
+        self._discard_workers()
         self._bring_up(onload=True)
         return self
 

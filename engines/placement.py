@@ -1,8 +1,16 @@
-"""Which devices an engine's workers get."""
+"""Which devices an engine's workers get. The same request gets the same devices.
+
+A name such as "cuda:1" counts the devices that this process sees, in their order: where the vendor's variable
+(CUDA_VISIBLE_DEVICES and its like) names physical devices 4 and 6, these are cuda:0 and cuda:1, here and in workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlcore.engines.runtime import current
@@ -18,14 +26,18 @@ def choose_devices(
     devices: str | Sequence[str] | None,
     colocate_with: Engine | Iterable[Engine] | None,
     not_colocate_with: Engine | Iterable[Engine] | None,
+    acceptable_node_ips: Sequence[str] | None = None,
 ) -> list[Any]:
     """One device for each worker: those named, else the other engine's, else the first that are not excluded.
 
+    Where Slurm started several tasks of a step on this host, each of them chooses from its own equal share.
+
     Raises:
-        InvalidInputError: ``devices`` and ``colocate_with`` at once, or a wrong number of devices.
+        InvalidInputError: ``devices`` and ``colocate_with`` at once, a wrong number of devices, or one twice.
         StateError: an engine to place by that is not built.
-        DeviceError: too few devices are left; names the engine that holds each of the others.
+        DeviceError: too few devices are left, and who holds the others; this host is not an acceptable one.
     """
+    _check_host(acceptable_node_ips)
     if devices is not None and colocate_with is not None:
         raise InvalidInputError("build() takes devices or colocate_with, not both")
     held = _held_by(not_colocate_with, "not_colocate_with")
@@ -34,11 +46,13 @@ def choose_devices(
     elif devices is not None:
         candidates = [devices] if isinstance(devices, str) else list(devices)
     else:
-        candidates = list(current().devices or _all_like(get_device()))
+        candidates = list(current().devices or _share_of_task(_all_like(get_device()), os.environ))
     names = [get_device(name).name for name in candidates]
     free = [name for name in names if name not in held]
     if devices is not None and len(names) != num_workers:
         raise InvalidInputError(f"this engine has {num_workers} workers; devices names {len(names)}: {names}")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidInputError(f"each worker of an engine owns a device; devices names {repeated} more than once")
     if len(free) < num_workers:
         taken = "; ".join(f"{name} is held by {held[name]}" for name in names if name in held) or "none is held"
         raise DeviceError(f"{num_workers} devices are needed and {len(free)} of {names} can be used: {taken}")
@@ -58,3 +72,43 @@ def _held_by(engines: Engine | Iterable[Engine] | None, argument: str) -> dict[s
 
 def _all_like(device: Any) -> list[str]:
     return [f"{device.spec.name}:{index}" for index in range(device.count())]
+
+
+def _share_of_task(names: list[str], environment: Mapping[str, str]) -> list[str]:
+    """All, unless Slurm runs several tasks of this step on the host and lets each see all devices."""
+    # SLURM_STEP_TASKS_PER_NODE is "4", or "4(x2),3" for nodes 0 to 2. A batch script itself is no task of a step.
+    counts: list[int] = []
+    for number, _, repeats in re.findall(r"(\d+)(\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(number)] * int(repeats or 1)
+    node, task = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_LOCALID", 0))
+    num_tasks = counts[node] if node < len(counts) else 1
+    share = len(names) // num_tasks
+    # Fewer devices than tasks: Slurm has bound each task to its own already.
+    return names[task * share : (task + 1) * share] if share else names
+
+
+def _check_host(acceptable_node_ips: Sequence[str] | None) -> None:
+    """Workers run on this host only, so it must be one of those the user accepts."""
+    if acceptable_node_ips is None:
+        return
+    if isinstance(acceptable_node_ips, str):
+        raise InvalidInputError(f"acceptable_node_ips must be a list of addresses, got {acceptable_node_ips!r}")
+    if not any(_is_own_address(address) for address in acceptable_node_ips):
+        raise DeviceError(
+            f"acceptable_node_ips {list(acceptable_node_ips)} names no address of this host ({socket.gethostname()}), "
+            "and workers run on the host of the user's process; start the program on one of those, or leave it out"
+        )
+
+
+def _is_own_address(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError as error:
+        raise InvalidInputError(f"acceptable_node_ips must hold IP addresses, got {text!r}") from error
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:  # only an own address can be bound; a datagram socket listens to nobody before it is read
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((text, 0))
+    except OSError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,7 @@ from rlcore.settings import Settings
 
 if TYPE_CHECKING:
     from rlcore.bench.result import CaseResult
+    from rlcore.engines.launchers.living import LivingProcess
 
 _PLAIN: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
 
@@ -115,6 +116,22 @@ def devices(as_json: AsJson = False) -> None:
             ["failed plugin", "distribution", "stage", "error"],
             [[r.name, f"{r.distribution} {r.version}", r.stage, r.reason] for r in failed],
         )
+
+
+@app.command()
+def ps(
+    as_json: AsJson = False,
+    kill: Annotated[int | None, typer.Option(help="End the worker process with this id.", metavar="PID")] = None,
+) -> None:
+    """List your worker processes, or end one; its engine then raises WorkerDiedError."""
+    from rlcore.engines.launchers import living
+
+    found = living.living_processes() if kill is None else [living.kill(kill)]
+    if as_json:
+        _print_json([_worker(process) for process in found])
+        return
+    header = ["pid" if kill is None else "ended", "parent", "device", "engines", "memory", "age"]
+    _print_table(header, [_worker_row(process) for process in found])
 
 
 @app.command()
@@ -240,6 +257,22 @@ def _row(result: CaseResult) -> list[str]:
         _seconds(statistics.median(samples)),
         str(len(samples)),
     ]
+
+
+def _worker(process: LivingProcess) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "parent": process.parent,
+        "device": process.device,
+        "engines": process.engines,
+        "resident_bytes": process.resident_bytes,
+        "age_s": round(process.age_s, 1),
+    }
+
+
+def _worker_row(process: LivingProcess) -> list[str]:
+    memory, age = f"{process.resident_bytes / 2**20:.0f} MiB", str(timedelta(seconds=int(process.age_s)))
+    return [str(process.pid), str(process.parent), process.device, ", ".join(process.engines), memory, age]
 
 
 def _seconds(value: float) -> str:

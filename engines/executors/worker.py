@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.resident import Resident
-from rlcore.types import OffloadReport
+from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
+
+
+class TagBytes(TypedDict):
+    device_bytes: int
+    host_bytes: int
+
+
+class MemoryReport(TypedDict):
+    device: str
+    tags: dict[str, TagBytes]
+    stats: MemoryStats
+    info: MemoryInfo
 
 
 class Worker:
@@ -29,9 +41,8 @@ class Worker:
     def meta(self, tag: str) -> OffloadReport:
         return self._residents[tag].meta()
 
-    def memory_report(self) -> dict[str, Any]:
-        """``{"device", "tags": {tag: {"device_bytes", "host_bytes"}}, "stats": MemoryStats, "info": MemoryInfo}``."""
-        tags = {
+    def memory_report(self) -> MemoryReport:
+        tags: dict[str, TagBytes] = {
             tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
             for tag, resident in self._residents.items()
         }

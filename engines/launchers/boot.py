@@ -21,6 +21,7 @@ def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
     _leave_guard(parent)
     os.set_inheritable(descriptor, False)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would hold back a page of lines
     logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
     logging.getLogger("rlcore").setLevel(Settings.from_env().log_level)
 

@@ -59,9 +59,12 @@ class WorkerContext:
             yield self._existing_group(dist)
             return
         timeout = timedelta(seconds=timeout_s)
-        world = {} if self.joins_torchrun else {"store": self._new_store(dist, timeout)}
         dist.init_process_group(
-            self.device.spec.collective_backend, rank=self.rank, world_size=self.world_size, timeout=timeout, **world
+            self.device.spec.collective_backend,
+            store=self._new_store(dist, timeout),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
         )
         try:
             yield dist.group.WORLD
@@ -84,9 +87,13 @@ class WorkerContext:
     def _new_store(self, dist: Any, timeout: timedelta) -> Any:
         if self.world_size == 1:
             return dist.HashStore()
-        # A file of its own for each group: the addresses of an earlier one would be taken for this one's.
+        # A part of its own for each group: the addresses of an earlier one would be taken for this one's.
         _num_groups[self.store] += 1
-        store = dist.FileStore(f"{self.store}/{_num_groups[self.store]}", self.world_size)
+        number = str(_num_groups[self.store])
+        if self.joins_torchrun:
+            store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
+            return dist.PrefixStore(f"rlcore/{number}", store)
+        store = dist.FileStore(f"{self.store}/{number}", self.world_size)
         store.set_timeout(timeout)
         return store
 

@@ -101,3 +101,10 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(folder, tmp_path / "copy"))
 
     return copy
+
+
+@pytest.fixture
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """ "inline", unless the test names others: ``@pytest.mark.parametrize("launcher", [...], indirect=True)``."""
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / "runtime"))
+    return str(getattr(request, "param", "inline"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,15 @@ import torch
 
 import rlcore
 from rlcore.engines.offload.host_buffers import distinct_storages
-from rlcore.errors import CheckpointError, InvalidInputError, StateError, SyncError, UnsupportedError
+from rlcore.errors import (
+    CheckpointError,
+    DeviceError,
+    InvalidInputError,
+    StateError,
+    SyncError,
+    UnsupportedError,
+    WorkerDiedError,
+)
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -19,18 +29,21 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
 
 
+on_both_launchers = pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
+
+
 @pytest.fixture
-def infer(qwen2_folder: Path) -> Iterator[rlcore.InferenceEngine]:
+def infer(qwen2_folder: Path, launcher: str) -> Iterator[rlcore.InferenceEngine]:
     with rlcore.InferenceEngine(qwen2_folder) as engine:
-        yield engine.build(devices="cpu")
+        yield engine.build(devices="cpu", launcher=launcher)
 
 
 @pytest.fixture
-def train(qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    yield from trainer(qwen2_folder)
+def train(qwen2_folder: Path, launcher: str) -> Iterator[rlcore.TrainEngine]:
+    yield from trainer(qwen2_folder, launcher)
 
 
-def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
+def trainer(folder: Path, launcher: str = "inline") -> Iterator[rlcore.TrainEngine]:
     from transformers import AutoConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
     base = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}[AutoConfig.from_pretrained(folder).model_type]
@@ -42,7 +55,7 @@ def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
     with rlcore.meta_device():
         module = Policy.from_pretrained(folder)
     with rlcore.TrainEngine(module) as engine:
-        yield engine.build(devices="cpu")
+        yield engine.build(devices="cpu", launcher=launcher)
 
 
 def model_of(engine: Any) -> Any:
@@ -102,6 +115,7 @@ def test_collate_lays_out_prompt_and_completion(infer: rlcore.InferenceEngine) -
 # --------------------------------------------------------------------------------------------------- generate
 
 
+@on_both_launchers
 def test_texts_and_token_ids_give_the_same(infer: rlcore.InferenceEngine, characters: str) -> None:
     as_ids = [[characters.index(character) for character in prompt] for prompt in PROMPTS]
     from_text, from_ids = infer.generate(PROMPTS, GREEDY), infer.generate(as_ids, GREEDY)
@@ -112,6 +126,7 @@ def test_texts_and_token_ids_give_the_same(infer: rlcore.InferenceEngine, charac
     assert alone.token_ids == from_text[0].outputs[0].token_ids
 
 
+@on_both_launchers
 def test_errors_of_generate_name_the_prompt_or_parameter(infer: rlcore.InferenceEngine) -> None:
     with pytest.raises(InvalidInputError, match=r"max_new_tokens.*max_tokens"):
         infer.generate(PROMPTS, {"max_new_tokens": 3})
@@ -149,6 +164,7 @@ def test_only_a_sync_changes_what_is_generated(train: rlcore.TrainEngine, infer:
     assert train.p2p_weight_sync(infer, version=7).version == infer.version == 7
 
 
+@on_both_launchers
 def test_a_synced_engine_equals_a_fresh_one_of_the_export(
     train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, tmp_path: Path
 ) -> None:
@@ -162,12 +178,14 @@ def test_a_synced_engine_equals_a_fresh_one_of_the_export(
     assert [o.outputs[0].logprobs for o in got] == [o.outputs[0].logprobs for o in expected]
 
 
+@on_both_launchers
 def test_taking_turns_on_one_device_as_a_colocated_system_does(
-    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, launcher: str
 ) -> None:
     batch = batch_from(infer)
     infer.meta()
-    assert model_of(infer).get_parameter("model.norm.weight").untyped_storage().nbytes() == 0
+    if launcher == "inline":
+        assert model_of(infer).get_parameter("model.norm.weight").untyped_storage().nbytes() == 0
     train.train_batch(batch, ppo_clip())
     train.offload("optimizer", "grads")
     infer.onload("weights")
@@ -196,13 +214,14 @@ def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer:
     assert infer.version == 0
 
 
+@on_both_launchers
 def test_a_sync_of_another_model_is_refused_before_the_first_byte(
-    train: rlcore.TrainEngine, llama_folder: Path
+    train: rlcore.TrainEngine, llama_folder: Path, launcher: str
 ) -> None:
     with rlcore.InferenceEngine(llama_folder) as other:
-        other.build(devices="cpu")
+        other.build(devices="cpu", launcher=launcher)
         before = other.generate(PROMPTS, GREEDY)
-        with pytest.raises(SyncError, match=r"serves its old weights: missing \[\], unexpected \['model"):
+        with pytest.raises(SyncError, match="serves its old weights: unexpected: model"):
             train.sync_weights(other)
         assert other.generate(PROMPTS, GREEDY) == before
 
@@ -269,3 +288,41 @@ def test_placement_says_who_holds_the_device(train: rlcore.TrainEngine, qwen2_fo
         engine.build(colocate_with=rlcore.InferenceEngine(qwen2_folder))
     assert engine.build(colocate_with=train).device == "cpu:0"
     engine.close()
+
+
+def test_a_sync_between_launchers_is_refused(train: rlcore.TrainEngine, qwen2_folder: Path) -> None:
+    with rlcore.InferenceEngine(qwen2_folder) as other:
+        other.build(devices="cpu", launcher="process")
+        with pytest.raises(UnsupportedError, match="needs both on the same devices under one launcher"):
+            train.sync_weights(other)
+
+
+@on_both_launchers
+def test_restart_brings_the_folders_weights_back(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, launcher: str
+) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    train.train_batch(batch_from(infer), ppo_clip())
+    train.sync_weights(infer)
+    if launcher == "process":
+        os.kill(infer.executors[0].workers[0].process_id, signal.SIGKILL)
+        for engine in (infer, train):  # they shared the process
+            with pytest.raises(WorkerDiedError):
+                engine.memory_report()
+        train.restart()
+    infer.restart()
+    assert infer.version == 0
+    assert infer.generate(PROMPTS, GREEDY) == before
+    assert train.sync_weights(infer).version == 1
+
+
+def test_acceptable_node_ips_must_name_this_host(qwen2_folder: Path) -> None:
+    engine = rlcore.InferenceEngine(qwen2_folder)
+    with pytest.raises(DeviceError, match=r"acceptable_node_ips \['192.0.2.7'\] names no address of this host \(.+\)"):
+        engine.build(devices="cpu", acceptable_node_ips=["192.0.2.7"])
+    with pytest.raises(InvalidInputError, match="must hold IP addresses, got 'node7'"):
+        engine.build(devices="cpu", acceptable_node_ips=["node7"])
+    with pytest.raises(InvalidInputError, match=r"must be a list of addresses, got '127.0.0.1'"):
+        engine.build(devices="cpu", acceptable_node_ips="127.0.0.1")
+    with engine:
+        assert engine.build(devices="cpu", acceptable_node_ips=["192.0.2.7", "127.0.0.1"]).is_built

@@ -1,0 +1,89 @@
+"""``rlcore ps``: the user's worker processes, from another terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import time
+from rlcore.engines.launchers.launch import start_workers
+
+class Worker:
+    def __init__(self, context):
+        pass
+    def wait(self):
+        time.sleep(300)
+    def close(self):
+        pass
+
+groups = [start_workers(Worker, f"the {kind} engine", ["cpu:2"], launcher="process", timeout_s=60)
+          for kind in ("train", "inference")]
+print(groups[0].workers[0].process_id, flush=True)
+groups[0].call("wait", [((), {})])
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"RLCORE_RUNTIME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+def test_ps_lists_and_ends_a_worker(program: Any, run_python: Any, tmp_path: Path) -> None:
+    process, worker = program
+    here = {"RLCORE_RUNTIME": str(tmp_path)}
+    (listed,) = json.loads(run_python(["-m", "rlcore", "ps", "--json"], env=here).stdout)
+    assert 50 << 20 < listed.pop("resident_bytes") < 4 << 30
+    assert 0 < listed.pop("age_s") < 60
+    engines = ["the inference engine", "the train engine"]
+    assert listed == {"pid": worker, "parent": process.pid, "device": "cpu:2", "engines": engines}
+    table = run_python(["-m", "rlcore", "ps"], env=here).stdout
+    assert str(worker) in table and "cpu:2" in table and "the inference engine, the train engine" in table
+
+    wrong = run_python(["-m", "rlcore", "ps", "--kill", str(process.pid)], env=here)
+    assert wrong.returncode == 1
+    assert wrong.stderr == f"rlcore: no worker process has the id {process.pid}; living: [{worker}]\n"
+
+    ended = run_python(["-m", "rlcore", "ps", "--kill", str(worker)], env=here)
+    assert ended.returncode == 0 and str(worker) in ended.stdout
+    assert process.wait(10) == 1
+    assert "WorkerDiedError: the worker of rank 0 (cpu:2) was killed by SIGKILL" in process.stderr.read()
+    assert json.loads(run_python(["-m", "rlcore", "ps", "--json"], env=here).stdout) == []
+
+
+def test_ps_tidies_up_after_a_killed_program(program: Any, run_python: Any, tmp_path: Path) -> None:
+    process, _ = program
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} >= {"store"}
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)
+    assert json.loads(run_python(["-m", "rlcore", "ps", "--json"], env={"RLCORE_RUNTIME": str(tmp_path)}).stdout) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runtime_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rlcore.engines.launchers.living import living_processes
+    from rlcore.errors import StateError
+
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(StateError, match=f"{tmp_path} belongs to another user; set RLCORE_RUNTIME"):
+        living_processes()

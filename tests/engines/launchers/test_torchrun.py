@@ -1,0 +1,92 @@
+"""launcher="torchrun": each rank of a world that torchrun started is one worker, in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.engines.launchers.launch import start_workers
+from rlcore.errors import InvalidInputError
+
+SCRIPT = textwrap.dedent("""
+    import json, os, sys
+    from pathlib import Path
+    import torch
+    from rlcore.engines.launchers.launch import start_workers
+    from rlcore.errors import InvalidInputError
+
+    class Worker:
+        def __init__(self, context):
+            self.context = context
+        def add_up(self, value):
+            with self.context.process_group(30.0) as group:
+                total = torch.tensor(value)
+                torch.distributed.all_reduce(total, group=group)
+                return float(total), self.context.rank, self.context.world_size, self.context.device_name, os.getpid()
+        def close(self):
+            pass
+
+    rank = int(os.environ["RANK"])
+    found = {}
+    for name, devices in [("world", ["cpu:4", "cpu:5"]), ("alone", ["cpu:0"])]:
+        group = start_workers(Worker, "the engine", devices, launcher="torchrun", timeout_s=30)
+        found[name] = [group.call("add_up", [((float(rank + 1),), {})])[0] for _ in range(2)]
+        group.stop()
+    torch.distributed.init_process_group("gloo")
+    group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="torchrun", timeout_s=30)
+    found["user's own"] = group.call("add_up", [((float(rank + 1),), {})])
+    group.stop()
+    found["left as it is"] = torch.distributed.is_initialized()
+    torch.distributed.destroy_process_group()
+    try:
+        start_workers(Worker, "the engine", ["cpu:0", "cpu:1", "cpu:2"], launcher="torchrun", timeout_s=30)
+    except InvalidInputError as error:
+        found["error"] = str(error)
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found | {"pid": os.getpid()}))
+""")
+
+
+def test_each_rank_joins_as_one_worker(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        pid = found["pid"]
+        assert found["world"] == [[3.0, rank, 2, f"cpu:{rank + 4}", pid]] * 2, "no children"
+        assert found["alone"] == [[rank + 1.0, 0, 1, f"cpu:{rank}", pid]] * 2
+        assert found["user's own"] == [[3.0, rank, 2, f"cpu:{rank}", pid]]
+        assert found["left as it is"]
+        assert found["error"] == (
+            "launcher 'torchrun' runs one worker a rank: the engine has 3 workers, this world has 2 ranks"
+        )
+
+
+def test_without_torchrun_the_absent_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def __init__(self, context: Any) -> None:
+            pass
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(InvalidInputError, match="needs the variables torchrun sets; absent: RANK, WORLD_SIZE"):
+        start_workers(Worker, "the engine", ["cpu:0"], launcher="torchrun", timeout_s=1)
+    with pytest.raises(InvalidInputError, match="'inline' runs one worker, and the engine has 2; use 'process'"):
+        start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="inline", timeout_s=1)

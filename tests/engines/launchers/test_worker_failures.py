@@ -1,0 +1,466 @@
+"""Workers that die, hang or stop, alone and in collectives: one error, soon, and nothing is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
+
+GRACE_S = 5.0
+
+
+class Worker:
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def rank(self) -> int:
+        return self.context.rank
+
+    def die(self, how: str) -> None:
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "SIGSEGV":
+            ctypes.string_at(0)
+        if how == "SIGABRT":
+            os.abort()
+        if how == "exit":
+            os._exit(3)
+        if how == "real-time signal":
+            os.kill(os.getpid(), 40)
+        time.sleep(60)
+
+    def fill_memory(self) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
+        self.filled = bytearray(1 << 30)
+
+    def sleep_in_a_function(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def loop_in_c(self) -> None:
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter lock for hours
+
+    def hang_on(self, rank: int) -> None:
+        if self.context.rank == rank:
+            self.sleep_in_a_function(60)
+
+    def reduce_but(self, rank: int, how: str) -> None:
+        """A collective that one rank does not reach."""
+        with self.context.process_group(30.0) as group:
+            if self.context.rank == rank:
+                if how == "raise":
+                    raise KeyError("planted")
+                if how == "raise, and stay":
+                    self.kept = group
+                    self.fail_outside()
+                self.die(how)
+            torch.distributed.all_reduce(torch.zeros(1), group=group)
+
+    def wait_for_a_rank_that_failed(self) -> None:
+        if self.context.rank == 1:
+            raise KeyError("planted")
+        time.sleep(60)
+
+    def fail_outside(self) -> None:
+        raise KeyError("planted")
+
+    def spawn(self) -> int:
+        """Process id of a descendant that holds this process's socket and output."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(300)
+            os._exit(0)
+        return child
+
+    def spawn_and_die(self) -> None:
+        self.spawn()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        pass
+
+
+class Clinging(Worker):
+    def close(self) -> None:
+        time.sleep(60)
+
+
+class Failing(Worker):
+    def close(self) -> None:
+        raise OSError("the disk is full")
+
+
+Start = Any
+
+
+def call_all(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
+    return group.call(method, [(args, {})] * len(group.workers))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("SIGKILL", r"was killed by SIGKILL \(sent by somebody, or by the kernel for want of memory\)"),
+        ("SIGSEGV", "was killed by SIGSEGV"),
+        ("SIGABRT", "was killed by SIGABRT"),
+        ("exit", "ended with exit code 3"),
+        ("real-time signal", "was killed by signal 40"),
+    ],
+)
+def test_a_death_is_noticed_within_a_second_and_named(start_group: Start, how: str, text: str) -> None:
+    with start_group(Worker, 2) as group:
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=rf"^the worker of rank 0 \(cpu:0\) {text} during die\(\)") as caught:
+            group.call("die", [((how,), {}), (("sleep",), {})])
+        assert time.monotonic() - started < 1.0
+        assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:0", "die")
+        if how in ("SIGSEGV", "SIGABRT"):
+            assert "in die" in caught.value.traceback, "the stack at the crash"
+        with pytest.raises(StateError, match=r"rank\(\) is refused: the workers were ended .* call restart\(\)"):
+            call_all(group, "rank")
+
+
+def test_want_of_memory_is_an_error_and_the_worker_goes_on(start_group: Start) -> None:
+    with start_group(Worker) as group:
+        with pytest.raises(WorkerError, match=r"fill_memory\(\) failed on rank 0 \(cpu:0\): MemoryError"):
+            call_all(group, "fill_memory")
+        assert call_all(group, "rank") == [0]
+
+
+def test_a_death_between_calls_is_named_by_the_next(start_group: Start) -> None:
+    with start_group(Worker) as group:
+        os.kill(group.workers[0].process_id, signal.SIGKILL)
+        time.sleep(0.3)
+        with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL .* during rank\(\)"):
+            call_all(group, "rank")
+
+
+def test_a_death_is_noticed_though_a_descendant_holds_the_socket(start_group: Start, wait_until: Any) -> None:
+    with start_group(Worker) as group:
+        (descendant,) = call_all(group, "spawn")
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError):
+            call_all(group, "spawn_and_die")
+        assert time.monotonic() - started < 1.0
+    wait_until(lambda: not is_running(descendant))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------- hanging
+
+
+@pytest.mark.parametrize("method", ["sleep_in_a_function", "loop_in_c"])
+def test_a_hang_meets_its_deadline_with_the_stack(start_group: Start, method: str) -> None:
+    with start_group(Worker, timeout_s=20.0) as group:
+        group._timeout_s = 0.5
+        started = time.monotonic()
+        with pytest.raises(WorkerTimeoutError, match=rf"^{method}\(\) did not end within 0.5 s on rank 0") as caught:
+            call_all(group, method, *([60] if method == "sleep_in_a_function" else []))
+        assert time.monotonic() - started < 3
+        assert f"in {method}" in str(caught.value)
+        with pytest.raises(StateError, match="call restart"):
+            call_all(group, "rank")
+
+
+def test_of_two_workers_the_one_that_hangs_is_named(start_group: Start) -> None:
+    with start_group(Worker, 2) as group:
+        group._timeout_s = 0.5
+        with pytest.raises(WorkerTimeoutError, match=r"on rank 1 \(cpu:1\)") as caught:
+            call_all(group, "hang_on", 1)
+        assert "in sleep_in_a_function" in str(caught.value)
+        assert "rank 1 (cpu:1) of the test engine" in str(caught.value)
+
+
+def test_a_stopped_worker_is_said_to_be_stopped(start_group: Start) -> None:
+    with start_group(Worker) as group:
+        group._timeout_s = 0.5
+        os.kill(group.workers[0].process_id, signal.SIGSTOP)
+        with pytest.raises(WorkerTimeoutError, match=r"the process is stopped \(SIGSTOP\)"):
+            call_all(group, "rank")
+
+
+def test_a_worker_that_hangs_in_its_start_shows_its_stack(start_group: Start) -> None:
+    class Slow(Worker):
+        def __init__(self, context: WorkerContext) -> None:
+            time.sleep(60)
+
+    with (
+        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 8 s on rank 0") as caught,
+        start_group(Slow, timeout_s=8.0),
+    ):
+        pass
+    assert "in __init__" in str(caught.value)
+
+
+def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Start) -> None:
+    with start_group(Worker) as group:
+        group._timeout_s = 1.0
+        os.kill(group.workers[0].process_id, signal.SIGSTOP)
+        started = time.monotonic()
+        arguments = [torch.zeros(1_000_000), "x" * 10_000_000]
+        futures = [group.workers[0].call("rank", arguments) for _ in range(3)]
+        with pytest.raises(WorkerTimeoutError):
+            call_all(group, "rank")
+        assert time.monotonic() - started < 4
+        assert all(isinstance(future.exception(5), WorkerDiedError) for future in futures)
+
+
+# -------------------------------------------------------------------------------------------------- collectives
+
+
+@pytest.mark.parametrize(("how", "kind"), [("SIGKILL", WorkerDiedError), ("exit", WorkerDiedError)])
+def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(
+    start_group: Start, how: str, kind: type[Exception]
+) -> None:
+    with start_group(Worker, 2) as group:
+        started = time.monotonic()
+        with pytest.raises(kind, match=r"the worker of rank 1 \(cpu:1\)"):
+            call_all(group, "reduce_but", 1, how)
+        assert time.monotonic() - started < GRACE_S
+
+
+@pytest.mark.parametrize("how", ["raise", "raise, and stay"])
+def test_an_exception_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start, how: str) -> None:
+    with start_group(Worker, 2) as group:
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=r"failed on rank 1 \(cpu:1\): KeyError: 'planted'"):
+            call_all(group, "reduce_but", 1, how)
+        assert time.monotonic() - started < GRACE_S + 2
+
+
+def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_group: Start) -> None:
+    with start_group(Worker, 2) as group:
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="KeyError: 'planted'") as caught:
+            call_all(group, "wait_for_a_rank_that_failed")
+        assert GRACE_S - 1 < time.monotonic() - started < GRACE_S + 2
+        assert "the executor's workers were ended; restart() brings them back" in caught.value.__notes__
+        with pytest.raises(StateError):
+            call_all(group, "rank")
+
+
+# ------------------------------------------------------------------------------------------------------- ending
+
+
+def test_an_ended_group_leaves_nothing(start_group: Start, holdings: Any, wait_until: Any) -> None:
+    with start_group(Worker, 2) as warm:
+        call_all(warm, "rank")
+    wait_until(lambda: holdings()["processes"] == [])
+    before = holdings()
+    for end in ("stop", "kill"):
+        with start_group(Worker, 2) as group:
+            call_all(group, "rank")
+            during = holdings()
+            assert len(during["processes"]) >= 2 and len(during["files"]) == 3
+            getattr(group, end)()
+        wait_until(lambda: holdings() == before)
+
+
+def test_descendants_end_with_their_worker(start_group: Start, wait_until: Any) -> None:
+    with start_group(Worker) as group:
+        (descendant,) = call_all(group, "spawn")
+        assert is_running(descendant)
+    wait_until(lambda: not is_running(descendant))
+
+
+def test_a_worker_that_does_not_close_is_killed(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlcore.engines.launchers import group as group_module
+
+    monkeypatch.setattr(group_module, "STOP_S", 0.5)
+    with start_group(Clinging) as group:
+        process = group.workers[0].process_id
+    assert not is_running(process)
+
+
+def test_a_failing_close_is_logged(start_group: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with start_group(Failing):
+        pass
+    assert "close() failed on rank 0 (cpu:0) of the test engine" in caplog.text
+    assert "OSError: the disk is full" in caplog.text
+
+
+def test_a_new_engine_can_follow_at_once_on_the_same_device(start_group: Start) -> None:
+    processes = set()
+    for _ in range(3):
+        with start_group(Worker) as group:
+            processes.add(group.workers[0].process_id)
+            assert call_all(group, "rank") == [0]
+    assert len(processes) == 3, "each ended with its last worker"
+
+
+# -------------------------------------------------------------------------------------- the user's process ends
+
+PARENT = """
+import os, re, signal, subprocess, sys, time
+import torch
+from rlcore.engines.launchers.launch import start_workers
+
+class Worker:
+    def __init__(self, context):
+        pass
+    def start_child(self):
+        subprocess.Popen(["sleep", "300"])
+    def wait(self, how):
+        print("busy", flush=True)
+        if how == "loop in C":
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        time.sleep(300)
+    def keep(self, tensor):
+        self.tensor = tensor
+    def close(self):
+        print("closed", flush=True)
+
+def all_of(method, *args):
+    return [worker.call(method, *args) for worker in group.workers]
+
+group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=60)
+[future.result() for future in all_of("start_child")]
+[future.result() for future in all_of("keep", torch.zeros(1_000_000))]
+print(*[worker.process_id for worker in group.workers], flush=True)
+"""
+
+
+def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT + code],
+        env=os.environ | {"RLCORE_RUNTIME": str(runtime), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise AssertionError(process.communicate()[1])
+    return process, [int(word) for word in line.split()]
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "loop in C", "stopped"])
+def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
+    state: str, tmp_path: Any, living: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlcore.engines.launchers.living import living_processes
+
+    segments = sorted(os.listdir("/dev/shm"))
+    busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
+    process, workers = run_parent(f"{busy}time.sleep(300)", tmp_path)
+    with process:
+        time.sleep(0.5)
+        assert len(living(str(tmp_path))) == 7, "parent, and of each worker itself, its guard and its child"
+        if state == "stopped":
+            for worker in workers:
+                os.kill(worker, signal.SIGSTOP)
+        process.kill()
+        wait_until(lambda: living(str(tmp_path)) == [], 5.0)
+    assert sorted(os.listdir("/dev/shm")) == segments
+    assert len(list(tmp_path.iterdir())) == 3, "two records and a store"
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    wait_until(lambda: living_processes() == [], 5.0)
+    assert list(tmp_path.iterdir()) == [], "the next look tidies up"
+
+
+ENGINE = """
+def interrupted():
+    try:
+        group.call("wait", [(("sleep",), {})] * 2)
+    finally:
+        print("stopping", flush=True)
+        group.stop()
+        print("stopped", flush=True)
+interrupted()
+"""
+
+
+def test_one_ctrl_c_stops_in_order_and_two_at_once(tmp_path: Any, living: Any, wait_until: Any) -> None:
+    for num_presses, longest_s in ((1, 8.0), (2, 2.5)):
+        process, _ = run_parent(ENGINE, tmp_path)
+        with process:
+            assert process.stdout is not None and process.stderr is not None
+            time.sleep(0.5)
+            started = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "stopping\n"
+            if num_presses == 2:
+                time.sleep(0.3)
+                process.send_signal(signal.SIGINT)
+            assert process.wait(20) == -signal.SIGINT
+            assert time.monotonic() - started < longest_s
+            assert process.stdout.read() == ("stopped\n" if num_presses == 1 else "")
+            errors = process.stderr.read()
+            assert "KeyboardInterrupt" in errors
+            assert "Exception ignored" not in errors and "Fatal" not in errors
+        wait_until(lambda: living(str(tmp_path)) == [], 2.0)
+
+
+def test_ctrl_c_reaches_the_users_process_alone(tmp_path: Any, living: Any) -> None:
+    code = """
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    pass
+[future.result(5) for future in all_of("keep", None)]
+group.stop()
+"""
+    process, workers = run_parent(code, tmp_path)
+    with process:
+        assert all(os.getpgid(worker) != os.getpgid(process.pid) for worker in workers)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0, process.stderr
+        assert process.stderr is not None
+        assert re.fullmatch(r"\[\d cpu:\d\] closed\n", process.stderr.read()), "once for both"
+
+
+def test_a_fork_of_the_users_process_ends_no_workers(start_group: Start) -> None:
+    code = """
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+[future.result(5) for future in all_of("keep", None)]
+print("alive")
+group.stop()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PARENT + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines()[1:] == ["alive"], done.stderr
+
+
+def test_threads_of_the_user_can_start_workers_and_end(start_group: Start) -> None:
+    """What ends a worker with its parent speaks of the process, not of the thread that started it."""
+    groups: list[WorkerGroup] = []
+    context = start_group(Worker)
+    thread = threading.Thread(target=lambda: groups.append(context.__enter__()))
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    assert call_all(groups[0], "rank") == [0]
+    context.__exit__(None, None, None)
