@@ -5,15 +5,12 @@ Raw samples are kept; whoever reads computes. A result that did not pass has a r
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 
+from rlcore.atomic import write_file
 from rlcore.errors import BenchError
 
 SCHEMA: Final = "rlcore.bench/1"
@@ -105,27 +102,9 @@ def write(record: Record, path: Path) -> None:
         BenchError: the file cannot be written; says why.
     """
     try:
-        _replace(path, lambda fd: _write_all(fd, encode(record)))
+        write_file(path, encode(record))
     except OSError as error:
         raise BenchError(f"cannot write the benchmark record {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, fill: Callable[[int], None]) -> None:
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb"):
-            fill(fd)
-            os.fsync(fd)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def read(path: Path) -> Record:

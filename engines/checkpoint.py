@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError
 
 SCHEMA = "rlcore.checkpoint/1"
@@ -56,8 +57,8 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: dict
         folder.mkdir(parents=True, exist_ok=True)
         for group, named in tensors.items():
             _write_tensors(folder / files[group], named)
-        _replace(folder / _MANIFEST, manifest)
-    except _write_errors() as error:
+        write_file(folder / _MANIFEST, manifest)
+    except write_errors() as error:
         _remove(folder, list(files.values()))
         kept = f"the previous checkpoint in {folder} is intact" if (folder / _MANIFEST).exists() else "nothing is left"
         raise CheckpointError(f"cannot write the checkpoint {folder}: {error}; {kept}") from error
@@ -101,29 +102,13 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _remove(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
-def _write_errors() -> tuple[type[Exception], ...]:
+def write_errors() -> tuple[type[Exception], ...]:
+    """What a full disk raises: safetensors has an error of its own."""
     from safetensors import SafetensorError
 
     return OSError, SafetensorError

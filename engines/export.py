@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from rlcore.engines.checkpoint import write_errors
 from rlcore.errors import CheckpointError
 
 
@@ -26,11 +27,5 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             if folder.exists():
                 folder.rename(old)
             new.rename(folder)
-    except _write_errors() as error:
+    except write_errors() as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
-
-
-def _write_errors() -> tuple[type[Exception], ...]:
-    from safetensors import SafetensorError
-
-    return OSError, SafetensorError

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.engines.checkpoint import Checkpoint
+from rlcore.engines.named_tensors import mismatch
 from rlcore.errors import CheckpointError
 
 
@@ -47,23 +48,12 @@ def capture(module: nn.Module, device: Any) -> Checkpoint:
 
 def check(checkpoint: Checkpoint, module: nn.Module) -> None:
     """Raise CheckpointError, before anything is changed, unless the checkpoint is one of this module."""
-    saved, own = checkpoint.tensors["weights"], dict(_named_values(module))
-    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    reshaped = [
-        f"{name} {list(saved[name].shape)} instead of {list(own[name].shape)}"
-        for name in sorted(own.keys() & saved.keys())
-        if saved[name].shape != own[name].shape
-    ]
-    if missing or unexpected or reshaped:
-        raise CheckpointError(
-            f"the checkpoint is of another model than {type(module).__name__}: "
-            f"missing {_some(missing)}, unexpected {_some(unexpected)}, other shapes {_some(reshaped)}"
-        )
-    saved_optimizers, own_optimizers = set(checkpoint.state["optimizers"]), set(optimizers_of(module))
-    if saved_optimizers != own_optimizers:
-        raise CheckpointError(
-            f"the checkpoint has the optimizers {sorted(saved_optimizers)}; the module has {sorted(own_optimizers)}"
-        )
+    if found := mismatch(dict(_named_values(module)), checkpoint.tensors["weights"]):
+        raise CheckpointError(f"the checkpoint is of another model than {type(module).__name__}: {found}")
+    held = {"optimizers": optimizers_of(module).keys(), "schedulers": schedulers_of(module).keys()}
+    for kind, names in held.items():
+        if (saved := checkpoint.state[kind].keys()) != names:
+            raise CheckpointError(f"the checkpoint has the {kind} {sorted(saved)}; the module has {sorted(names)}")
 
 
 @torch.no_grad()
@@ -122,7 +112,3 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def _tupled(key: str, value: Any) -> Any:
     # JSON has no tuples; torch compares betas by unpacking, yet writes them back as given
     return tuple(value) if key == "betas" else value
-
-
-def _some(names: list[str]) -> str:
-    return "none" if not names else ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

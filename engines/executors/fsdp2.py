@@ -13,6 +13,7 @@ from torch import Tensor
 from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.export import replace_folder
+from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident, optimizer_tensors
 from rlcore.engines.sync.local import copy_pairs, pair_weights
@@ -94,11 +95,8 @@ class Fsdp2Worker(Worker):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         own = dict(self.module.named_weights())
-        if own.keys() != state.keys():
-            raise InvalidInputError(
-                f"load_state_dict() needs exactly the names of state_dict(): "
-                f"missing {sorted(own.keys() - state.keys())}, unexpected {sorted(state.keys() - own.keys())}"
-            )
+        if found := mismatch(own, state):
+            raise InvalidInputError(f"load_state_dict() needs exactly what state_dict() gives: {found}")
         for name, tensor in own.items():
             tensor.copy_(state[name])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from rlcore.engines.named_tensors import mismatch
 from rlcore.errors import SyncError
 
 ROUTE = "local"
@@ -20,16 +21,9 @@ def pair_weights(source: Iterable[tuple[str, Tensor]], model: nn.Module) -> list
     """
     named = dict(source)
     destination = dict(model.named_parameters())
-    missing, unexpected = sorted(destination.keys() - named.keys()), sorted(named.keys() - destination.keys())
-    reshaped = [
-        f"{name} {list(named[name].shape)} for {list(destination[name].shape)}"
-        for name in sorted(destination.keys() & named.keys())
-        if named[name].shape != destination[name].shape
-    ]
-    if missing or unexpected or reshaped:
+    if found := mismatch(destination, named):
         raise SyncError(
-            "the trainer's model is not the inference engine's, which still serves its old weights: "
-            f"missing {missing[:5]}, unexpected {unexpected[:5]}, other shapes {reshaped[:5]}"
+            f"the trainer's model is not the inference engine's, which still serves its old weights: {found}"
         )
     return [(named[name], parameter.detach()) for name, parameter in destination.items()]
 

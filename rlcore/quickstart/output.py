@@ -25,6 +25,7 @@ from typing import Any, Self, final
 
 import msgspec
 
+from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.quickstart.config import QuickstartConfig
 
@@ -68,7 +69,7 @@ class RunFolder:
         try:
             self._take()
             with self._named_errors("write to"):
-                _replace(self._record, config.to_json())
+                write_file(self._record, config.to_json())
                 self._open_metrics(is_new=not config.resume)
         except BaseException:
             self.close()
@@ -139,7 +140,7 @@ class RunFolder:
         """Drop what comes after ``step``, the one of the checkpoint that the run goes on from."""
         kept = [metrics for metrics in self.read() if metrics["step"] <= step]
         with self._named_errors("rewrite the metrics of"):
-            _replace(self.metrics, b"".join(map(_encode, kept)))
+            write_file(self.metrics, b"".join(map(_encode, kept)))
 
     def _decode(self, number: int, line: bytes) -> Metrics:
         try:
@@ -161,7 +162,7 @@ class RunFolder:
         """Write reward.png, 1200 x 900 pixels, and return its path."""
         image = _draw(self.read())
         with self._named_errors("write reward.png to"):
-            _replace(self.picture, image)
+            write_file(self.picture, image)
         return self.picture
 
     # ---------------------------------------------------------------------------------------------- checks
@@ -223,19 +224,6 @@ def _encode(metrics: Mapping[str, float]) -> bytes:
         if not isinstance(value, int | float):
             raise InvalidInputError(f"the metric {name!r} must be a number, got {value!r}")
     return msgspec.json.encode(metrics) + b"\n"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """``path`` holds ``data``, or, on any failure, what it held before."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _draw(steps: list[Metrics]) -> bytes:

@@ -1,0 +1,28 @@
+"""Whether named tensors of two sources are those of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+_SHOWN = 5  # of each kind: a wrong model differs in thousands
+
+
+def mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """How ``given`` differs from ``own`` in names and shapes, for an error; "" if it does not."""
+    kinds = {
+        "missing": own.keys() - given.keys(),
+        "unexpected": given.keys() - own.keys(),
+        "of other shapes": {
+            f"{name} {list(given[name].shape)} for {list(own[name].shape)}"
+            for name in own.keys() & given.keys()
+            if own[name].shape != given[name].shape
+        },
+    }
+    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

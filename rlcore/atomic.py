@@ -1,0 +1,43 @@
+"""Replace a file whole: a kill or a full disk at any moment leaves what was there before."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make ``path`` hold ``data``, on disk when this returns.
+
+    Raises:
+        OSError: it could not be written; ``path`` is as it was.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.chmod(temporary, 0o666 & ~_umask())  # as open() makes files; mkstemp's are for the owner alone
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself is on disk only then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    """It can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
