@@ -26,8 +26,10 @@ from rlcore.kernels.operands import (
     check_float,
     check_same_device,
     check_shape,
-    checked_targets,
+    check_token_dtype,
+    check_token_range,
     checked_temperature,
+    is_checked_on_device,
 )
 from rlcore.kernels.rows import (
     Logprobs,
@@ -194,7 +196,10 @@ def token_logprob(
     if inplace_backward:
         _check_overwritable(logits)
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
-    targets = checked_targets(targets, logits.shape[-1], ignore_index)
+    check_token_dtype(targets)
+    is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
+    if not is_range_checked_late:
+        check_token_range(targets, logits.shape[-1], ignore_index)
     flags = {
         "entropy": with_entropy,
         "keep_mask": keep_mask is not None,
@@ -205,13 +210,15 @@ def token_logprob(
     with torch.autocast(logits.device.type, enabled=False):
         result: Logprobs = choose("token_logprob", query, implementation).fn(
             logits,
-            targets,
+            targets.long(),
             temperature=temperature,
             with_entropy=with_entropy,
             ignore_index=ignore_index,
             keep_mask=keep_mask,
             inplace_backward=inplace_backward,
         )
+    if is_range_checked_late:
+        check_token_range(targets, logits.shape[-1], ignore_index)
     return result
 
 

@@ -31,9 +31,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-200.0)
 """Columns of -inf are lifted to this exponent: 2^-200 is 0 in float32, and 0 times it is no NaN."""
 
-# The fastest of ten and of eight on one H200 for 16384 x 151936 bfloat16 logits: 1.22 ms with entropy, 2.57 ms.
+# The fastest of ten and of eight on one H200 for 16384 x 151936 bfloat16 logits: 1.22 ms with entropy, 2.52 ms.
 _STATISTICS_TILE = {"LANES": 1024, "RUN": 8, "num_warps": 8}
-_GRADIENT_TILE = {"BLOCK": 4096, "num_warps": 4}
+_GRADIENT_TILE = {"BLOCK": 2048, "num_warps": 2}
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _statistics_kernel(
     if sharpness_T is not None:
         sharpness = tl.load(sharpness_T + t)
     k = sharpness * LOG2_E
-    y = tl.load(target + t)
+    y = tl.minimum(tl.maximum(tl.load(target + t), 0), V - 1)  # what lies beyond is found after this kernel
     column = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     m = tl.full([LANES], -float("inf"), tl.float32)
     a = tl.zeros([LANES], tl.float32)

@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.ops import token_logprob
+from rlcore.kernels.linear_logprob import linear_logprob_reference
+from rlcore.kernels.linear_loss import linear_loss_reference
+from rlcore.kernels.linear_tiled import linear_logprob_tiled, linear_loss_tiled
+from rlcore.ops import combine, entropy_bonus, kl, ppo_clip, sequence_level, token_logprob
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
@@ -131,3 +135,149 @@ def test_rows_of_nothing() -> None:
 def test_float64_is_refused_with_the_reason() -> None:
     refused = dict(choose("token_logprob", Query("cpu", torch.float64, 0, 10)).refused)
     assert refused["triton"] == "it computes in float32, and the inputs are float64"
+
+
+# ------------------------------------------------------------------------------------------------- tiles
+# In float32: the interpreter multiplies no bfloat16. It also rounds to bfloat16 by dropping bits, so that a gradient
+# that is stored so is off by up to an ulp, 2^-7 of its value, instead of half.
+
+T, H, V = 150, 40, 700  # two tiles of rows and three of columns, each with an edge
+DROPPED = 2**-7
+
+
+def head_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
+    """hidden, weight and bias; targets with an ignored row that holds NaN; a temperature for each row."""
+    generator = torch.Generator().manual_seed(6)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) * 0.5 for shape in ((T, H), (V, H), (V,)))
+    targets = torch.randint(0, V, (T,), generator=generator)
+    targets[0], targets[1], targets[2] = 0, V - 1, -100
+    hidden[2] = math.nan
+    return [hidden, weight, bias], targets, torch.linspace(0.5, 2.0, T)
+
+
+def assert_gradients_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for gradient, truth in zip(got, want, strict=True):
+        assert gradient.isfinite().all()
+        assert float((gradient.double() - truth).norm() / truth.norm()) < DROPPED
+
+
+# all exponentials kept; strips of 256 columns
+@pytest.mark.parametrize("budget", [None, 100_000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: bool) -> None:
+    inputs, targets, temperature = head_inputs()
+    inputs = inputs if with_bias else inputs[:2]
+    narrow = [x.requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    g, g_bar = upstream(T)
+    bias = narrow[2] if with_bias else None
+    found = linear_logprob_tiled(
+        *narrow[:2], targets, bias=bias, temperature=temperature, softcap=None, logit_scale=0.8, with_entropy=True,
+        ignore_index=-100, memory_budget_bytes=budget,
+    )  # fmt: skip
+    want = linear_logprob_reference(
+        *wide[:2], targets, bias=wide[2] if with_bias else None, temperature=temperature.double(), logit_scale=0.8,
+        with_entropy=True,
+    )  # fmt: skip
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=5e-6)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=5e-6)
+    assert found.logprob[2] == 0 and found.entropy[2] == 0
+    got = torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar], retain_graph=True)
+    true = torch.autograd.grad([want.logprob, want.entropy], wide, [g.double(), g_bar.double()])
+    assert_gradients_close(got, true)
+    assert not got[0][2].any()
+    # The exponentials are used up: a second backward computes them again.
+    assert_gradients_close(torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar]), true)
+
+
+def test_tiles_with_masked_columns_and_peaks() -> None:
+    (hidden, weight, bias), targets, _ = head_inputs()
+    bias[256:512] = -math.inf  # a whole tile
+    bias[600:] = -math.inf
+    targets = targets.where(targets < 256, 5)
+    hidden[2], hidden[3:] = 0.0, hidden[3:] * 8
+    narrow = [x.requires_grad_() for x in (hidden, weight, bias)]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    found = linear_logprob_tiled(
+        *narrow[:2], targets, bias=narrow[2], temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=True,
+        ignore_index=-100,
+    )  # fmt: skip
+    want = linear_logprob_reference(*wide[:2], targets, bias=wide[2], with_entropy=True)
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=1e-5)
+    got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
+    assert_gradients_close(got, torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide))
+
+
+@sequence_level
+def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) -> tuple[Tensor, dict[str, Tensor]]:
+    edges = per_token["cu_seqlens"]
+    lengths = edges.diff()
+    index = torch.arange(len(lengths)).repeat_interleave(lengths)
+    mean = torch.zeros(len(lengths), dtype=logprob.dtype).index_add(0, index, logprob) / lengths
+    return -mean[index].exp(), {}
+
+
+@pytest.mark.parametrize("kind", ["tokens", "tokens in chunks", "sequences"])
+def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
+    inputs, targets, temperature = head_inputs()
+    narrow, wide = [x.requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
+    weight = torch.linspace(0, 2 / T, T).masked_fill(targets == -100, 0)
+    g, g_bar = upstream(T)
+    per_token = {"old_logprobs": g * 0.1 - 7, "ref_logprobs": g_bar * 0.1 - 7, "advantages": g_bar}
+    is_sequences = kind == "sequences"
+    loss_fn = sequence_mean if is_sequences else combine(ppo_clip(), kl(coef=0.1), entropy_bonus(coef=0.01))
+    options = {"logit_scale": 1.0, "ignore_index": -100, "cu_seqlens": [0, 40, 100, T] if is_sequences else None}
+    found = linear_loss_tiled(
+        *narrow[:2], targets, loss_fn, per_token=per_token, token_weight=weight, with_entropy=True, bias=narrow[2],
+        temperature=temperature, softcap=None, memory_budget_bytes=None if kind == "tokens" else 90_000, **options,
+    )  # fmt: skip
+    want = linear_loss_reference(
+        *wide[:2], targets, loss_fn, per_token={k: v.double() for k, v in per_token.items()}, token_weight=weight,
+        bias=wide[2], temperature=temperature.double(), **options,
+    )  # fmt: skip
+    torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-6, atol=1e-6)
+    assert found.stats.keys() == want.stats.keys()
+    for name, value in found.stats.items():
+        torch.testing.assert_close(value.double(), want.stats[name], rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad(found.loss * 3, narrow)
+    assert_gradients_close(got, torch.autograd.grad(want.loss * 3, wide))
+    assert not got[0][2].any()
+
+
+def test_tiles_without_rows_give_zeros() -> None:
+    (_, weight, _), _, _ = head_inputs()
+    hidden, weight = torch.zeros(0, H, requires_grad=True), weight.requires_grad_()
+    nothing = torch.zeros(0, dtype=torch.long)
+    found = linear_logprob_tiled(
+        hidden, weight, nothing, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=True,
+        ignore_index=-100,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), weight)
+    assert found.logprob.shape == (0,) and not gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (Query("cpu", torch.float32, 8, 10), "it multiplies bfloat16 alone, and the inputs are float32"),
+        (Query("cpu", torch.bfloat16, 12, 10), "H = 12 is no multiple of 8"),
+        (Query("cpu", torch.bfloat16, 8, 10, frozenset({"softcap"})), "it has no softcap"),
+        (Query("cpu", torch.bfloat16, 8, 10, frozenset({"group"})), "leave out group="),
+    ],
+    ids=["float32", "H", "softcap", "group"],
+)
+def test_what_tiles_cannot_do_is_refused_with_the_reason(query: Query, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"tiled: .*" + reason):
+        choose("linear_loss", query, "tiled")
+
+
+def test_a_budget_below_one_strip_is_an_error_that_says_the_least() -> None:
+    (hidden, weight, _), targets, _ = head_inputs()
+    hidden = hidden.nan_to_num().requires_grad_()
+    found = linear_logprob_tiled(
+        hidden, weight, targets, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=False,
+        ignore_index=-100, memory_budget_bytes=5_000,
+    )  # fmt: skip
+    with pytest.raises(InvalidInputError, match=r"does not hold a strip of 256 logits of each of 150 rows; .* 76800"):
+        found.logprob.sum().backward()

@@ -1,0 +1,231 @@
+"""The Triton implementations on a GPU, against float64: sizes of the issue, extreme logits, how torch may call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.linear_logprob import linear_logprob_reference
+from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def needs_tiles() -> None:
+    refusals = dict(choose("linear_loss", Query("cuda", torch.bfloat16, 64, 1000)).refused)
+    if "tiled" in refusals:
+        pytest.skip(f"tiled refuses: {refusals['tiled']}")
+
+
+def random_head(T: int, H: int, V: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    hidden = torch.randn(T, H, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(V, H, device="cuda") * scale / H**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(0, V, (T,), device="cuda")
+    targets[0], targets[-1] = 0, V - 1
+    return hidden, weight, targets
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+# ----------------------------------------------------------------------------------------------- from logits
+
+
+@pytest.mark.parametrize("V", [1, 7, 151936, 152064, 262144])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_match_float64(V: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(127, V, device="cuda") * 4).to(dtype)
+    logits[1] = (logits[1].float() * 20).clamp(-80, 80)
+    logits[2] += 1e4
+    logits[3] = -1e4
+    targets = torch.randint(0, V, (127,), device="cuda")
+    targets[0], targets[4], targets[5] = 0, V - 1, -100
+    logits[5] = math.nan
+    if V > 1:
+        logits[6, ::2], targets[6] = -math.inf, 1
+    g, g_bar = torch.randn(2, 127, device="cuda")
+    narrow, wide = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    found = token_logprob(narrow, targets, with_entropy=True, implementation="triton")
+    want = token_logprob(wide, targets, with_entropy=True, implementation="reference")
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=1e-5)
+    (got,) = torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar])
+    (truth,) = torch.autograd.grad([want.logprob, want.entropy], wide, [g.double(), g_bar.double()])
+    torch.testing.assert_close(got.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert not got[5].any()
+
+
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    logits = torch.empty(2**31 // 4096 + 9, 4096, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
+    targets = torch.randint(0, 4096, (len(logits),), device="cuda")
+    found = token_logprob(logits, targets, with_entropy=True, implementation="triton")
+    (got,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), logits)
+    last = slice(-9, None)
+    wide = logits.detach()[last].double().requires_grad_()
+    want = token_logprob(wide, targets[last], with_entropy=True, implementation="reference")
+    (truth,) = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
+    torch.testing.assert_close(found.logprob[last].double(), want.logprob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got[last].double(), truth, rtol=2**-7, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------- from hidden states
+
+
+@pytest.mark.usefixtures("needs_tiles")
+@pytest.mark.parametrize(
+    ("T", "H", "V"),
+    [(1, 64, 151936), (127, 72, 152064), (300, 200, 7), (5, 8, 1), (300, 896, 50257), (65537, 64, 1000)],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [None, 40 * 2**20], ids=["exponentials", "strips"])
+def test_tiles_match_float64(T: int, H: int, V: int, budget: int | None) -> None:
+    hidden, weight, targets = random_head(T, H, V)
+    if T > 5:
+        targets[3] = -100
+        hidden.data[3] = math.nan
+    g, g_bar = torch.randn(2, T, device="cuda")
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found = linear_logprob(
+        hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget, implementation="tiled"
+    )
+    want = linear_logprob_reference(*wide, targets, with_entropy=True)
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=2e-6)
+    got = torch.autograd.grad([found.logprob, found.entropy], (hidden, weight), [g, g_bar])
+    truth = torch.autograd.grad([want.logprob, want.entropy], wide, [g.double(), g_bar.double()])
+    for gradient, true in zip(got, truth, strict=True):
+        assert gradient.isfinite().all()
+        # With V = 1 nothing depends on the logits.
+        assert relative_error(gradient, true) < 2.6e-3 if V > 1 else gradient.abs().max() < 1e-4
+    if T > 5:
+        assert not got[0][3].any()
+
+
+@pytest.mark.usefixtures("needs_tiles")
+def test_tiles_are_exact_on_peaked_logits() -> None:
+    hidden, weight, targets = random_head(1024, 2048, 151936, scale=16.0)  # |z| up to about 90
+    with torch.no_grad():
+        targets[::2] = (hidden @ weight.T).argmax(1)[::2]
+    narrow = [x.detach() for x in (hidden, weight)]
+    wide = [x.double() for x in narrow]
+    found = linear_logprob(*narrow, targets, with_entropy=True, implementation="tiled")
+    want = linear_logprob_reference(*wide, targets, with_entropy=True)
+    assert float((found.logprob - want.logprob).abs().max()) < 1e-3
+    assert float((found.entropy - want.entropy).abs().max()) < 1e-4
+    assert bool((found.logprob <= 0).all()) and bool((found.entropy >= 0).all())
+
+
+def policy_inputs(T: int) -> dict[str, Any]:
+    old = torch.randn(T, device="cuda") - 8
+    per_token = {"old_logprobs": old, "ref_logprobs": old, "advantages": torch.randn(T, device="cuda")}
+    return {"per_token": per_token, "token_weight": torch.full((T,), 1 / T, device="cuda")}
+
+
+def policy_loss() -> Any:
+    return combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
+
+
+@pytest.mark.usefixtures("needs_tiles")
+@pytest.mark.parametrize("budget", [None, 30 * 2**20], ids=["one chunk", "chunks"])
+def test_a_loss_in_tiles_matches_float64(budget: int | None) -> None:
+    hidden, weight, targets = random_head(1000, 264, 50257)
+    tokens = policy_inputs(1000)
+    bias = torch.randn(50257, device="cuda").requires_grad_()
+    options = {"temperature": torch.linspace(0.5, 2, 1000, device="cuda"), "logit_scale": 0.9}
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    found = linear_loss(
+        hidden, weight, targets, policy_loss(), bias=bias, memory_budget_bytes=budget, implementation="tiled",
+        **options, **tokens,
+    )  # fmt: skip
+    want = linear_loss(*wide[:2], targets, policy_loss(), bias=wide[2], implementation="reference", **options, **tokens)
+    torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
+    got = torch.autograd.grad(found.loss, (hidden, weight, bias))
+    for gradient, true in zip(got, torch.autograd.grad(want.loss, wide), strict=True):
+        assert relative_error(gradient, true) < 2.6e-3
+
+
+@pytest.mark.usefixtures("needs_tiles")
+def test_tiles_rerun_bit_identically() -> None:
+    hidden, weight, targets = random_head(3000, 256, 50257)
+    tokens = policy_inputs(3000)
+
+    def run() -> list[Tensor]:
+        found = linear_logprob(hidden, weight, targets, with_entropy=True, memory_budget_bytes=100 * 2**20)
+        loss = linear_loss(hidden, weight, targets, policy_loss(), memory_budget_bytes=100 * 2**20, **tokens).loss
+        gradients = torch.autograd.grad(found.logprob.sum() + found.entropy.sum() + loss, (hidden, weight))
+        return [found.logprob, found.entropy, loss, *gradients]
+
+    assert all(torch.equal(one, other) for one, other in zip(run(), run(), strict=True))
+
+
+# ------------------------------------------------------------------------------------------ as torch calls them
+
+
+def scored(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    found = linear_logprob(hidden, weight, targets, with_entropy=True)
+    logits = hidden @ weight.T
+    rows = token_logprob(logits, targets, with_entropy=True)
+    return (found.logprob + found.entropy + rows.logprob + rows.entropy).sum()
+
+
+def gradients_of(run: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(run(*inputs), inputs[:2])
+
+
+def test_they_run_on_another_stream() -> None:
+    inputs = random_head(300, 64, 5000)
+    want = gradients_of(scored, *inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = gradients_of(scored, *inputs)
+    stream.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_they_run_in_a_checkpoint() -> None:
+    inputs = random_head(300, 64, 5000)
+    got = gradients_of(lambda *xs: checkpoint(scored, *xs, use_reentrant=False), *inputs)
+    want = gradients_of(scored, *inputs)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_a_weight_used_twice_gets_both_gradients() -> None:
+    hidden, weight, targets = random_head(300, 64, 5000)
+    once = gradients_of(scored, hidden, weight, targets)
+    twice = gradients_of(lambda h, w, y: scored(h, w, y) + 2 * scored(h, w, y), hidden, weight, targets)
+    for one, three in zip(once, twice, strict=True):
+        assert relative_error(three, 3 * one.double()) < 1e-2
+
+
+def test_their_forward_is_captured_in_a_graph() -> None:
+    hidden, weight, targets = random_head(300, 64, 5000)
+    with torch.no_grad():
+        scored(hidden, weight, targets)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = scored(hidden, weight, targets)
+        hidden.copy_(torch.randn_like(hidden))
+        graph.replay()
+        want = scored(hidden, weight, targets)
+    torch.testing.assert_close(captured, want, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated parts that the compiler imports
+def test_a_compiled_caller_gets_the_same_numbers() -> None:
+    inputs = random_head(300, 64, 5000)
+    compiled = torch.compile(lambda *xs: scored(*xs) * 2)
+    for got, want in zip(gradients_of(compiled, *inputs), gradients_of(scored, *inputs), strict=True):
+        assert relative_error(got, 2 * want.double()) < 1e-2
