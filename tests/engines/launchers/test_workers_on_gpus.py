@@ -1,0 +1,99 @@
+"""Worker processes on NVIDIA GPUs: groups over NCCL, engines, and memory that a killed worker gives back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.executors.worker import Worker
+from rlcore.engines.launchers.launch import start_workers
+from rlcore.errors import WorkerDiedError
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+GIB = 2**30
+
+
+class Summer(Worker):
+    """Adds over the group, and holds memory."""
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        tensor = value.to(self.device.torch_device)
+        with self.context.process_group(60.0):
+            torch.distributed.all_reduce(tensor)
+            torch.accelerator.synchronize()
+        return tensor
+
+    def hold(self, nbytes: int) -> int:
+        self.held = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
+        return torch.accelerator.current_device_index()
+
+
+def free_bytes(index: int) -> int:
+    free: int = torch.cuda.mem_get_info(index)[0]
+    return free
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=pytest.mark.gpu),
+        pytest.param(2, marks=pytest.mark.multigpu),
+        pytest.param(4, marks=pytest.mark.multigpu),
+    ],
+)
+def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    names = [f"cuda:{index}" for index in range(world_size)]
+    free_before = [free_bytes(index) for index in range(world_size)]
+    group = start_workers(Summer, "the test engine", names, launcher="process", timeout_s=120.0)
+    try:
+        values = [torch.full((1 << 20,), float(rank + 1)) for rank in range(world_size)]
+        totals = group.call("total", [((value,), {}) for value in values])
+        expected = sum(range(1, world_size + 1))
+        assert all(bool((total == expected).all()) for total in totals)
+        assert group.call("hold", [((4 * GIB,), {})] * world_size) == list(range(world_size))
+        assert free_bytes(world_size - 1) < free_before[world_size - 1] - 4 * GIB
+        group.workers[-1].kill()
+        with pytest.raises(
+            WorkerDiedError, match=rf"rank {world_size - 1} \(cuda:{world_size - 1}\) was killed by SIGKILL"
+        ):
+            group.call("hold", [((1,), {})] * world_size)
+    finally:
+        group.stop()
+    deadline = time.monotonic() + 5.0
+    while any(free_bytes(i) < free - GIB for i, free in enumerate(free_before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(free_bytes(index) >= free - GIB for index, free in enumerate(free_before)), "a GPU was not given back"
+
+
+@pytest.mark.gpu
+def test_trainer_and_sampler_share_a_gpu_in_one_worker_process(qwen2_folder: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(qwen2_folder)
+    with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(qwen2_folder) as infer:
+        train.build(devices="cuda:0", launcher="process")
+        infer.build(colocate_with=train, launcher="process")
+        outputs = infer.generate(["1+1=", "20+"], {"n": 4, "max_tokens": 8, "seed": 0})
+        batch: dict[str, Any] = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
+        infer.meta()
+        torch.testing.assert_close(train.forward_logprobs(batch), batch["old_logprobs"], rtol=0, atol=1e-4)
+        train.train_batch(batch, ppo_clip())
+        (moved,) = train.offload("optimizer", "grads")["optimizer"]
+        assert moved.moved_bytes > 0
+        infer.onload("weights")
+        assert train.sync_weights(infer).version == 1
+        infer.onload("kv_cache")
+        assert infer.generate(["1+1="], {"temperature": 0})[0].outputs[0].version_spans[0].version == 1
