@@ -12,6 +12,7 @@ import torch
 import rlcore
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import WorkerDiedError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -21,6 +22,10 @@ GIB = 2**30
 
 class Summer(Worker):
     """Adds over the group, and holds memory."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.context = context
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         tensor = value.to(self.device.torch_device)
