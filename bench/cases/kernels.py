@@ -7,7 +7,8 @@ Letters: T tokens, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.cases.kernel_peers import linear_logprob_peers, token_logprob_peers
 from rlcore.kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from rlcore.kernels.linear_loss import linear_loss, linear_loss_reference
 from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.kernels.rows import Logprobs
 from rlcore.kernels.token_logprob import token_logprob, token_logprob_reference
 from rlcore.registry import registry
+
+Score = Callable[..., Any]
+"""Tensors to (logprob, entropy)"""
 
 _CHECKED_ROWS = 256
 """Rows of float64 logits held at a time, and rows of the [T, V] gradient that are compared."""
@@ -35,8 +41,10 @@ class _Size:
 
 _HOST = _Size(256, 32_000, 256, torch.float32)
 """Under a second a run on two cores."""
-_ACCELERATOR = _Size(8192, 151_936, 2048, torch.bfloat16)
-"""A micro-batch of a Qwen2.5 3B: 2.5 GB of logits."""
+_ACCELERATOR = _Size(8192, 151_936, 4096, torch.bfloat16)
+"""A micro-batch of a Qwen3 8B: 2.5 GB of logits."""
+_ACCELERATOR_LOGITS = _Size(16_384, 151_936, 256, torch.bfloat16)
+"""Where the logits are there already; H only makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,8 @@ class _Inputs:
     target_T: Tensor
 
     @classmethod
-    def on(cls, device: Any) -> _Inputs:
-        size = _HOST if device.type == "cpu" else _ACCELERATOR
+    def on(cls, device: Any, *, is_logits: bool = False) -> _Inputs:
+        size = _HOST if device.type == "cpu" else _ACCELERATOR_LOGITS if is_logits else _ACCELERATOR
         device.seed(0)
         at: dict[str, Any] = {"device": device.torch_device}
         # Logits of variance about 4: neither uniform nor decided.
@@ -64,21 +72,35 @@ class _Inputs:
     def slices(self) -> list[slice]:
         return [slice(start, start + _CHECKED_ROWS) for start in range(0, self.size.T, _CHECKED_ROWS)]
 
-    def true_logprob(self) -> Tensor:
+    def true_scores(self) -> Logprobs:
         weight_VH = self.weight_VH.double()
-        return torch.cat(
-            [
-                linear_logprob_reference(self.hidden_TH[rows].double(), weight_VH, self.target_T[rows]).logprob
-                for rows in self.slices()
-            ]
-        )
+        parts = [
+            linear_logprob_reference(self.hidden_TH[rows].double(), weight_VH, self.target_T[rows], with_entropy=True)
+            for rows in self.slices()
+        ]
+        return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _contenders(
-    op: str, device: Any, runs: Callable[[str], Callable[[], Any]], check: Callable[[Any], None]
-) -> tuple[Contender, ...]:
-    names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
-    return tuple(Contender(implementation=name, run=runs(name), check=check) for name in names)
+def _implementations(op: str, device: Any) -> list[str]:
+    return [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
+
+
+def _scorers(op: str, device: Any, call: Callable[..., Any], peers: Mapping[str, Score]) -> dict[str, Score]:
+    """Every implementation of the operator, with entropy, and every peer that runs here."""
+    ours: dict[str, Score] = {
+        name: functools.partial(call, with_entropy=True, implementation=name) for name in _implementations(op, device)
+    }
+    return ours if device.type == "cpu" else {**ours, **peers}
+
+
+def _assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torch.dtype) -> None:
+    logprob_T, entropy_T = output[:2]
+    assert logprob_T is not None and true.entropy is not None
+    rows = slice(0, len(true.logprob))
+    # Peers round the logits: wrong is what that does not explain.
+    _assert_close("logprob", logprob_T[rows], true.logprob, _tolerance(dtype))
+    if entropy_T is not None:
+        _assert_close("entropy", entropy_T[rows], true.entropy, _tolerance(dtype))
 
 
 def _assert_close(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
@@ -98,51 +120,52 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _prepare_token_logprob(device: Any) -> Work:
-    inputs = _Inputs.on(device)
+    inputs = _Inputs.on(device, is_logits=True)
     size = inputs.size
     logits_TV = (inputs.hidden_TH @ inputs.weight_VH.T).requires_grad_()
-    weight_T = torch.randn(size.T, device=device.torch_device)
+    upstream_2T = torch.randn(2, size.T, device=device.torch_device)
     checked = slice(0, _CHECKED_ROWS)
     true_TV = logits_TV.detach()[checked].double().requires_grad_()
-    true_T = token_logprob_reference(true_TV, inputs.target_T[checked]).logprob
-    (true_gradient_TV,) = torch.autograd.grad(true_T, true_TV, weight_T[checked].double())
+    true = token_logprob_reference(true_TV, inputs.target_T[checked], with_entropy=True)
+    assert true.entropy is not None
+    (true_gradient_TV,) = torch.autograd.grad(
+        [true.logprob, true.entropy], true_TV, list(upstream_2T[:, checked].double())
+    )
+    true = Logprobs(true.logprob.detach(), true.entropy.detach())
 
-    def runs(implementation: str) -> Callable[[], tuple[Tensor, Tensor]]:
-        def run() -> tuple[Tensor, Tensor]:
-            logprob_T = token_logprob(logits_TV, inputs.target_T, implementation=implementation).logprob
-            (gradient_TV,) = torch.autograd.grad(logprob_T, logits_TV, weight_T)
-            return logprob_T.detach(), gradient_TV
+    def contender(name: str, score: Score) -> Contender:
+        def run() -> tuple[Tensor, ...]:
+            found = score(logits_TV, inputs.target_T)
+            return *(x.detach() for x in found), *torch.autograd.grad(found, logits_TV, list(upstream_2T))
 
-        return run
+        return Contender(implementation=name, run=run, check=check)
 
-    def check(output: tuple[Tensor, Tensor]) -> None:
-        _assert_close("logprob", output[0][checked], true_T.detach(), 1e-4)
-        _assert_close("gradient", output[1][checked], true_gradient_TV, _tolerance(size.dtype))
+    def check(output: tuple[Tensor, ...]) -> None:
+        _assert_scores(output, true, size.dtype)
+        _assert_close("gradient", output[2][checked], true_gradient_TV, _tolerance(size.dtype))
 
+    scorers = _scorers("token_logprob", device, token_logprob, token_logprob_peers())
     # The logits are read in the forward and in the backward, which writes as much.
     num_bytes = 3 * size.T * size.V * size.dtype.itemsize
-    return Work(contenders=_contenders("token_logprob", device, runs, check), params=inputs.params, bytes=num_bytes)
+    contenders = tuple(contender(*scorer) for scorer in scorers.items())
+    return Work(contenders=contenders, params=inputs.params, bytes=num_bytes)
 
 
 def _prepare_linear_logprob(device: Any) -> Work:
     inputs = _Inputs.on(device)
     size = inputs.size
-    true_T = inputs.true_logprob()
+    true = inputs.true_scores()
 
-    def runs(implementation: str) -> Callable[[], Tensor]:
+    def contender(name: str, score: Score) -> Contender:
         @torch.no_grad()
-        def run() -> Tensor:
-            return linear_logprob(
-                inputs.hidden_TH, inputs.weight_VH, inputs.target_T, implementation=implementation
-            ).logprob
+        def run() -> tuple[Tensor | None, ...]:
+            return tuple(score(inputs.hidden_TH, inputs.weight_VH, inputs.target_T))
 
-        return run
+        return Contender(implementation=name, run=run, check=lambda output: _assert_scores(output, true, size.dtype))
 
-    def check(logprob_T: Tensor) -> None:
-        _assert_close("logprob", logprob_T, true_T, 1e-4)
-
+    scorers = _scorers("linear_logprob", device, linear_logprob, linear_logprob_peers())
     return Work(
-        contenders=_contenders("linear_logprob", device, runs, check),
+        contenders=tuple(contender(*scorer) for scorer in scorers.items()),
         params=inputs.params,
         flops=2 * size.T * size.V * size.H,
         bytes=(size.T + size.V) * size.H * size.dtype.itemsize,
@@ -155,7 +178,9 @@ def _prepare_linear_loss(device: Any) -> Work:
     loss_fn = ppo_clip()
     per_token = {
         # Within the clip range, where the loss is smooth: rounding cannot switch a token's gradient off.
-        "old_logprobs": (inputs.true_logprob() + torch.linspace(-0.1, 0.1, size.T).to(device.torch_device)).float(),
+        "old_logprobs": (
+            inputs.true_scores().logprob + torch.linspace(-0.1, 0.1, size.T).to(device.torch_device)
+        ).float(),
         "advantages": torch.randn(size.T, device=device.torch_device),
     }
     token_weight = torch.full((size.T,), 1 / size.T, device=device.torch_device)
@@ -182,8 +207,9 @@ def _prepare_linear_loss(device: Any) -> Work:
         for name, got, want in zip(("loss", "hidden gradient", "weight gradient"), output, truth, strict=True):
             _assert_close(name, got, want, _tolerance(size.dtype))
 
+    names = _implementations("linear_loss", device)
     return Work(
-        contenders=_contenders("linear_loss", device, runs, check),
+        contenders=tuple(Contender(implementation=name, run=runs(name), check=check) for name in names),
         params=inputs.params,
         flops=6 * size.T * size.V * size.H,
         bytes=2 * (size.T + size.V) * size.H * size.dtype.itemsize,
@@ -215,12 +241,12 @@ def _true_loss_and_gradients(
 
 token_logprob_case = Case(
     name="kernels/token_logprob",
-    description="log-probabilities of the targets from logits, forward and backward",
+    description="log-probabilities of the targets and entropies from logits, forward and backward",
     prepare=_prepare_token_logprob,
 )
 linear_logprob_case = Case(
     name="kernels/linear_logprob",
-    description="log-probabilities of the targets from hidden states, forward",
+    description="log-probabilities of the targets and entropies from hidden states, forward",
     prepare=_prepare_linear_logprob,
 )
 linear_loss_case = Case(

@@ -22,6 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows than are checked at a time, and a last slice that is not full.
     monkeypatch.setattr(kernels, "_HOST", kernels._Size(300, 501, 32, torch.float32))
     monkeypatch.setattr(kernels, "_ACCELERATOR", kernels._Size(300, 501, 32, torch.bfloat16))
+    monkeypatch.setattr(kernels, "_ACCELERATOR_LOGITS", kernels._Size(300, 501, 32, torch.bfloat16))
 
 
 @pytest.mark.usefixtures("_small")
