@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -92,7 +93,7 @@ def test_names_count_the_visible_devices() -> None:
     for visible in ("0", "1", "1,0"):
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env={"CUDA_VISIBLE_DEVICES": visible, "PATH": "/usr/bin:/bin"},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
             capture_output=True,
             text=True,
             timeout=120,
