@@ -14,6 +14,11 @@ _CASES = (
     "quickstart:learns_case",
     "startup:help_case",
     "startup:import_case",
+    "workers:call_case",
+    "workers:receiving_case",
+    "workers:sending_case",
+    "workers:start_four_case",
+    "workers:start_one_case",
 )
 
 

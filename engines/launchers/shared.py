@@ -153,6 +153,9 @@ class Inbox:
         for number in numbers:
             del self._mappings[number]  # unmapped when the last exported buffer is gone
 
+    def close(self) -> None:
+        self._mappings.clear()
+
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

@@ -88,6 +88,7 @@ class Channel:
         with self._sending:
             self._socket.close()
             self._outbox.close()
+            self._inbox.close()
 
     def _header(self) -> tuple[bytes, list[int]]:
         room = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -207,7 +208,7 @@ def dump_answer(value: Any, what: str, *, is_annotated: bool = False) -> tuple[b
     """
     writer = _AnswerWriter(is_annotated)
     try:
-        return writer.encoder.encode(writer.tagged(value)), writer.tensors
+        return msgspec.msgpack.encode(writer.tagged(value), enc_hook=writer.extension), writer.tensors
     except Exception as error:  # a type, an integer or a depth that msgpack does not have, a device that failed
         raise InvalidInputError(
             f"{what} returned an object that a worker process cannot send back ({error}); "
@@ -215,17 +216,25 @@ def dump_answer(value: Any, what: str, *, is_annotated: bool = False) -> tuple[b
         ) from error
 
 
+class _Tuple:
+    """msgpack has none."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
 class _AnswerWriter:
+    """Keeps no encoder: the cycle would keep the tensors alive."""
+
     def __init__(self, is_annotated: bool) -> None:
         self._is_annotated = is_annotated
         self.tensors: list[Tensor] = []
-        self.encoder = msgspec.msgpack.Encoder(enc_hook=self._extension)
 
     def tagged(self, value: Any) -> Any:
-        """msgpack has no tuples: mark those in plain containers."""
+        """The value with its tuples marked, those inside plain containers too."""
         kind = type(value)
         if kind is tuple:
-            return msgspec.msgpack.Ext(_TUPLE, self.encoder.encode([self.tagged(item) for item in value]))
+            return _Tuple([self.tagged(item) for item in value])
         if kind is list:
             return value if _PLAIN.issuperset(map(type, value)) else [self.tagged(item) for item in value]
         if kind is dict:
@@ -236,7 +245,9 @@ class _AnswerWriter:
             return value
         raise TypeError(kind.__name__)
 
-    def _extension(self, obj: Any) -> msgspec.msgpack.Ext:
+    def extension(self, obj: Any) -> msgspec.msgpack.Ext:
+        if type(obj) is _Tuple:
+            return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(obj.items, enc_hook=self.extension))
         if type(obj) not in (Tensor, nn.Parameter) or obj.is_meta or obj.layout is not torch.strided:
             layout = f" of layout {obj.layout} on {obj.device}" if isinstance(obj, Tensor) else ""
             raise TypeError(f"{type(obj).__name__}{layout}")

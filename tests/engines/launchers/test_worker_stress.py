@@ -1,0 +1,186 @@
+"""Workers that are killed, stopped and made to fail at random moments, again and again; calls by the thousand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
+
+DEADLINE_S = 2.0
+START_DEADLINE_S = 30.0
+GRACE_S = 5.0
+STOP_S = 5.0
+RIGHT = {
+    "kill": (WorkerDiedError,),
+    "stop": (WorkerTimeoutError,),
+    "raise": (WorkerError,),
+}
+
+
+class PlantedError(Exception):
+    pass
+
+
+class Worker:
+    def __init__(self, context: WorkerContext, fails: bool = False) -> None:
+        if fails:
+            raise PlantedError
+        self.context = context
+
+    def work(self, tensor: torch.Tensor, fails: bool) -> float:
+        time.sleep(0.05)
+        if fails:
+            raise PlantedError
+        return float(tensor.sum())
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def close(self) -> None:
+        pass
+
+
+class FailsToStart(Worker):
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context, fails=context.rank == 0)
+
+
+class FailsToClose(Worker):
+    def close(self) -> None:
+        raise PlantedError
+
+
+def own_children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def strike_soon(pid: int, number: signal.Signals, after_s: float) -> threading.Thread:
+    def strike() -> None:
+        time.sleep(after_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    return thread
+
+
+def strike_children_soon(number: signal.Signals, after_s: float) -> threading.Thread:
+    """The first worker process that appears, ``after_s`` later."""
+
+    def strike() -> None:
+        deadline = time.monotonic() + 5
+        while not (children := own_children()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(after_s)
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            os.kill(children[0], number)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    return thread
+
+
+def one_accident(rng: random.Random, num_workers: int) -> tuple[str, str]:
+    """Something happens during start, call or stop; returns what, and what came of it."""
+    what, when = rng.choice(["kill", "stop", "raise"]), rng.choice(["start", "call", "close"])
+    number = signal.SIGKILL if what == "kill" else signal.SIGSTOP
+    names = [f"cpu:{index}" for index in range(num_workers)]
+    kind: Any = FailsToStart if (what, when) == ("raise", "start") else Worker
+    kind = FailsToClose if (what, when) == ("raise", "close") else kind
+    accident: threading.Thread | None = None
+    outcome, group, began = "", None, time.monotonic()
+    try:
+        if when == "start" and what != "raise":
+            accident = strike_children_soon(number, rng.random() * 1.5)
+        # A worker that is stopped while it starts is only missed at the deadline.
+        timeout_s = 6.0 if (what, when) == ("stop", "start") else START_DEADLINE_S
+        group = start_workers(kind, "the engine", names, launcher="process", timeout_s=timeout_s)
+        group._timeout_s = DEADLINE_S
+        began = time.monotonic()
+        if when == "call" and what != "raise":
+            accident = strike_soon(group.workers[-1].process_id, number, rng.random() * 0.05)
+        tensor = torch.ones(rng.choice([10, 100_000]))
+        fails = (what, when) == ("raise", "call")
+        for _ in range(3 if when == "call" else 1):
+            group.call("work", [((tensor, fails and rank == 0), {}) for rank in range(num_workers)])
+        if when == "close" and what != "raise":
+            accident = strike_soon(group.workers[0].process_id, number, rng.random() * 0.02)
+            time.sleep(rng.random() * 0.02)
+    except (WorkerError, StateError) as error:
+        outcome = type(error).__name__
+        # While it starts, a process may be past its start when it is struck: then the first call says so.
+        assert isinstance(error, RIGHT[what]), f"{what} during {when}: {error!r}"
+        assert time.monotonic() - began < timeout_s + GRACE_S + 2
+    finally:
+        if accident is not None:
+            accident.join()
+        if group is not None:
+            began = time.monotonic()
+            group.stop()
+            assert time.monotonic() - began < STOP_S + 2
+    return f"{what} during {when}", outcome
+
+
+@pytest.mark.parametrize(
+    "num_accidents",
+    [pytest.param(16, id="short"), pytest.param(500, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
+)
+def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(
+    num_accidents: int, holdings: Any, wait_until: Any
+) -> None:
+    rng = random.Random(num_accidents)
+    one_accident(rng, 2)
+    wait_until(lambda: holdings()["processes"] == [], 10)
+    before = holdings()
+    seen: dict[str, set[str]] = {}
+    for index in range(num_accidents):
+        what, outcome = one_accident(rng, 1 + index % 2)
+        seen.setdefault(what, set()).add(outcome)
+        wait_until(lambda: holdings() == before, 10)
+    assert {"WorkerDiedError"} <= set().union(*(seen[what] for what in seen if what.startswith("kill")))
+    assert seen.get("raise during call", {"WorkerError"}) == {"WorkerError"}
+
+
+@pytest.mark.parametrize(
+    "num_calls", [pytest.param(2_000, id="short"), pytest.param(10_000, id="long", marks=pytest.mark.slow)]
+)
+def test_calls_do_not_grow_memory_or_descriptors(num_calls: int, start_group: Any) -> None:
+    def resident(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def descriptors(pid: int) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    with start_group(Worker) as group:
+        pids = [os.getpid(), group.workers[0].process_id]
+        small, large = torch.ones(10), torch.ones(200_000)
+
+        def call(number: int) -> None:
+            for index in range(number):
+                tensor = large if index % 10 == 0 else small
+                (back,) = group.call("echo", [(({"step": index, "tensor": tensor},), {})])
+                assert back["step"] == index and back["tensor"].shape == tensor.shape
+
+        call(500)  # allocators and pools fill
+        before = [(resident(pid), descriptors(pid)) for pid in pids]
+        call(num_calls)
+        for pid, (memory, files) in zip(pids, before, strict=True):
+            assert descriptors(pid) == files
+            assert resident(pid) - memory < 16 << 20
