@@ -24,7 +24,7 @@ with rlcore.meta_device():
 with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
     train.build(onload=False)
     infer.build(colocate_with=train)
-    for step in range(20):
+    for step in range(10):
         outputs = infer.generate(["12+34=", "56+78="], {"n": 32, "max_tokens": 4, "seed": step})
         rewards = torch.tensor([[answer.text.count("7") / 4 for answer in output.outputs] for output in outputs])
         batch = rlcore.collate(outputs, advantages=rewards - rewards.mean())

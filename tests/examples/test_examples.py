@@ -1,0 +1,78 @@
+"""The examples run, do what they say, and stand in README.md as they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlcore.bench.case import load_cases
+from rlcore.bench.cases import kernels
+from rlcore.bench.runner import Sampling, run_cases
+from rlcore.registry import get_device
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run_example(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> Run:
+    def run(name: str, *arguments: str) -> list[str]:
+        settings = {"RLCORE_CACHE": str(tmp_path / "cache"), "RLCORE_DEVICE": "cpu"}
+        result = run_python([str(ROOT / "examples" / name), *arguments], env=settings, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_readme_shows_the_example_as_it_is(path: Path) -> None:
+    assert f"```python\n{path.read_text()}```\n" in (ROOT / "README.md").read_text()
+
+
+def test_readme_shows_no_other_python() -> None:
+    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert sorted(shown) == sorted(path.read_text() for path in EXAMPLES)
+
+
+def test_framework_authors_loss_falls_and_its_memory_is_freed(run_example: Run) -> None:
+    *steps, last = run_example("framework_author.py")
+    losses = [float(re.findall(r"loss (\S+)", line)[0]) for line in steps]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.05
+    # 16.5 million parameters of float32 and two moments of each: 198 MB.
+    assert last == "198 MB of cpu:0 are free for somebody else"
+
+
+def test_researchers_reward_rises(run_example: Run) -> None:
+    rewards = [float(re.findall(r"reward (\S+)", line)[0]) for line in run_example("researcher.py")]
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.3
+
+
+def test_hardware_buyer_reads_a_record_made_here(
+    run_example: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_HOST", kernels._Size(64, 501, 32, kernels._HOST.dtype))
+    cases = [load_cases()["kernels/linear_loss"]]
+    once = Sampling(min_samples=1, max_samples=1, max_warmup=1)
+    run_cases(cases, get_device("cpu"), tmp_path / "mine.json", sampling=once)
+    machine, *rows = run_example("hardware_buyer.py", "mine.json")
+    assert machine.startswith("mine.json: ") and "torch 2." in machine
+    measured = [row for row in rows if "  blocked: " not in row]  # what this device cannot run
+    assert {row.split()[1] for row in measured} >= {"reference", "chunked"}
+    assert all("GFLOP/s" in row and "GB/s" in row for row in measured)
+
+
+def test_hardware_buyer_refuses_what_is_no_record(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    command = [sys.executable, ROOT / "examples" / "hardware_buyer.py", "mine.json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1
+    assert "mine.json is no rlcore.bench/1 record" in result.stderr
