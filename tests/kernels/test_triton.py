@@ -12,6 +12,7 @@ from rlcore.kernels.dispatch import Query, choose
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
 
 
+@pytest.mark.slow
 def test_kernels_pass_under_the_interpreter(run_python: Callable[..., Any]) -> None:
     tests = Path(__file__).with_name("interpreted_triton.py")
     result = run_python(["-m", "pytest", "-q", str(tests)], env={"TRITON_INTERPRET": "1"})
