@@ -42,7 +42,7 @@ def tiled_refusal(query: Query) -> str | None:
 def _absence(device_type: str) -> str | None:
     """Why no kernel can be built for ``device_type``; TRITON_INTERPRET=1 runs them on the CPU."""
     if importlib.util.find_spec("triton") is None:
-        return "the package 'triton' is not installed; run: pip install 'rlcore[dev]' or pip install triton"
+        return "the package 'triton' is not installed; run: pip install triton"
     if _interprets():
         return None if device_type == "cpu" else "TRITON_INTERPRET=1 interprets kernels on the CPU alone"
     found = _driver_device_type()

