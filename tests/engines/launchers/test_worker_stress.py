@@ -140,7 +140,7 @@ def one_accident(rng: random.Random, num_workers: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     "num_accidents",
-    [pytest.param(16, id="short"), pytest.param(500, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
+    [pytest.param(12, id="short"), pytest.param(500, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
 def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(
     num_accidents: int, holdings: Any, wait_until: Any
