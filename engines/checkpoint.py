@@ -12,6 +12,7 @@ A kill or a full disk at any moment leaves the last complete checkpoint. No pick
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from rlcore.errors import CheckpointError, InvalidInputError
 
 SCHEMA = "rlcore.checkpoint/1"
 _MANIFEST = "manifest.json"
+_OWN = re.compile(r"(weights|optimizer|rng)-[0-9a-f]{12}\.safetensors")
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,8 +64,10 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: dict
         _remove(folder, list(files.values()))
         kept = f"the previous checkpoint in {folder} is intact" if (folder / _MANIFEST).exists() else "nothing is left"
         raise CheckpointError(f"cannot write the checkpoint {folder}: {error}; {kept}") from error
-    stale = [file.name for file in folder.glob("*-*.safetensors") if file.name not in files.values()]
-    _remove(folder, stale)
+    _remove(
+        folder,
+        [file.name for file in folder.iterdir() if _OWN.fullmatch(file.name) and file.name not in files.values()],
+    )
 
 
 def read(folder: Path) -> Checkpoint:

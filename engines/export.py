@@ -24,8 +24,19 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             new, old = Path(temporary, "new"), Path(temporary, "old")
             new.mkdir()
             write(new)
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
+            _swap(new, folder, old)
     except write_errors() as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+
+
+def _swap(new: Path, folder: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``folder``, which moves to ``old``, or back if that fails."""
+    had_one = folder.exists()
+    if had_one:
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if had_one:
+            old.rename(folder)
+        raise

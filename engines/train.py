@@ -98,6 +98,7 @@ class TrainEngine(Engine):
         loss_fn: Callable[..., Any],
         *,
         token_weights: Mode = "token-mean",
+        max_length: int | None = None,
         max_tokens_per_micro_batch: int = _MAX_TOKENS,
         max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
@@ -112,6 +113,7 @@ class TrainEngine(Engine):
                 first token when absent). Every other entry reaches ``loss_fn`` as ``per_token[name]``.
             loss_fn: ``(logprob, entropy, per_token) -> (value, stats)``, such as ``rlcore.ops.ppo_clip()``.
             token_weights: a mode of ``rlcore.ops.token_weights``.
+            max_length: tokens a response can have, which "seq-mean-token-sum-norm" (Dr. GRPO) divides by.
             max_grad_norm: gradients are scaled down to this norm; None leaves them.
             temperature: the sampler's.
             with_entropy: False passes None and saves its work.
@@ -126,7 +128,9 @@ class TrainEngine(Engine):
         for tag in self.tags:
             self._residency.require(tag, "train_batch()")
         packed = to_packed(batch)
-        weight_T = make_token_weights(token_weights, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"])
+        weight_T = make_token_weights(
+            token_weights, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length
+        )
         options = StepOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_grad_norm=max_grad_norm,

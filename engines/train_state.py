@@ -54,6 +54,17 @@ def check(checkpoint: Checkpoint, module: nn.Module) -> None:
     for kind, names in held.items():
         if (saved := checkpoint.state[kind].keys()) != names:
             raise CheckpointError(f"the checkpoint has the {kind} {sorted(saved)}; the module has {sorted(names)}")
+    for name, optimizer in optimizers_of(module).items():
+        own = _group_sizes(optimizer.param_groups)
+        given = _group_sizes(checkpoint.state["optimizers"][name]["groups"])
+        if own != given:
+            raise CheckpointError(
+                f"{name} of the checkpoint has groups of {given} parameters; that of the module has {own}"
+            )
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore.engines.micro_batch import MicroBatch, check_finite, check_tokens, micro_batches
 from rlcore.engines.train_state import optimizers_of, schedulers_of
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.linear_loss import linear_loss
 from rlcore.kernels.nucleus import keep_mask
@@ -30,6 +30,11 @@ class StepOptions:
     temperature: float
     with_entropy: bool
 
+    def __post_init__(self) -> None:
+        _check_max_tokens(self.max_tokens_per_micro_batch)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InvalidInputError(f"max_grad_norm must be above 0, or None for no limit, got {self.max_grad_norm!r}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
@@ -39,6 +44,14 @@ class ScoreOptions:
     temperature: float
     top_p: float
     top_k: int
+
+    def __post_init__(self) -> None:
+        _check_max_tokens(self.max_tokens_per_micro_batch)
+
+
+def _check_max_tokens(value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise InvalidInputError(f"max_tokens_per_micro_batch must be a whole number of at least 1, got {value!r}")
 
 
 def train_step(

@@ -30,6 +30,15 @@ from rlcore.errors import CheckpointError, MissingDependencyError
 Batch = Mapping[str, Tensor]
 """Packed: ``input_ids`` [T] int64 and ``cu_seqlens`` [N+1] int32; other entries [T]."""
 
+_BESIDE_WEIGHTS = (
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of a model folder that training does not change."""
 _register_parameter = nn.Module.register_parameter
 _is_building: ContextVar[bool] = ContextVar("rlcore_is_building", default=False)
 
@@ -143,7 +152,7 @@ class HuggingFaceTrainModule(TrainModule):
         self.save_pretrained(folder)  # type: ignore[operator]
         self.config.architectures = architectures  # save_pretrained wrote the user's class name
         self.config.save_pretrained(folder)
-        for file in self._source.glob("*token*"):
+        for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):
             shutil.copy(file, folder)
 
 
@@ -196,7 +205,9 @@ def _without_foreign_meta() -> Iterator[None]:
 
 
 def _parameters_land_on_meta() -> bool:
-    return nn.Linear(1, 1, bias=False).weight.is_meta
+    probe = nn.Module()
+    probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
+    return bool(probe.get_parameter("probe").is_meta)
 
 
 def _adopt(module: nn.Module, state: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlcore.engines.executors.worker import Worker
 from rlcore.engines.export import replace_folder
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
-from rlcore.engines.offload.resident import Resident, optimizer_tensors
+from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
 from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.errors import InvalidInputError
@@ -62,7 +62,7 @@ class Fsdp2Worker(Worker):
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
                 guard_optimizers("optimizer"),
             ),
-            "grads": Resident(self.device, lambda: _grads(module), guard_optimizers("grads")),
+            "grads": GradResident(self.device, module, guard_optimizers("grads")),
         }
 
     # ------------------------------------------------------------------------------------------- training
@@ -121,7 +121,3 @@ class Fsdp2Worker(Worker):
 
     def export(self, folder: Path) -> None:
         replace_folder(folder, self.module.export)
-
-
-def _grads(module: torch.nn.Module) -> Iterator[Tensor]:
-    yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)

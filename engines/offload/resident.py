@@ -47,8 +47,12 @@ class Resident:
 
     def forget(self) -> None:
         """Its tensors are about to be replaced or overwritten: nothing is away any more."""
-        self._host.forget()
+        self.drop()
         self._guard.lift()
+
+    def drop(self) -> None:
+        """Nothing is to be brought back."""
+        self._host.forget()
 
     @property
     def host_bytes(self) -> int:
@@ -57,6 +61,42 @@ class Resident:
     @property
     def device_bytes(self) -> int:
         return sum(storage.nbytes() for storage in distinct_storages(self._tensors()))
+
+
+class GradResident(Resident):
+    """Gradients. While away they are no longer ``parameter.grad``: autograd would add to a freed storage."""
+
+    def __init__(self, device: Any, module: nn.Module, guard: Callable[[Guard, str], None]) -> None:
+        super().__init__(device, lambda: (grad for _, grad in self._held()), guard)
+        self._module = module
+        self._away: list[tuple[nn.Parameter, Tensor]] = []
+
+    def _held(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
+
+    def offload(self) -> OffloadReport:
+        away = self._held()
+        report = super().offload()
+        for parameter, _ in away:
+            parameter.grad = None
+        self._away = away
+        return report
+
+    def onload(self) -> OffloadReport:
+        report = super().onload()
+        for parameter, grad in self._away:
+            parameter.grad = grad
+        self._away = []
+        return report
+
+    def meta(self) -> OffloadReport:
+        held = self._held()
+        report = super().meta()
+        for parameter, _ in held:
+            parameter.grad = None
+        self._away = []
+        self.drop()  # gradients start from none, not from undefined memory
+        return report
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:

@@ -147,7 +147,7 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["ops", "explain", "matmul"], "no operator 'matmul'; registered: linear_logprob, linear_loss, token_logprob"),
+        (["ops", "explain", "matmul"], "no operator 'matmul'; registered: "),
         (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be a torch dtype such as bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),

@@ -47,6 +47,10 @@ def policy() -> Any:
         def total(self, rows: Any, offset: int = 0) -> int:
             return sum(rows) + offset
 
+        def accumulate(self, token: int) -> float:
+            self(torch.full((1, 4), token, device=self.device)).logits.square().sum().backward()
+            return float(self.model.norm.weight.grad.norm())
+
         def fail(self) -> None:
             raise KeyError("planted")
 
@@ -685,7 +689,7 @@ def test_state_dict_round_trip(engine: rlcore.TrainEngine) -> None:
     assert not torch.equal(engine.state_dict()["model.norm.weight"], state["model.norm.weight"])
     engine.load_state_dict(state)
     assert all(torch.equal(state[name], tensor) for name, tensor in engine.state_dict().items())
-    with pytest.raises(InvalidInputError, match="missing: model.norm.weight"):
+    with pytest.raises(InvalidInputError, match=r"missing: model\.norm\.weight"):
         engine.load_state_dict({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
 
 
@@ -713,3 +717,66 @@ def test_memory_is_reported_as_dataclasses(engine: rlcore.TrainEngine, launcher:
     assert report["device"] == "cpu:0"
     assert report["tags"]["weights"]["device_bytes"] > 0
     assert report["stats"].reserved_bytes > 0 and report["info"].free_bytes > 0
+
+
+def test_gradients_leave_and_come_back_and_nothing_touches_freed_memory(engine: rlcore.TrainEngine) -> None:
+    alone = engine.call("accumulate", 3, gather="first")
+    engine.offload("grads")
+    assert all(parameter.grad is None for parameter in module_of(engine).parameters())
+    assert engine.call("accumulate", 3, gather="first") == alone, "autograd starts a new gradient meanwhile"
+    engine.onload("grads")
+    assert engine.call("accumulate", 3, gather="first") == pytest.approx(2 * alone, rel=1e-5)
+    engine.meta("grads")
+    engine.onload("grads")
+    assert engine.call("accumulate", 3, gather="first") == alone, "after a release gradients start from none"
+
+
+def test_a_save_leaves_other_peoples_files(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    for _ in range(2):
+        engine.save(tmp_path)
+    assert (tmp_path / "model-00001-of-00002.safetensors").exists()
+    assert len(list(tmp_path.glob("weights-*"))) == 1
+
+
+def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    engine.save(tmp_path)
+    engine.train_batch(batch_of(), ppo_clip())
+    before = weights_of(engine)
+    module = module_of(engine)
+    first, *rest = module.parameters()
+    module.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    with pytest.raises(CheckpointError, match="optimizer of the checkpoint has groups of"):
+        engine.load(tmp_path)
+    del module.scheduler
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint has the schedulers \['scheduler'\]; the module has \[\]"
+    ):
+        engine.load(tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
+
+
+def test_options_out_of_range_are_refused(engine: rlcore.TrainEngine) -> None:
+    with pytest.raises(InvalidInputError, match=r"max_grad_norm must be above 0, or None for no limit, got -1\.0"):
+        engine.train_batch(batch_of(), ppo_clip(), max_grad_norm=-1.0)
+    with pytest.raises(
+        InvalidInputError, match="max_tokens_per_micro_batch must be a whole number of at least 1, got 0"
+    ):
+        engine.forward_logprobs(batch_of(), max_tokens_per_micro_batch=0)
+
+
+def test_dr_grpo_divides_by_the_longest_possible_response(engine: rlcore.TrainEngine) -> None:
+    def value(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return logprob * 0 + 1, {}
+
+    batch = batch_of()
+    metrics = engine.train_batch(batch, value, token_weights="seq-mean-token-sum-norm", max_length=100)
+    trained = batch["loss_mask"].sum(1)
+    assert metrics["loss"] == pytest.approx(float(trained.sum()) / 100 / int((trained > 0).sum()))
+
+
+def test_calls_draw_no_random_number(engine: rlcore.TrainEngine) -> None:
+    state = torch.get_rng_state()
+    engine.memory_report()
+    engine.total([1])
+    assert torch.equal(torch.get_rng_state(), state)
