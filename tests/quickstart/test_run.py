@@ -27,7 +27,7 @@ SMALL = """
 import sys
 from rlcore.quickstart import run, task
 run.PROMPTS, run.SAMPLES, run.EVERY = 8, 4, 2
-run.GATE_ACCURACY, run.MAX_IMITATION_STEPS, run.IMITATION_BATCH = 2.0, 12, 32  # all 12 steps are made
+run.GATE_ACCURACY, run.MAX_IMITATION_STEPS, run.IMITATION_BATCH, run.WARM_UP = 2.0, 12, 32, 1  # all 12 steps are made
 task.reward = lambda problem, text: float(text[:1] in tuple("02468"))
 from rlcore.cli import main
 main()
@@ -336,7 +336,7 @@ def test_resume_refuses_the_checkpoint_of_another_model(
     record = json.loads((folder / "run.json").read_bytes())
     (folder / "run.json").write_text(json.dumps(record | {"model": str(llama)}))
     line = refusal(start("--output", folder, "--resume", "--model", llama))
-    assert line.startswith("the checkpoint is of another model than QuickstartPolicy: missing lm_head.weight")
+    assert line.startswith("the checkpoint is of another model than QuickstartPolicy: missing: lm_head.weight")
 
 
 def test_a_refused_model_leaves_the_output_folder_free(start: Start, llama: Path, tmp_path: Path) -> None:
