@@ -1,94 +1,50 @@
-"""What every torch device can do, written once over ``torch.accelerator`` and ``torch.get_device_module``.
+"""A device of any vendor that torch knows, written once over ``torch.accelerator`` and ``torch.get_device_module``.
 
-A vendor's device subclasses ``GenericTorchDevice`` and adds ``probe()`` and ``properties()``. A part that a
-device does not have raises ``UnsupportedError``; nothing is a silent no-op.
+``GenericTorchDevice`` can be named as the loader of a ``DeviceSpec`` as it is. A vendor that can do more replaces
+parts; what a part does not have raises ``UnsupportedError``. Nothing is a silent no-op.
 """
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from rlcore.errors import UnsupportedError
-from rlcore.types import DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
+from rlcore.devices.collectives import Collectives
+from rlcore.devices.memory import Memory
+from rlcore.devices.profiler import Profiler
+from rlcore.devices.streams import Streams
+from rlcore.launch import Launch
+from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe
 
 
-class Memory(ABC):
-    """Memory of one device."""
+class GenericTorchDevice:
+    """One device, by its index among the visible ones."""
 
-    @abstractmethod
-    def info(self) -> MemoryInfo:
-        """Free and total bytes of the whole device, whoever uses it."""
-
-    @abstractmethod
-    def stats(self) -> MemoryStats:
-        """What this process's allocator holds."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Start a new measurement of ``stats().peak_allocated_bytes``."""
-
-    @abstractmethod
-    def empty_cache(self) -> None:
-        """Give freed memory that the allocator keeps back to the device."""
-
-    @property
-    @abstractmethod
-    def can_pin(self) -> bool:
-        """Copies to and from this device are faster from page-locked host memory."""
-
-
-class AcceleratorMemory(Memory):
-    """Through ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and out-of-tree back ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def info(self) -> MemoryInfo:
-        free, total = torch.get_device_module(self._device).mem_get_info(self._device)
-        return MemoryInfo(int(free), int(total))
-
-    def stats(self) -> MemoryStats:
-        return MemoryStats(
-            allocated_bytes=torch.accelerator.memory_allocated(self._device),
-            reserved_bytes=torch.accelerator.memory_reserved(self._device),
-            peak_allocated_bytes=torch.accelerator.max_memory_allocated(self._device),
-        )
-
-    def reset_peak(self) -> None:
-        torch.accelerator.reset_peak_memory_stats(self._device)
-
-    def empty_cache(self) -> None:
-        torch.accelerator.empty_cache()
-
-    @property
-    def can_pin(self) -> bool:
-        return True
-
-
-class GenericTorchDevice(ABC):
-    """One device, by index."""
+    memory_class: ClassVar[type[Memory]] = Memory
+    streams_class: ClassVar[type[Streams]] = Streams
+    collectives_class: ClassVar[type[Collectives]] = Collectives
+    profiler_class: ClassVar[type[Profiler]] = Profiler
+    evidence: ClassVar[Evidence] = "hardware"
+    """Of what ``capabilities()`` says."""
 
     def __init__(self, spec: DeviceSpec, index: int) -> None:
         self.spec = spec
         self.index = index
-        self.memory = self._make_memory()
+        self.memory = self.memory_class(self)
+        self.streams = self.streams_class(self)
+        self.collectives = self.collectives_class(self)
+        self.profiler = self.profiler_class(self)
+        self.launch = Launch(spec)
 
-    def _make_memory(self) -> Memory:
-        return AcceleratorMemory(self.torch_device)
-
-    @staticmethod
-    @abstractmethod
-    def probe() -> Probe:
+    @classmethod
+    def probe(cls, spec: DeviceSpec) -> Probe:
         """Whether such devices can be used here. Must not initialise one."""
-
-    @abstractmethod
-    def properties(self) -> DeviceProperties:
-        """Product name, uuid, memory, generation and cores."""
+        try:
+            count = torch.get_device_module(spec.torch_type).device_count()
+        except RuntimeError as error:
+            return Probe(0, f"this torch has no device type {spec.torch_type!r}: {error}")
+        return Probe(count, "" if count else f"torch.{spec.torch_type} counts no device")
 
     @property
     def name(self) -> str:
@@ -109,7 +65,18 @@ class GenericTorchDevice(ABC):
 
     def count(self) -> int:
         """Number of such devices visible to this process."""
-        return self.probe().count
+        return self.probe(self.spec).count
+
+    def properties(self) -> DeviceProperties:
+        """Product name, uuid, memory, generation and cores; what the vendor's module does not tell is empty or 0."""
+        found = self._module.get_device_properties(self.index)
+        return DeviceProperties(
+            name=str(getattr(found, "name", "")),
+            uuid=str(getattr(found, "uuid", "")),
+            total_bytes=self.memory.info().total_bytes,
+            capability=".".join(str(getattr(found, part)) for part in ("major", "minor") if hasattr(found, part)),
+            cores=int(getattr(found, "multi_processor_count", 0)),
+        )
 
     def activate(self) -> None:
         """Make this the current device of the process, where tensors land that name only its type."""
@@ -130,19 +97,18 @@ class GenericTorchDevice(ABC):
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._generator().set_state(state)
 
+    def capabilities(self) -> dict[str, Capability]:
+        """ "<part>.<member>" -> native, emulated or unsupported, why, and how that is known."""
+        parts = (self.memory, self.streams, self.collectives, self.profiler)
+        return {member: how for part in parts for member, how in part.capabilities().items()}
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.torch_device)
+
     def _generator(self) -> torch.Generator:
-        module: Any = torch.get_device_module(self.torch_device)
-        generator: torch.Generator = module.default_generators[self.index]
+        generator: torch.Generator = self._module.default_generators[self.index]
         return generator
-
-    @contextlib.contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Mark a phase in torch.profiler traces."""
-        with torch.profiler.record_function(name):
-            yield
-
-    def unsupported(self, feature: str, reason: str) -> UnsupportedError:
-        return UnsupportedError(f"{feature} on {self.name}", reason)
 
     def __repr__(self) -> str:
         return f"<{self.vendor} device {self.name}>"

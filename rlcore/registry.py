@@ -235,7 +235,7 @@ def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
 def _probe(spec: DeviceSpec) -> tuple[Probe, Exception | None]:
     # A probe is somebody else's code: a failure is an answer ("not available, because"), not a crash.
     try:
-        probe = resolve(spec.loader).probe()
+        probe = resolve(spec.loader).probe(spec)
         if not isinstance(probe, Probe):
             raise PluginError(f"probe() returned {type(probe).__name__}, not rlcore.types.Probe")
     except Exception as error:

@@ -135,6 +135,48 @@ class Capability:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IpcHandle:
+    """One exported tensor, as plain data: another process of this machine opens it without unpickling anything."""
+
+    device: str
+    """Registered name of the kind of device, such as "cuda"."""
+    device_uuid: str
+    """Of the device that holds the memory; devices are paired by it, never by ordinal."""
+    boot_id: str
+    """Of the running kernel: a handle means nothing on another machine, nor after a restart."""
+    exporter: str
+    """Where the exporting process answers importers: path of its Unix socket."""
+    export_id: str
+    """Of the exported storage; all tensors in one storage share it, and it is opened once by each process."""
+    payload: bytes
+    """The vendor's own name for the memory; empty where the exporter hands it over its socket."""
+    storage_bytes: int
+    storage_offset_bytes: int
+    """Where the tensor begins in the exported storage."""
+    dtype: str
+    """Such as "bfloat16"."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+
+    def to_bytes(self) -> bytes:
+        """msgpack."""
+        import msgspec
+
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> IpcHandle:
+        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
+        import msgspec
+
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidInputError(f"these {len(data)} bytes are no IpcHandle: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
     """What one offload or onload did, measured."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.generic import GenericTorchDevice, Memory
+from rlcore.devices.generic import GenericTorchDevice
+from rlcore.devices.memory import Memory
 from rlcore.errors import UnsupportedError
-from rlcore.types import DeviceProperties, MemoryInfo, MemoryStats, Probe
+from rlcore.types import DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
 
 
 def _kib_field(path: str, field: str) -> int:
@@ -68,11 +69,10 @@ _FEWEST_SLOTS = 8  # so that what runs on eight devices can be tried on a small 
 class CpuDevice(GenericTorchDevice):
     """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
 
-    def _make_memory(self) -> Memory:
-        return CpuMemory()
+    memory_class: ClassVar[type[Memory]] = CpuMemory
 
-    @staticmethod
-    def probe() -> Probe:
+    @classmethod
+    def probe(cls, spec: DeviceSpec) -> Probe:
         return Probe(max(_FEWEST_SLOTS, len(os.sched_getaffinity(0))))
 
     def properties(self) -> DeviceProperties:

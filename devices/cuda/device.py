@@ -7,15 +7,15 @@ from typing import final
 import torch
 
 from rlcore.devices.generic import GenericTorchDevice
-from rlcore.types import DeviceProperties, Probe
+from rlcore.types import DeviceProperties, DeviceSpec, Probe
 
 
 @final
 class CudaDevice(GenericTorchDevice):
     """One GPU, by its index among the visible ones."""
 
-    @staticmethod
-    def probe() -> Probe:
+    @classmethod
+    def probe(cls, spec: DeviceSpec) -> Probe:
         if torch.version.cuda is None:
             return Probe(0, "this torch build has no CUDA; install a CUDA build of torch")
         # Counts through NVML when it can, so that no context is created: torch.cuda.device_count.

@@ -28,7 +28,7 @@ def rlcore_register_devices(register):
 
 class Device:
     @staticmethod
-    def probe():
+    def probe(spec):
         return Probe(2)
 
     def __init__(self, spec, index):

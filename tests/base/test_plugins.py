@@ -12,7 +12,7 @@ import pytest
 DEVICE = """
 class Device:
     @staticmethod
-    def probe():
+    def probe(spec):
         return Probe(1)
 
     def __init__(self, spec, index):

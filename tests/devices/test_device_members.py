@@ -117,7 +117,7 @@ def test_rng_state_continues_where_it_was_taken(device: Any) -> None:
 
 def test_range_shows_in_a_profile(device: Any) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile, device.range("a phase"):
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile, device.profiler.range("a phase"):
         torch.ones(4, device=device.torch_device).sum().item()
     names = [event.key for event in profile.key_averages()]
     assert "a phase" in names
@@ -128,11 +128,6 @@ def test_pinned_host_memory_is_offered_where_it_helps(device: Any) -> None:
     assert device.memory.can_pin == (device.type != "cpu")
     if device.memory.can_pin:
         assert torch.empty(MB, dtype=torch.uint8, pin_memory=True).is_pinned()
-
-
-def test_what_a_device_lacks_is_an_error_that_names_it(device: Any) -> None:
-    with pytest.raises(UnsupportedError, match=rf"^streams on {device.name} is not supported: it has none$"):
-        raise device.unsupported("streams", "it has none")
 
 
 def test_listing_devices_makes_no_context(run_python: Any) -> None:
