@@ -10,6 +10,9 @@
     ├── WorkerError                             user code failed inside a worker
     │   ├── WorkerDiedError                     its process ended
     │   └── WorkerTimeoutError                  it did not answer in time
+    ├── CollectiveError                         ranks of a group could not do something together; names them
+    │   ├── CollectiveTimeoutError (TimeoutError)  some did not take part in time
+    │   └── PeerDiedError                       a rank's process has ended
     ├── CheckpointError                         a checkpoint is missing, damaged, foreign or not writable
     ├── SyncError                               a weight sync failed; says what state the engine is in
     └── BenchError                              a benchmark cannot run, or its record is unreadable
@@ -86,6 +89,22 @@ class WorkerTimeoutError(WorkerError):
             f"{method}() did not end within {timeout_s:g} s on rank {rank} ({device}); the worker was at:\n\n{stack}",
         )
         self.rank, self.device, self.method, self.traceback = rank, device, method, stack
+
+
+class CollectiveError(RlcoreError):
+    """Ranks of a group could not do something together. ``ranks`` are those at fault, where that is known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """Some ranks did not take part in time."""
+
+
+class PeerDiedError(CollectiveError):
+    """The process of a rank has ended."""
 
 
 class CheckpointError(RlcoreError):
