@@ -16,7 +16,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
-BASE = {"atomic", "errors", "types", "hookspecs", "launch", "plugins", "registry", "settings", "nn"}
+BASE = {
+    "atomic",
+    "deadline",
+    "errors",
+    "types",
+    "hookspecs",
+    "launch",
+    "plugins",
+    "processes",
+    "registry",
+    "settings",
+    "nn",
+}
 BELOW = {
     "base": set(),
     "devices": {"base"},

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.errors import InvalidInputError, StateError
-from rlcore.settings import Settings
+from rlcore.errors import InvalidInputError
+from rlcore.processes import runtime_folder, start_time
 
 
 class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> Path:
-        return _folder() / f"{self.pid}.json"
+        return runtime_folder() / f"{self.pid}.json"
 
     @property
     def age_s(self) -> float:
@@ -49,7 +49,7 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
     """Write, or write again, what a process is for."""
-    process = LivingProcess(pid=pid, started=_started(pid) or 0, parent=os.getpid(), device=device, engines=engines)
+    process = LivingProcess(pid=pid, started=start_time(pid) or 0, parent=os.getpid(), device=device, engines=engines)
     process.path.write_bytes(msgspec.json.encode(process))
     return process
 
@@ -57,7 +57,7 @@ def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
 def new_store() -> Path:
     """A folder of this process through which the workers of one group find each other."""
     _remove_stores_of_the_dead()
-    store = _folder() / f"store-{os.getpid()}-{_started(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    store = runtime_folder() / f"store-{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
     store.mkdir(mode=0o700)
     return store
 
@@ -66,12 +66,12 @@ def living_processes() -> list[LivingProcess]:
     """Worker processes that run now, oldest first; what those that have ended left behind is removed."""
     _remove_stores_of_the_dead()
     found = []
-    for path in _folder().glob("*.json"):
+    for path in runtime_folder().glob("*.json"):
         try:
             process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
         except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
             continue
-        if _started(process.pid) == process.started:
+        if start_time(process.pid) == process.started:
             found.append(process)
         else:
             path.unlink(missing_ok=True)
@@ -91,25 +91,8 @@ def kill(pid: int) -> LivingProcess:
     return processes[pid]
 
 
-def _folder() -> Path:
-    folder = Settings.from_env().runtime
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # anybody can make a folder of that name in /tmp
-        raise StateError(f"the folder {folder} belongs to another user; set RLCORE_RUNTIME to one of your own")
-    return folder
-
-
 def _remove_stores_of_the_dead() -> None:
-    for store in _folder().glob("store-*"):
+    for store in runtime_folder().glob("store-*"):
         _, pid, started, _ = store.name.split("-")
-        if str(_started(int(pid))) != started:
+        if str(start_time(int(pid))) != started:
             shutil.rmtree(store, ignore_errors=True)
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None if it is not running."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else int(fields[19])

@@ -1,0 +1,42 @@
+"""Processes of this user on this machine: where they keep what lives as long as they do, and which still run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlcore.errors import StateError, UnsupportedError
+from rlcore.settings import Settings
+
+
+def runtime_folder() -> Path:
+    """``Settings.runtime``, made if needed, for this user alone.
+
+    Raises:
+        StateError: it belongs to another user.
+    """
+    folder = Settings.from_env().runtime
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # anybody can make a folder of that name in /tmp
+        raise StateError(f"the folder {folder} belongs to another user; set RLCORE_RUNTIME to one of your own")
+    return folder
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks after boot (proc(5)); None if it is not running.
+
+    With ``pid`` it names one process for ever: ids are used again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Of the running kernel: another machine has another, and so has this one after a restart."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    if not path.exists():
+        raise UnsupportedError("telling this machine from another", f"it is done by {path} of Linux")
+    return path.read_text().strip()
