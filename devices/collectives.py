@@ -2,18 +2,199 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
 
 from rlcore.devices.part import Part
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.types import Capability
+
+BITWISE_OPS = ("band", "bor", "bxor")
+REDUCE_OPS = ("sum", "avg", "product", "min", "max", *BITWISE_OPS, "premul_sum")
+"""torch's ``ReduceOp``, in lower case."""
+
+REDUCIBLE_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.bool, torch.complex128, torch.complex64),
+)
+"""Tensors of any dtype can be moved, as bytes; these can be reduced."""
+
+DEFAULT_TIMEOUT_S = 300.0
 
 
 class Collectives(Part):
-    """Through the torch.distributed back end that the device was registered with."""
+    """Through the torch.distributed back end that the device was registered with.
+
+    ``native_ops`` and ``native_dtypes`` are what that library reduces itself, whatever the combination, the same on
+    every supported torch. The rest of what has a meaning is reduced by ``rlcore.collectives.groups``: the library
+    moves bytes, and each rank reduces its share.
+    """
 
     name: ClassVar = "collectives"
     members: ClassVar = ("backend", "init_kwargs", "reduce_ops", "dtypes")
+    native_ops: ClassVar[frozenset[str]] = frozenset({"sum", "product", "min", "max"})
+    native_dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.int32})
+    """What every library has; a vendor says what its own has."""
 
     @property
     def backend(self) -> str:
         """Name of the torch.distributed back end."""
         return self._device.spec.collective_backend
+
+    def init_kwargs(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, is_high_priority: bool = False) -> dict[str, Any]:
+        """Keyword arguments for ``torch.distributed.init_process_group``.
+
+        Host tensors go through gloo beside the device's library, and the group is bound to this device.
+
+        Args:
+            timeout_s: of each collective operation, and of forming the group.
+            is_high_priority: the library's kernels run on a stream that goes before others.
+
+        Raises:
+            UnsupportedError: the library has no streams with priorities.
+        """
+        kwargs: dict[str, Any] = {"backend": self.backend, "timeout": _timeout(timeout_s)}
+        if (options := self._options(timeout_s, is_high_priority)) is not None:
+            kwargs["pg_options"] = options
+        if not self._is_on_host:
+            kwargs |= {
+                "backend": f"cpu:gloo,{self._device.type}:{self.backend}",
+                "device_id": self._device.torch_device,
+            }
+        return kwargs
+
+    def reduce_ops(self) -> dict[str, Capability]:
+        """Operator -> how it reduces float32, or int32 if it is bitwise."""
+        return {op: self.reduction(op, torch.int32 if op in BITWISE_OPS else torch.float32) for op in REDUCE_OPS}
+
+    def dtypes(self) -> dict[torch.dtype, Capability]:
+        """Dtype -> how it is summed."""
+        return {dtype: self.reduction("sum", dtype) for dtype in REDUCIBLE_DTYPES}
+
+    def reduction(self, op: str, dtype: torch.dtype) -> Capability:
+        """How ``op`` reduces tensors of ``dtype``.
+
+        Raises:
+            InvalidInputError: there is no such operator.
+        """
+        if op not in REDUCE_OPS:
+            raise InvalidInputError(f"the reduce operator must be one of {', '.join(REDUCE_OPS)}; got {op!r}")
+        if reason := _why_undefined(op, dtype):
+            return Capability("unsupported", self._device.evidence, reason)
+        if op not in self.native_ops:
+            return Capability("emulated", self._device.evidence, f"{self.backend} has no {op}")
+        if dtype not in self.native_dtypes or (op == "avg" and not dtype.is_floating_point):
+            return Capability("emulated", self._device.evidence, f"{self.backend} has no {op} of {_name(dtype)}")
+        return Capability("native", self._device.evidence)
+
+    def new_backend(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_high_priority: bool = False,
+        is_one_host: bool = False,
+        name: str = "",
+    ) -> Any:
+        """The library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
+
+        Args:
+            store: through which the ranks find each other; of this group alone.
+            is_one_host: all ranks share this host's loopback interface.
+
+        Returns:
+            A ``torch.distributed`` back end, or a whole ProcessGroup from a back end written in Python.
+        """
+        options = self._options(timeout_s, is_high_priority)
+        if (plugin := dist.Backend._plugins.get(self.backend.upper())) is not None:
+            return _from_plugin(plugin, store, rank, world_size, timeout_s, options, name)
+        if self.backend == "gloo":
+            return _gloo(store, rank, world_size, timeout_s, is_one_host)
+        options.global_ranks_in_group = list(range(world_size))
+        options.group_name = name
+        return self._built_in()(store, rank, world_size, options)
+
+    def _options(self, timeout_s: float, is_high_priority: bool) -> Any:
+        """The library's options, None if it has none that we know."""
+        if self.backend == "gloo" or self.backend.upper() in dist.Backend._plugins:
+            if is_high_priority:
+                raise UnsupportedError(
+                    f"a high-priority stream of collectives on {self._device.name}",
+                    f"no such option is known of {self.backend}",
+                )
+            return None
+        options = self._built_in().Options()
+        options._timeout = _timeout(timeout_s)
+        options.is_high_priority_stream = is_high_priority
+        return options
+
+    def _built_in(self) -> Any:
+        """Libraries with streams that are part of a torch build share one form: NCCL, RCCL and XCCL."""
+        library = getattr(dist, f"ProcessGroup{self.backend.upper()}", None)
+        if library is None:
+            raise UnsupportedError(
+                f"the torch.distributed back end {self.backend!r} of {self._device.name}",
+                f"torch {torch.__version__} was built without it, and nothing has registered it",
+            )
+        return library
+
+    @property
+    def _is_on_host(self) -> bool:
+        return self._device.type == "cpu"
+
+
+def _timeout(timeout_s: float) -> timedelta:
+    if not timeout_s > 0:
+        raise InvalidInputError(f"timeout_s must be more than 0 seconds, got {timeout_s!r}")
+    return timedelta(seconds=timeout_s)
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, timeout_s: float, is_one_host: bool) -> Any:
+    library: Any = dist.ProcessGroupGloo
+    options = library._Options()
+    options._timeout = _timeout(timeout_s)
+    # Its default device listens on an address that the network reaches.
+    listen = library.create_device(hostname="127.0.0.1") if is_one_host else library.create_default_device()
+    options._devices = [listen]
+    made = library(store, rank, world_size, options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _from_plugin(
+    plugin: Any, store: dist.Store, rank: int, world_size: int, timeout_s: float, options: Any, name: str
+) -> Any:
+    """As torch calls what ``Backend.register_backend`` was given."""
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, world_size, _timeout(timeout_s))
+    request = torch._C._distributed_c10d._DistributedBackendOptions()
+    request.store, request.group_rank, request.group_size = store, rank, world_size
+    request.timeout, request.group_id = _timeout(timeout_s), name
+    request.global_ranks_in_group = list(range(world_size))
+    return plugin.creator_fn(request, options)
+
+
+def _why_undefined(op: str, dtype: torch.dtype) -> str:
+    if dtype not in REDUCIBLE_DTYPES:
+        return f"{_name(dtype)} cannot be reduced, only moved"
+    if op in BITWISE_OPS and (dtype.is_floating_point or dtype.is_complex):
+        return "bits are of integers and bool"
+    if op in ("min", "max") and dtype.is_complex:
+        return "complex numbers have no order"
+    if op == "avg" and dtype in (torch.bool, torch.uint64):
+        return f"the mean of {_name(dtype)} is left to the caller: reduce a wider dtype"
+    if op == "premul_sum" and not (dtype.is_floating_point or dtype.is_complex):
+        return "a factor is for floating-point numbers"
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,6 +9,8 @@ from typing import ClassVar, final
 
 import torch
 
+from rlcore.devices.collectives import Collectives
+from rlcore.devices.cpu.collectives import GlooCollectives
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.memory import Memory
 from rlcore.errors import UnsupportedError
@@ -70,6 +72,7 @@ class CpuDevice(GenericTorchDevice):
     """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
 
     memory_class: ClassVar[type[Memory]] = CpuMemory
+    collectives_class: ClassVar[type[Collectives]] = GlooCollectives
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
+from rlcore.devices.collectives import Collectives
+from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.types import DeviceProperties, DeviceSpec, Probe
 
@@ -13,6 +15,8 @@ from rlcore.types import DeviceProperties, DeviceSpec, Probe
 @final
 class CudaDevice(GenericTorchDevice):
     """One GPU, by its index among the visible ones."""
+
+    collectives_class: ClassVar[type[Collectives]] = NcclCollectives
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

@@ -1,0 +1,19 @@
+"""NCCL: collectives of GPU memory over NVLink, PCIe and networks."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+
+from rlcore.devices.collectives import Collectives
+
+
+@final
+class NcclCollectives(Collectives):
+    """8-bit floats are emulated: NCCL has them on some GPUs, and rounds to them after each addition."""
+
+    native_ops: ClassVar = frozenset({"sum", "avg", "product", "min", "max", "premul_sum"})
+    native_dtypes: ClassVar = frozenset(
+        {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+    )
