@@ -13,6 +13,8 @@ For a group of n rewards R with mean mu and unbiased standard deviation sigma:
 A response alone in its group has nothing to be compared with: mu (and the baseline of opo) is 0, as in verl, so that
 its advantage is its reward, whitened in reinforce++. REINFORCE++ without groups is ``masked_whiten`` of a
 ``discounted_return``.
+
+Letters: P groups, n rewards of a group; N rewards of groups of any sizes.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.operands import check_values, first_violation
+from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.operands import check_values, first_violation, is_checked_on_device
 
 Mode = Literal["grpo", "rloo", "dr_grpo", "opo", "reinforce++"]
 MODES = ("grpo", "rloo", "dr_grpo", "opo", "reinforce++")
 _BY_LENGTH = ("opo", "reinforce++")
+_LONG = 4096
+"""More rewards of a group than one program should take."""
 
 
 def group_advantage(
@@ -39,6 +44,7 @@ def group_advantage(
     mode: Mode = "grpo",
     lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     epsilon: float = 1e-6,
+    implementation: str | None = None,
 ) -> Tensor:
     """The advantage of each reward within its group.
 
@@ -49,63 +55,83 @@ def group_advantage(
         mode: see above.
         lengths: shape of the rewards; tokens of each response that count. Needed by "opo" and "reinforce++" alone.
         epsilon: keeps "grpo" and "reinforce++" finite when all rewards of a group, or of the batch, are equal.
+        implementation: run this one or raise; None chooses.
 
     Returns:
         float32, shape of the rewards; computed in float64 from float32, so that equal rewards give exactly 0.
 
     Raises:
         InvalidInputError: rewards that are not finite, groups or lengths that do not fit them.
+        UnsupportedError: the implementation asked for refuses, with the reason.
     """
     if mode not in MODES:
         raise InvalidInputError(f"group_advantage: mode must be one of {', '.join(MODES)}; got {mode!r}")
-    reward = _checked_rewards(rewards)
-    value_N, member_N = reward.reshape(-1).double(), _membership(reward, group_size, group)
-    length_N = _checked_lengths(mode, lengths, reward)
-    size_N = _group_sum(torch.ones_like(value_N), member_N)
-    is_alone_N = size_N == 1
-    weight_N = length_N if mode == "opo" else torch.ones_like(value_N)
-    baseline_N = _group_sum(weight_N * value_N, member_N) / _group_sum(weight_N, member_N).clamp(min=1)
-    centred_N = value_N - baseline_N.masked_fill(is_alone_N, 0.0)
-    if mode == "rloo":
-        centred_N *= size_N / (size_N - 1).clamp(min=1)
-    elif mode == "grpo":
-        variance_N = _group_sum(centred_N.square(), member_N) / (size_N - 1)
-        centred_N /= variance_N.sqrt().masked_fill(is_alone_N, 1.0) + epsilon
-    elif mode == "reinforce++":
-        centred_N = _whitened(centred_N, length_N, epsilon)
-    return centred_N.float().view(reward.shape)
-
-
-def _whitened(value_N: Tensor, length_N: Tensor, epsilon: float) -> Tensor:
-    """As if every token of a response held its value."""
-    num_tokens = length_N.sum()
-    centred_N = value_N - (length_N * value_N).sum() / num_tokens.clamp(min=1)
-    variance = (length_N * centred_N.square()).sum() / (num_tokens - 1).clamp(min=1)
-    return centred_N / (variance.sqrt() + epsilon)
-
-
-def _checked_lengths(
-    mode: str, lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None, reward: Tensor
-) -> Tensor:
-    """[N] float64; ones where the mode needs none."""
+    reward, length = _rewards(rewards), None
     if (lengths is not None) != (mode in _BY_LENGTH):
         verb = "needs lengths=, the tokens of each response" if lengths is None else "takes no lengths"
         raise InvalidInputError(f"group_advantage: mode {mode!r} {verb}")
-    if lengths is None:
-        return torch.ones(reward.numel(), dtype=torch.float64, device=reward.device)
+    if lengths is not None:
+        length = _lengths(lengths, reward)
+    shape, member_N = _groups(reward, group_size, group)
+    if not is_checked_on_device(reward):
+        check_rewards(reward, length)
+    flags = {mode: True, "irregular": member_N is not None, "long": member_N is None and shape[-1] > _LONG}
+    query = Query(reward.device.type, reward.dtype, 0, 0, frozenset(name for name, is_used in flags.items() if is_used))
+    run = choose("group_advantage", query, implementation).fn
+    length = None if length is None else length.reshape(shape)
+    found: Tensor = run(reward.reshape(shape), length, member_N, mode=mode, epsilon=epsilon)
+    return found.view(reward.shape)
+
+
+def group_advantage_reference(
+    reward: Tensor, length: Tensor | None, member_N: Tensor | None, *, mode: Mode, epsilon: float
+) -> Tensor:
+    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0; lengths are float64."""
+    if is_checked_on_device(reward):
+        check_rewards(reward, length)
+
+    def total(value: Tensor) -> Tensor:
+        if member_N is None:
+            return value.sum(1, keepdim=True)
+        # index_put_ adds in a fixed order on every device
+        return torch.zeros_like(value).index_put_((member_N,), value, accumulate=True)[member_N]
+
+    value = reward.double()
+    size = total(torch.ones_like(value))
+    weight = length if length is not None and mode == "opo" else torch.ones_like(value)
+    baseline = total(weight * value) / total(weight).clamp(min=1)
+    centred = value - baseline.masked_fill(size == 1, 0.0)
+    if mode == "rloo":
+        centred *= size / (size - 1).clamp(min=1)
+    elif mode == "grpo":
+        variance = total(centred.square()) / (size - 1)
+        centred /= variance.sqrt().masked_fill(size == 1, 1.0) + epsilon
+    elif length is not None and mode == "reinforce++":
+        centred = _whitened(centred, length, epsilon)
+    return centred.float()
+
+
+def _whitened(value: Tensor, length: Tensor, epsilon: float) -> Tensor:
+    """As if every token of a response held its value."""
+    num_tokens = length.sum()
+    centred = value - (length * value).sum() / num_tokens.clamp(min=1)
+    variance = (length * centred.square()).sum() / (num_tokens - 1).clamp(min=1)
+    return centred / (variance.sqrt() + epsilon)
+
+
+def _lengths(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], reward: Tensor) -> Tensor:
+    """Shape of the rewards, float64."""
     length = torch.as_tensor(lengths, device=reward.device)
     if length.shape != reward.shape:
         raise InvalidInputError(
             f"group_advantage: lengths must have the shape of rewards, {list(reward.shape)}; got {list(length.shape)}"
         )
-    is_valid = length >= 0
-    check_values(is_valid, lambda: f"group_advantage: lengths must be >= 0; got {first_violation(is_valid, length)}")
-    return length.reshape(-1).double()
+    return length.double()
 
 
-def _checked_rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+def _rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
     try:
-        reward = torch.as_tensor(rewards).detach().float()
+        reward = torch.as_tensor(rewards).detach().float().contiguous()
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
             f"group_advantage: rewards must be numbers, [N] or [P, n] with rows of equal length ({error}); "
@@ -113,6 +139,10 @@ def _checked_rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float
         ) from error
     if reward.dim() not in (1, 2):
         raise InvalidInputError(f"group_advantage: rewards must be [N] or [P, n]; got {list(reward.shape)}")
+    return reward
+
+
+def check_rewards(reward: Tensor, length: Tensor | None) -> None:
     is_finite = reward.isfinite()
     check_values(
         is_finite,
@@ -121,11 +151,17 @@ def _checked_rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float
             "Give such a response a reward, or leave it out"
         ),
     )
-    return reward
+    if length is not None:
+        is_valid = length >= 0
+        check_values(
+            is_valid, lambda: f"group_advantage: lengths must be >= 0; got {first_violation(is_valid, length)}"
+        )
 
 
-def _membership(reward: Tensor, group_size: int | None, group: Tensor | Sequence[int] | None) -> Tensor:
-    """The group of each reward, [N] int64, numbered from 0."""
+def _groups(
+    reward: Tensor, group_size: int | None, group: Tensor | Sequence[int] | None
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """[P, n] and None; or [N] and the group of each reward, [N] int64."""
     if (reward.dim() == 2) + (group_size is not None) + (group is not None) != 1:
         raise InvalidInputError(
             "group_advantage: say the groups in one way: rewards [P, n], or [N] with group_size= or group=; "
@@ -137,15 +173,14 @@ def _membership(reward: Tensor, group_size: int | None, group: Tensor | Sequence
         group_N = torch.as_tensor(group, device=reward.device)
         if group_N.shape != reward.shape:
             raise InvalidInputError(f"group_advantage: group must be [{count}]; got {list(group_N.shape)}")
-        member_N: Tensor = torch.unique(group_N, return_inverse=True)[1]
-        return member_N
-    size = reward.shape[1] if group_size is None else group_size
+        return (count,), _numbered(group_N)
     if group_size is not None and (group_size < 1 or count % group_size):
         raise InvalidInputError(f"group_advantage: group_size={group_size} does not divide {count} rewards")
-    return torch.arange(count, device=reward.device) // max(size, 1)
+    return (tuple(reward.shape) if group_size is None else (count // group_size, group_size)), None
 
 
-def _group_sum(value_N: Tensor, member_N: Tensor) -> Tensor:
-    """For each reward the sum over its group. ``index_put_`` adds in a fixed order on every device."""
-    sum_G = torch.zeros_like(value_N).index_put_((member_N,), value_N, accumulate=True)
-    return sum_G[member_N]
+def _numbered(group_N: Tensor) -> Tensor:
+    """From 0, in the order of the groups' names; ``torch.unique`` would wait for its device to say how many."""
+    sorted_N, order_N = group_N.sort(stable=True)
+    number_N = torch.nn.functional.pad(sorted_N.diff() != 0, (1, 0)).cumsum(0)
+    return torch.empty_like(number_N).scatter_(0, order_N, number_N)

@@ -15,6 +15,9 @@ _TRITON = (
     ("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),
     ("linear_logprob", "tiled", 30, "linear_tiled:linear_logprob_tiled", "tiled_refusal"),
     ("linear_loss", "tiled", 30, "linear_tiled:linear_loss_tiled", "tiled_refusal"),
+    ("group_advantage", "triton", 20, "triton_advantages:group_advantage_triton", "groups_refusal"),
+    ("gae", "triton", 20, "triton_returns:gae_triton", "rows_refusal"),
+    ("discounted_return", "triton", 20, "triton_returns:discounted_return_triton", "rows_refusal"),
 )
 """Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
 
@@ -25,6 +28,7 @@ def rlcore_register_ops(register: RegisterOp) -> None:
         for name, priority in (("reference", 0), ("chunked", 10)):
             path = f"rlcore.kernels.{op}:{op}_{name}"
             register(op, "*", path, name=name, priority=priority, when=f"{__name__}:{name}_refusal")
+    register("group_advantage", "*", "rlcore.kernels.advantages:group_advantage_reference", name="reference")
     for op in _RECURRENCES:
         for name, priority in (("reference", 0), ("scan", 10)):
             register(op, "*", f"rlcore.kernels.returns:{op}_{name}", name=name, priority=priority)

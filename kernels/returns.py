@@ -13,6 +13,9 @@ Both are linear recurrences a_t = x_t + c_t a_t+1 in which c_t is 0 at the last 
 0) where a token does not count. Composing neighbours, (c, x) o (c', x') = (c c', x + c x'), halves the problem: one
 scan of logarithmic depth serves all sequences, however long, and nothing waits for the device.
 
+An implementation takes packed tokens as the caller gave them, whatever those that do not count hold, and checks their
+values, by ``check_tokens`` or on the device. ``triton_returns`` has the one that waits for no other and reads twice.
+
 Letters: T tokens, N sequences.
 Order of this file: references, scans, public operators, checks.
 """
@@ -20,6 +23,7 @@ Order of this file: references, scans, public operators, checks.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +46,11 @@ class Advantages(NamedTuple):
 
 
 def gae_reference(
-    values_T: Tensor, rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+    values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
+    tokens = check_tokens("gae", mask_T, cu_seqlens, {"values": values_T, "rewards": rewards_T})
+    (values_T, rewards_T), mask_T, cu_seqlens = tokens
     advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
     for start, stop in itertools.pairwise(cu_seqlens.tolist()):
         advantage = next_value = values_T.new_zeros(())
@@ -56,8 +62,12 @@ def gae_reference(
     return advantages_T, returns_T
 
 
-def discounted_return_reference(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+def discounted_return_reference(
+    rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float
+) -> Tensor:
     """The definition, token by token."""
+    tokens = check_tokens("discounted_return", mask_T, cu_seqlens, {"rewards": rewards_T})
+    (rewards_T,), mask_T, cu_seqlens = tokens
     returns_T = torch.zeros_like(rewards_T)
     for start, stop in itertools.pairwise(cu_seqlens.tolist()):
         following = rewards_T.new_zeros(())
@@ -71,9 +81,11 @@ def discounted_return_reference(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: T
 
 
 def gae_scan(
-    values_T: Tensor, rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+    values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Plain torch, any device; two scans."""
+    tokens = check_tokens("gae", mask_T, cu_seqlens, {"values": values_T, "rewards": rewards_T})
+    (values_T, rewards_T), mask_T, cu_seqlens = tokens
     is_last_T = _is_last(cu_seqlens, len(mask_T))
     # the value of the first token at or after t that counts
     ahead_T = _reverse_scan(_factor(mask_T, is_last_T, 0.0, values_T.dtype), values_T)
@@ -83,8 +95,10 @@ def gae_scan(
     return advantages_T, advantages_T + ahead_T
 
 
-def discounted_return_scan(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+def discounted_return_scan(rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
     """Plain torch, any device; one scan."""
+    tokens = check_tokens("discounted_return", mask_T, cu_seqlens, {"rewards": rewards_T})
+    (rewards_T,), mask_T, cu_seqlens = tokens
     factor_T = _factor(mask_T, _is_last(cu_seqlens, len(mask_T)), gamma, rewards_T.dtype)
     return torch.where(mask_T, _reverse_scan(factor_T, rewards_T), 0.0)
 
@@ -221,10 +235,10 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsi
 
 
 class _Tokens(NamedTuple):
-    """Packed inputs of one dtype, with 0 for tokens that do not count."""
+    """Packed inputs of any float dtypes."""
 
     values: tuple[Tensor, ...]
-    mask: Tensor
+    mask: Tensor | None
     cu_seqlens: Tensor
 
     @classmethod
@@ -234,19 +248,17 @@ class _Tokens(NamedTuple):
             check_float(f"{op}: {name}", tensor)
         _check_like(op, first_name, first, mask=mask, **values)
         edges_N = _edges(op, first_name, first, cu_seqlens)
-        is_counted = torch.ones_like(first, dtype=torch.bool) if mask is None else mask != 0
-        wide = wide_dtype(torch.float64 if any(x.dtype == torch.float64 for x in values.values()) else first.dtype)
-        known = {name: torch.where(is_counted, x, 0.0).to(wide) for name, x in values.items()}
-        for name, x in known.items():
-            _check_finite(op, name, x)
-        return cls(tuple(x.reshape(-1) for x in known.values()), is_counted.reshape(-1), edges_N)
+        mask_T = None if mask is None else mask.reshape(-1).contiguous()
+        return cls(tuple(x.detach().reshape(-1).contiguous() for x in values.values()), mask_T, edges_N)
 
     def query(self) -> Query:
-        return Query(self.mask.device.type, self.values[0].dtype, 0, 0)
+        dtypes = {x.dtype for x in self.values}
+        dtype = torch.float64 if torch.float64 in dtypes else self.values[0].dtype
+        return Query(self.values[0].device.type, dtype, 0, 0)
 
 
 def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[N + 1] int64 on the device of the values; the rows of a padded batch are its sequences."""
+    """[N + 1] integers on the device of the values; the rows of a padded batch are its sequences."""
     if (values.dim(), cu_seqlens is None) not in {(2, True), (1, False)}:
         given = "no cu_seqlens" if cu_seqlens is None else "cu_seqlens"
         raise InvalidInputError(
@@ -258,12 +270,29 @@ def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Ten
         raise InvalidInputError(
             f"{op}: cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
         )
-    edges_N = cu_seqlens.to(values.device, torch.int64, non_blocking=True)
-    is_rising = (edges_N.diff() >= 0).all() & (edges_N[0] == 0) & (edges_N[-1] == len(values))
+    return cu_seqlens.to(values.device, non_blocking=True).contiguous()
+
+
+def check_tokens(
+    op: str, mask_T: Tensor | None, cu_seqlens: Tensor, values: Mapping[str, Tensor]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The values in the wide dtype, 0 for tokens that do not count; which tokens count; int64 ``cu_seqlens``.
+
+    Raises:
+        InvalidInputError: values that are not finite where a token counts, ``cu_seqlens`` that do not rise from 0 to T.
+    """
+    (first, *_), num_tokens = values.values(), len(next(iter(values.values())))
+    is_counted_T = torch.ones_like(first, dtype=torch.bool) if mask_T is None else mask_T != 0
+    wide = wide_dtype(torch.float64 if any(x.dtype == torch.float64 for x in values.values()) else first.dtype)
+    known = {name: torch.where(is_counted_T, x, 0.0).to(wide) for name, x in values.items()}
+    for name, x in known.items():
+        _check_finite(op, name, x)
+    edges_N = cu_seqlens.to(torch.int64)
+    is_rising = (edges_N.diff() >= 0).all() & (edges_N[0] == 0) & (edges_N[-1] == num_tokens)
     check_values(
-        is_rising, lambda: f"{op}: cu_seqlens must rise from 0 to the {len(values)} tokens; got {edges_N.tolist()}"
+        is_rising, lambda: f"{op}: cu_seqlens must rise from 0 to the {num_tokens} tokens; got {edges_N.tolist()}"
     )
-    return edges_N
+    return list(known.values()), is_counted_T, edges_N
 
 
 def _check_like(op: str, first_name: str, first: Tensor, **others: Tensor | None) -> None:

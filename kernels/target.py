@@ -24,6 +24,17 @@ def rows_refusal(query: Query) -> str | None:
     return _absence(query.device_type)
 
 
+def groups_refusal(query: Query) -> str | None:
+    """Of implementations that take some groups of one size, one after the other, in a program."""
+    if "irregular" in query.options:
+        return "its groups are rows of one length, and group= was given"
+    if "long" in query.options:
+        return "a group of so many rewards is too long for one program"
+    if "reinforce++" in query.options:
+        return "it sees one group at a time, and the whitening is over all"
+    return rows_refusal(query)
+
+
 def tiled_refusal(query: Query) -> str | None:
     """Of implementations whose products are ``triton_tiles``."""
     if query.dtype != torch.bfloat16:

@@ -31,6 +31,17 @@ def test_groups_can_be_given_as_rows_by_size_or_by_number() -> None:
     torch.testing.assert_close(shuffled, by_rows.flatten()[order])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo", "opo"])
+@pytest.mark.parametrize("size", [1, 8, 13, 4096])
+def test_the_kernel_matches_the_reference(mode: Any, size: int) -> None:
+    rewards = torch.randn(1001, size, device="cuda")
+    options = {"lengths": torch.randint(0, 9, rewards.shape, device="cuda")} if mode == "opo" else {}
+    found = group_advantage(rewards, mode=mode, implementation="triton", **options)
+    want = group_advantage(rewards, mode=mode, implementation="reference", **options)
+    torch.testing.assert_close(found, want, rtol=2e-7, atol=1e-9)
+
+
 def test_groups_of_different_sizes_are_normalised_each_by_itself() -> None:
     found = group_advantage([1.0, 2.0, 5.0, 3.0], group=[0, 0, 9, 0], mode="rloo")
     torch.testing.assert_close(found, torch.tensor([-1.5, 0.0, 5.0, 1.5]))

@@ -151,6 +151,34 @@ def test_a_million_tokens_in_one_sequence_stay_accurate() -> None:
     torch.testing.assert_close(found[0].double(), (1 - gamma**k) / (1 - gamma), rtol=5e-6, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [1, 3000, 10**9], ids=["one token each", "thousands", "one sequence"])
+def test_the_kernels_match_the_scan_in_float64_at_millions_of_tokens(longest: int) -> None:
+    count = 2**22 + 77
+    generator = torch.Generator("cuda").manual_seed(longest)
+    values, rewards = torch.randn(2, count, generator=generator, device="cuda")
+    mask = torch.rand(count, generator=generator, device="cuda") < 0.7
+    lengths = torch.randint(1, min(longest, count) + 1, (count,), generator=generator, device="cuda")
+    edges = torch.nn.functional.pad(lengths.cumsum(0).clamp(max=count).unique(), (1, 0)) if longest < count else None
+    edges = torch.tensor([0, count], device="cuda") if edges is None else edges
+    options: dict[str, Any] = {"gamma": 0.99, "cu_seqlens": edges}
+    found = [
+        [
+            *gae(values, rewards, mask, lam=0.95, implementation="triton", **options),
+            discounted_return(rewards, mask, implementation="triton", **options),
+        ]
+        for _ in range(2)
+    ]
+    wide = [x.double() for x in (values, rewards)]
+    want = [
+        *gae(*wide, mask, lam=0.95, implementation="scan", **options),
+        discounted_return(wide[1], mask, implementation="scan", **options),
+    ]
+    for one, again, true in zip(*found, want, strict=True):
+        assert torch.equal(one, again)
+        torch.testing.assert_close(one.double(), true, rtol=1e-5, atol=1e-4)
+
+
 def test_nothing_waits_for_the_device() -> None:
     """On the meta device no value can be read, so that whatever would wait raises."""
     values, rewards, mask = torch.randn(3, 12, device="meta")
@@ -196,7 +224,7 @@ def test_reruns_are_bit_identical() -> None:
             r"gae: cu_seqlens must be \[N \+ 1\] integers; got \[2\] torch.float32",
         ),
         ({"rewards": torch.zeros(3, device="meta")}, "rewards is on meta but values is on cpu"),
-        ({"implementation": "loop"}, "gae has no implementation 'loop'; registered: scan .*reference"),
+        ({"implementation": "loop"}, "gae has no implementation 'loop'; registered: triton .*scan .*reference"),
     ],
 )
 def test_bad_input_of_gae_is_refused(change: dict[str, Any], message: str) -> None:

@@ -1,0 +1,207 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""``gae`` and ``discounted_return`` in Triton: two reads and one write of the tokens, however long a sequence is.
+
+With the pair (A, V) of the advantage and of the value of the next token that counts, a token is a linear map of the
+pair after it,
+
+    A_t = alpha A + beta V + x      V_t = kappa V + y
+
+                  alpha      beta   x          kappa  y
+    it counts     gamma lam  gamma  r_t - v_t  0      v_t
+    it does not   1          0      0          1      0
+
+and the last token of a sequence has alpha = beta = kappa = 0. A run of tokens is a map of the same form. One kernel
+finds the map of each block of tokens; another composes those of the blocks behind its own, as far as something still
+reaches it from there, and applies them. No block waits for another, and the order of all sums is fixed.
+
+A discounted return is an advantage with lam = 1 and values of 0.
+
+Letters: T tokens, E entries of ``cu_seqlens``, J blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlcore.kernels.operands import check_values, is_checked_on_device
+from rlcore.kernels.returns import check_tokens
+
+_TILE = {"BLOCK": 2048, "WAYS": 256, "num_warps": 4}
+
+
+@triton.jit
+def _composed(
+    later_alpha, later_beta, later_x, later_kappa, later_y, alpha, beta, x, kappa, y,
+):  # fmt: skip
+    """The map of a token (or run) applied to that of the run behind it."""
+    return (
+        alpha * later_alpha,
+        alpha * later_beta + beta * later_kappa,
+        alpha * later_x + beta * later_y + x,
+        kappa * later_kappa,
+        kappa * later_y + y,
+    )
+
+
+@triton.jit
+def _num_at_most(edges, E, bound, WAYS: tl.constexpr):
+    """Entries of the rising ``edges`` that are at most ``bound``; each round narrows them to one part in WAYS."""
+    low = 0
+    size = E
+    while size > 0:
+        step = tl.cdiv(size, WAYS)
+        i = tl.arange(0, WAYS) * step
+        found = tl.load(edges + low + i, mask=i < size, other=0)
+        count = tl.sum(((found <= bound) & (i < size)).to(tl.int32), 0)
+        skipped = tl.where(count > 0, (count - 1) * step + 1, 0)
+        low += skipped
+        size = tl.where(count > 0, min(step - 1, size - skipped), 0)
+    return low
+
+
+@triton.jit
+def _is_last(edges, E, t, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
+    """Whether a sequence ends behind each token: bisection among the edges in this block."""
+    low = _num_at_most(edges, E, first, WAYS)
+    high = _num_at_most(edges, E, first + BLOCK, WAYS)
+    at = tl.zeros([BLOCK], tl.int32) + low
+    size = high - low
+    while size > 0:
+        half = tl.cdiv(size, 2)
+        at += tl.where(tl.load(edges + at + half - 1) <= t, half, 0)
+        size -= half
+    return tl.load(edges + at, mask=at < high, other=0) == t + 1
+
+
+@triton.jit
+def _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK: tl.constexpr, WAYS: tl.constexpr):
+    """Of this block: places, which tokens count, what is valid, and the map of each token and those behind it."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    t = first + tl.arange(0, BLOCK)
+    is_counted = t < T
+    if mask is not None:
+        is_counted &= tl.load(mask + t, mask=t < T, other=0) != 0
+    r = tl.load(rewards + t, mask=is_counted, other=0.0).to(tl.float32)
+    is_valid = tl.abs(r) < float("inf")
+    v = tl.zeros([BLOCK], tl.float32)
+    if values is not None:
+        v = tl.load(values + t, mask=is_counted, other=0.0).to(tl.float32)
+        is_valid &= tl.abs(v) < float("inf")
+    ends = _is_last(edges, E, t, first, BLOCK, WAYS)
+    alpha = tl.where(ends, 0.0, tl.where(is_counted, decay, 1.0))
+    beta = tl.where(ends | (is_counted == 0), 0.0, gamma)
+    kappa = tl.where(ends | is_counted, 0.0, 1.0)
+    return t, is_counted, is_valid, tl.associative_scan((alpha, beta, r - v, kappa, v), 0, _composed, reverse=True)
+
+
+@triton.jit
+def _block_kernel(
+    values, rewards, mask, edges, blocks, is_valid_J, E, T, J, gamma, decay, BLOCK: tl.constexpr, WAYS: tl.constexpr
+):  # fmt: skip
+    _, _, is_valid, maps = _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK, WAYS)
+    j = tl.program_id(0)
+    at = blocks + j + tl.arange(0, BLOCK)
+    for field in tl.static_range(5):
+        tl.store(at + field * J, maps[field], mask=tl.arange(0, BLOCK) == 0)
+    num_wrong = tl.sum((is_valid == 0).to(tl.int32), 0)
+    for start in range(j * WAYS, E, J * WAYS):  # the programs share the edges
+        e = start + tl.arange(0, WAYS)
+        edge = tl.load(edges + e, mask=e < E, other=0)
+        before = tl.load(edges + e - 1, mask=(e > 0) & (e < E), other=0)
+        is_wrong = (edge < before) | ((e == 0) & (edge != 0)) | ((e == E - 1) & (edge != T))
+        num_wrong += tl.sum((is_wrong & (e < E)).to(tl.int32), 0)
+    tl.store(is_valid_J + j, num_wrong == 0)
+
+
+@triton.jit
+def _behind(blocks, J, WAYS: tl.constexpr):
+    """(A, V) behind this block."""
+    alpha, beta, x, kappa, y = 1.0, 0.0, 0.0, 1.0, 0.0
+    start = tl.program_id(0) + 1
+    while (start < J) & ((alpha != 0.0) | (beta != 0.0) | (kappa != 0.0)):
+        j = start + tl.arange(0, WAYS)
+        is_block = j < J
+        later_alpha = tl.load(blocks + j, mask=is_block, other=1.0)
+        later_beta = tl.load(blocks + J + j, mask=is_block, other=0.0)
+        later_x = tl.load(blocks + 2 * J + j, mask=is_block, other=0.0)
+        later_kappa = tl.load(blocks + 3 * J + j, mask=is_block, other=1.0)
+        later_y = tl.load(blocks + 4 * J + j, mask=is_block, other=0.0)
+        later = later_alpha, later_beta, later_x, later_kappa, later_y
+        maps = tl.associative_scan(later, 0, _composed, reverse=True)
+        is_first = tl.arange(0, WAYS) == 0
+        alpha, beta, x, kappa, y = _composed(
+            tl.sum(tl.where(is_first, maps[0], 0.0), 0),
+            tl.sum(tl.where(is_first, maps[1], 0.0), 0),
+            tl.sum(tl.where(is_first, maps[2], 0.0), 0),
+            tl.sum(tl.where(is_first, maps[3], 0.0), 0),
+            tl.sum(tl.where(is_first, maps[4], 0.0), 0),
+            alpha, beta, x, kappa, y,
+        )  # fmt: skip
+        start += WAYS
+    return x, y
+
+
+@triton.jit
+def _token_kernel(
+    values, rewards, mask, edges, blocks, is_valid_J, advantages, returns, is_valid, E, T, J, gamma, decay,
+    BLOCK: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    t, is_counted, _, maps = _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK, WAYS)
+    alpha, beta, x, kappa, y = maps
+    a_behind, v_behind = _behind(blocks, J, WAYS)
+    a = alpha * a_behind + beta * v_behind + x
+    if returns is None:
+        tl.store(advantages + t, tl.where(is_counted, a, 0.0), mask=t < T)
+    else:
+        tl.store(advantages + t, a, mask=t < T)
+        tl.store(returns + t, a + kappa * v_behind + y, mask=t < T)
+    if tl.program_id(0) == 0:
+        num_wrong = 0
+        for start in range(0, J, WAYS):
+            j = start + tl.arange(0, WAYS)
+            num_wrong += tl.sum((tl.load(is_valid_J + j, mask=j < J, other=1) == 0).to(tl.int32), 0)
+        tl.store(is_valid, num_wrong == 0)
+
+
+def gae_triton(
+    values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Two launches, and one for the check."""
+    returns_T = torch.empty_like(rewards_T, dtype=torch.float32)
+    return _advantages("gae", values_T, rewards_T, mask_T, cu_seqlens, returns_T, gamma, gamma * lam), returns_T
+
+
+def discounted_return_triton(rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+    """Two launches, and one for the check."""
+    return _advantages("discounted_return", None, rewards_T, mask_T, cu_seqlens, None, gamma, gamma)
+
+
+def _advantages(
+    op: str,
+    values_T: Tensor | None,
+    rewards_T: Tensor,
+    mask_T: Tensor | None,
+    cu_seqlens: Tensor,
+    returns_T: Tensor | None,
+    gamma: float,
+    decay: float,
+) -> Tensor:
+    if not is_checked_on_device(rewards_T):
+        named = {"rewards": rewards_T} if values_T is None else {"values": values_T, "rewards": rewards_T}
+        check_tokens(op, mask_T, cu_seqlens, named)
+    num_tokens = len(rewards_T)
+    num_blocks = max(triton.cdiv(num_tokens, _TILE["BLOCK"]), 1)
+    advantages_T = torch.empty_like(rewards_T, dtype=torch.float32)
+    blocks_5J = advantages_T.new_empty(5, num_blocks)
+    flags = advantages_T.new_empty(num_blocks + 1, dtype=torch.bool)
+    is_valid_J, is_valid = flags[1:], flags[0]
+    sizes = len(cu_seqlens), num_tokens, num_blocks, gamma, decay
+    inputs = values_T, rewards_T, mask_T, cu_seqlens, blocks_5J, is_valid_J
+    _block_kernel[(num_blocks,)](*inputs, *sizes, **_TILE)
+    _token_kernel[(num_blocks,)](*inputs, advantages_T, returns_T, is_valid, *sizes, **_TILE)
+    check_values(is_valid, lambda: f"{op}: its inputs must be finite, and cu_seqlens rise from 0 to the tokens")
+    return advantages_T

@@ -1,0 +1,122 @@
+"""Scans and group advantages in Triton on the CPU, under TRITON_INTERPRET=1: see interpreted_triton.py.
+
+test_triton.py runs this file in a process of its own; pytest does not collect it by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels import triton_returns
+from rlcore.ops import discounted_return, gae, group_advantage
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
+
+GAMMA, LAM = 0.97, 0.9
+LENGTHS = [0, 1, 1, 0, 2, 3, 64, 129, 0, 257, 1, 700, *[1] * 70]  # a sequence over many blocks, a block of many
+EDGES = torch.tensor([0, *LENGTHS]).cumsum(0)
+T = sum(LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 20 blocks; two rounds in the edges, and two in the blocks behind
+    monkeypatch.setattr(triton_returns, "_TILE", {"BLOCK": 64, "WAYS": 8, "num_warps": 4})
+
+
+def random_tokens() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    values, rewards = torch.randn(2, T, generator=generator)
+    mask = torch.rand(T, generator=generator) < 0.7
+    mask[4:7] = False  # a whole sequence that does not count
+    mask[600:800] = False  # blocks in which nothing counts, inside a sequence
+    return values, rewards, mask
+
+
+@pytest.mark.parametrize(("kind", "lam"), [("bool", LAM), ("none", 0.0), ("int64", 1.0)])
+def test_scans_match_float64(kind: str, lam: float) -> None:
+    values, rewards, mask = random_tokens()
+    mask = {"bool": mask, "none": None, "int64": mask.long()}[kind]
+    options: dict[str, Any] = {"gamma": GAMMA, "cu_seqlens": EDGES.int() if kind == "none" else EDGES}
+    found = gae(values, rewards, mask, lam=lam, implementation="triton", **options)
+    want = gae(values.double(), rewards.double(), mask, lam=lam, implementation="reference", **options)
+    for got, true in zip(found, want, strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=1e-6, atol=1e-5)
+    returned = discounted_return(rewards, mask, implementation="triton", **options)
+    true = discounted_return(rewards.double(), mask, implementation="reference", **options)
+    torch.testing.assert_close(returned.double(), true, rtol=1e-6, atol=1e-5)
+    if mask is not None:
+        assert not returned[mask == 0].any()
+
+
+def test_scans_of_strided_half_precision_and_of_padded_batches() -> None:
+    values, rewards = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(6)).bfloat16()
+    mask = torch.arange(150) < torch.tensor([150, 3, 0, 1, 70])[:, None]
+    found = gae(values[:, ::2], rewards[:, 1::2], mask, gamma=GAMMA, lam=LAM, implementation="triton")
+    want = gae(values[:, ::2], rewards[:, 1::2], mask, gamma=GAMMA, lam=LAM, implementation="reference")
+    for got, true in zip(found, want, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-5)
+
+
+def test_what_masked_tokens_hold_has_no_influence_on_a_scan() -> None:
+    values, rewards, mask = random_tokens()
+    options: dict[str, Any] = {"gamma": GAMMA, "lam": LAM, "cu_seqlens": EDGES, "implementation": "triton"}
+    want = gae(values, rewards, mask, **options)
+    values[~mask], rewards[~mask] = math.nan, math.inf
+    for one, other in zip(gae(values, rewards, mask, **options), want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("edges", [[0], [0, 0, 0]])
+def test_a_scan_of_nothing(edges: list[int]) -> None:
+    found = gae(torch.zeros(0), torch.zeros(0), cu_seqlens=torch.tensor(edges), implementation="triton")
+    assert found.advantages.shape == found.returns.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_valid"),
+    [
+        ({}, True),
+        ({"rewards": math.nan}, False),
+        ({"values": -math.inf}, False),
+        ({"edges": [0, 40, 30, T]}, False),
+        ({"edges": [1, T]}, False),
+        ({"edges": [0, T - 1]}, False),
+        ({"edges": [0, T + 1]}, False),
+    ],
+    ids=str,
+)
+def test_the_kernels_find_bad_input_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], is_valid: bool
+) -> None:
+    values, rewards, _ = random_tokens()
+    for name, tensor in (("values", values), ("rewards", rewards)):
+        tensor[777] = change.get(name, 0.0)
+    edges = torch.tensor(change.get("edges", [0, T]))
+    monkeypatch.setattr(triton_returns, "is_checked_on_device", lambda tensor: True)
+    if is_valid:
+        gae(values, rewards, cu_seqlens=edges, implementation="triton")
+    else:
+        with pytest.raises(InvalidInputError, match="gae: its inputs must be finite, and cu_seqlens rise from 0"):
+            gae(values, rewards, cu_seqlens=edges, implementation="triton")
+
+
+@pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo", "opo"])
+@pytest.mark.parametrize("shape", [(37, 5), (300, 8), (9, 1), (2, 2049), (0, 4)], ids=str)
+def test_advantages_of_groups_match_the_reference(mode: Any, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    rewards = torch.randn(shape, generator=generator)
+    options = {"lengths": torch.randint(0, 9, shape, generator=generator)} if mode == "opo" else {}
+    found = group_advantage(rewards, mode=mode, implementation="triton", **options)
+    want = group_advantage(rewards, mode=mode, implementation="reference", **options)
+    torch.testing.assert_close(found, want, rtol=2e-7, atol=1e-9)
+
+
+def test_equal_rewards_give_exactly_zero() -> None:
+    assert not group_advantage(torch.full((3, 7), 0.1), implementation="triton").any()
