@@ -8,137 +8,90 @@ row t of ``hidden`` scores ``targets[t]``. Gradients: see ``rows`` and ``linear_
 H: logits, logits again in the backward, and one for each gradient.
 
 Letters: T rows, H hidden size, V vocabulary.
-Order of this file: reference, autograd function, chunked implementation, public operator.
+Order of this file: reference, chunked implementation, public operator.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.dispatch import choose
+from rlcore.kernels.head_task import HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, rounded
-from rlcore.kernels.operands import check_head, checked_targets, checked_temperature, lowered_as_linear
-from rlcore.kernels.rows import (
-    Logprobs,
-    Rows,
-    RowStatistics,
-    exponentials_,
-    gradient_,
-    statistics_,
-    wide_dtype,
-)
-from rlcore.kernels.token_logprob import token_logprob_reference
+from rlcore.kernels.rows import Logprobs, RowStatistics, exponentials_, gradient_, statistics_, wide_dtype
+from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.token_logprob import LogitTask, token_logprob_reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def linear_logprob_reference(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    with_entropy: bool = False,
-    ignore_index: int = -100,
-) -> Logprobs:
+def linear_logprob_reference(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask) -> Logprobs:
     """The definition."""
     wide = wide_dtype(hidden_TH.dtype)
-    known_TH = hidden_TH.to(wide).masked_fill((target_T == ignore_index)[:, None], 0.0)
-    logits_TV = known_TH @ weight_VH.to(wide).T
-    if bias is not None:
-        logits_TV = logits_TV + bias.to(wide)
-    if softcap is not None:
-        logits_TV = softcap * torch.tanh(logits_TV / softcap)
-    return token_logprob_reference(
-        logits_TV,
-        target_T,
-        temperature=temperature / logit_scale,
-        with_entropy=with_entropy,
-        ignore_index=ignore_index,
-    )
+    logits_TV = task.rows.known(hidden_TH.to(wide)) @ weight_VH.to(wide).T
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V.to(wide)
+    if task.softcap is not None:
+        logits_TV = task.softcap * torch.tanh(logits_TV / task.softcap)
+    return token_logprob_reference(logits_TV, LogitTask(task.rows, with_entropy=task.with_entropy))
 
 
-class _Task(NamedTuple):
-    """Everything but the tensors that get gradients."""
-
-    rows: Rows
-    softcap: float | None
-    with_entropy: bool
-    rows_per_chunk: int
-    needs: Needs
-
-
-class _LinearLogprob(torch.autograd.Function):
-    """Saves the inputs and four numbers a row; the logits are computed again in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: _Task
-    ) -> tuple[Tensor, Tensor | None]:
-        head = LinearHead(weight_VH, bias_V, task.softcap)
-        num_rows = len(hidden_TH)
-        logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(num_rows, dtype=head.wide) for _ in range(4))
-        for chunk in row_chunks(num_rows, task.rows_per_chunk):
-            rows = task.rows.at(chunk)
-            found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
-            logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
-            if found.entropy is not None:
-                entropy_T[chunk] = found.entropy
-        logprob_T.masked_fill_(task.rows.is_ignored, 0.0)
-        entropy_T.masked_fill_(task.rows.is_ignored, 0.0)
-        ctx.task = task
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, logprob_T, entropy_T, peak_T, total_T)
-        return logprob_T, entropy_T if task.with_entropy else None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        task: _Task = ctx.task
-        hidden_TH, weight_VH, bias_V, *saved = ctx.saved_tensors
-        head = LinearHead(weight_VH, bias_V, task.softcap)
-        gradients = HeadGradients(head, task.needs, len(hidden_TH))
-        upstream = [task.rows.known_vector(g_T) for g_T in (g_logprob_T, g_entropy_T)]
-        for chunk in row_chunks(len(hidden_TH), task.rows_per_chunk):
-            rows = task.rows.at(chunk)
-            known_TH = rows.known(hidden_TH[chunk])
-            logits_TV = head.logits(known_TH)
-            slope_TV = head.softcap_slope(logits_TV)
-            statistics = RowStatistics(*(values_T[chunk] for values_T in saved))
-            exp_TV = exponentials_(logits_TV, statistics.peak, rows.sharpness)
-            g_T, g_bar_T = (None if g is None else g[chunk] for g in upstream)
-            gradients.add(chunk, gradient_(exp_TV, rows, statistics, g_T, g_bar_T), slope_TV, known_TH)
-        return (*rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V)), None)
+def _forward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
+) -> Scores:
+    """Four numbers a row are all that is kept; the logits are computed again in the backward."""
+    head = LinearHead(weight_VH, bias_V, task.softcap)
+    logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
+    for chunk in _chunks(hidden_TH, head, task):
+        rows = task.rows.at(chunk)
+        found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
+        logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
+        if found.entropy is not None:
+            entropy_T[chunk] = found.entropy
+    logprob_T.masked_fill_(task.rows.is_ignored, 0.0)
+    entropy_T.masked_fill_(task.rows.is_ignored, 0.0)
+    return Scores(logprob_T, entropy_T if task.with_entropy else None, (peak_T, total_T))
 
 
-def linear_logprob_chunked(
+def _backward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
-    target_T: Tensor,
+    bias_V: Tensor | None,
+    task: HeadTask,
     *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    with_entropy: bool,
-    ignore_index: int,
-    memory_budget_bytes: int | None = None,
-) -> Logprobs:
-    """Plain torch in chunks of rows, on any device."""
-    wide = wide_dtype(weight_VH.dtype)
-    rows = rows_per_chunk(len(hidden_TH), len(weight_VH), wide.itemsize, memory_budget_bytes)
-    needs = Needs.of(hidden_TH, weight_VH, bias)
-    task = _Task(Rows.of(target_T, ignore_index, temperature, logit_scale), softcap, with_entropy, rows, needs)
-    return Logprobs(*_LinearLogprob.apply(hidden_TH, weight_VH, bias, task))  # type: ignore[no-untyped-call]
+    needs: Sequence[bool],
+    scores: Scores,
+    upstream: Upstream,
+) -> Gradients:
+    head = LinearHead(weight_VH, bias_V, task.softcap)
+    gradients = HeadGradients(head, Needs(*needs), len(hidden_TH))
+    upstream = Upstream(*(task.rows.known_vector(g_T) for g_T in upstream))
+    saved = (scores.logprob, scores.entropy, *scores.residuals)
+    for chunk in _chunks(hidden_TH, head, task):
+        rows = task.rows.at(chunk)
+        known_TH = rows.known(hidden_TH[chunk])
+        logits_TV = head.logits(known_TH)
+        slope_TV = head.softcap_slope(logits_TV)
+        statistics = RowStatistics(*(None if values_T is None else values_T[chunk] for values_T in saved))  # type: ignore[arg-type]
+        exp_TV = exponentials_(logits_TV, statistics.peak, rows.sharpness)
+        g_T, g_bar_T = (None if g is None else g[chunk] for g in upstream)
+        gradients.add(chunk, gradient_(exp_TV, rows, statistics, g_T, g_bar_T), slope_TV, known_TH)
+    return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
+
+
+def _chunks(hidden_TH: Tensor, head: LinearHead, task: HeadTask) -> Iterator[slice]:
+    num_rows, vocab_size = len(hidden_TH), len(head.weight_VH)
+    return row_chunks(num_rows, rows_per_chunk(num_rows, vocab_size, head.wide.itemsize, task.memory_budget_bytes))
+
+
+linear_logprob_chunked = Scorer(_forward, _backward, num_residuals=2)
+"""Plain torch in chunks of rows, on any device."""
 
 
 def linear_logprob(
@@ -180,31 +133,19 @@ def linear_logprob(
         InvalidInputError: a shape, dtype, device or value outside the above.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
-    hidden, weight, bias = lowered_as_linear(hidden, weight, bias)
-    check_head(hidden, weight, targets, bias=bias, softcap=softcap, logit_scale=logit_scale)
-    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(weight.dtype))
-    targets = checked_targets(targets, len(weight), ignore_index)
-    flags = {
-        "bias": bias is not None,
-        "entropy": with_entropy,
-        "softcap": softcap is not None,
-        "memory_budget": memory_budget_bytes is not None,
-        "group": group is not None,
-    }
-    options = frozenset(name for name, is_used in flags.items() if is_used)
-    query = Query(hidden.device.type, hidden.dtype, hidden.shape[1], len(weight), options)
-    asked_for = {"group": group, "memory_budget_bytes": memory_budget_bytes}
+    inputs = head_inputs(hidden, weight, bias, targets)
+    task = head_task(
+        inputs,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        group=group,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    run = choose("linear_logprob", task.query(inputs), implementation).fn
     with torch.autocast(hidden.device.type, enabled=False):
-        result: Logprobs = choose("linear_logprob", query, implementation).fn(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            with_entropy=with_entropy,
-            ignore_index=ignore_index,
-            **{name: value for name, value in asked_for.items() if value is not None},
-        )
+        result: Logprobs = run(*inputs, task)
     return result

@@ -8,198 +8,69 @@ of hidden states, weight and bias. Three products of T V H instead of the four o
 gradient is not known in advance; the backward only multiplies by the upstream scalar.
 
 Letters: T rows, H hidden size, V vocabulary.
-Order of this file: reference, autograd function, chunked implementation, public operator.
+Order of this file: reference, chunked implementation, public operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.chunks import row_chunks, rows_per_chunk, sequence_chunks
-from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.chunks import rows_per_chunk
+from rlcore.kernels.dispatch import choose
+from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import linear_logprob_reference
-from rlcore.kernels.losses.evaluate import (
-    Statistics,
-    TokenInputs,
-    loss_and_gradients,
-    refusing_mixed_tokens,
-    weighted_loss,
-)
+from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks, sequence_entries
+from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, refusing_mixed_tokens, weighted_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
-from rlcore.kernels.operands import (
-    check_constant,
-    check_float,
-    check_head,
-    check_same_device,
-    checked_targets,
-    checked_temperature,
-    is_debugging,
-    lowered_as_linear,
-)
-from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging
+from rlcore.kernels.rows import RowStatistics, gradient_, statistics_, wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LossOutput(NamedTuple):
-    loss: Tensor
-    """Scalar, float32 (float64 for float64 inputs), differentiable in hidden, weight and bias."""
-    stats: dict[str, Tensor]
-    """Scalars on the device, without gradient: the loss function's statistics and ``entropy_mean``."""
-
-
 def linear_loss_reference(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    loss_fn: LossFn,
-    *,
-    per_token: Mapping[str, Tensor],
-    token_weight: Tensor,
-    cu_seqlens: list[int] | None = None,
-    with_entropy: bool = True,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
 ) -> LossOutput:
     """The definition."""
-    logprob_T, entropy_T = linear_logprob_reference(
-        hidden_TH,
-        weight_VH,
-        target_T,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        with_entropy=with_entropy,
-        ignore_index=ignore_index,
-    )
-    tokens = TokenInputs.of(per_token, token_weight.to(logprob_T.dtype), target_T != ignore_index)
-    loss, stats = weighted_loss(loss_fn, logprob_T, entropy_T, tokens, _sequence_entries(cu_seqlens, tokens))
+    scores = linear_logprob_reference(hidden_TH, weight_VH, bias_V, task)
+    extra = sequence_entries(loss.cu_seqlens, loss.tokens)
+    total, stats = weighted_loss(loss.loss_fn, *scores, loss.tokens, extra)
     statistics = Statistics()
-    statistics.add(stats, tokens)
-    return LossOutput(loss, statistics.result())
-
-
-class ChunkWork(Protocol):
-    """What an implementation does with a chunk of rows, before and after the loss function."""
-
-    dtype: torch.dtype
-    """Of log-probabilities and loss."""
-
-    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies (None if not asked for), 0 in ignored rows."""
-
-    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
-        """Take in the gradients of what ``statistics`` last returned."""
-
-    def totals(self) -> Totals:
-        """Of all chunks so far."""
-
-    @staticmethod
-    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``total`` times a scalar on its device, rounded once to ``dtype``."""
-
-
-class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients exist already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, work: ChunkWork, *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*work.totals())
-        ctx.scaled = work.scaled
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
-            None if total is None else ctx.scaled(total, upstream, dtype)
-            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
-
-
-def loss_in_chunks(
-    work: ChunkWork,
-    loss_fn: LossFn,
-    tokens: TokenInputs,
-    *,
-    rows_per_chunk: int,
-    cu_seqlens: list[int] | None,
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-) -> LossOutput:
-    """The loss of ``inputs`` (hidden, weight, bias) by ``work``, in chunks of rows or of whole sequences."""
-    chunks: Iterable[tuple[slice, list[int] | None]]
-    if cu_seqlens is None:
-        chunks = ((chunk, None) for chunk in row_chunks(len(inputs[0]), rows_per_chunk))
-    else:
-        chunks = sequence_chunks(cu_seqlens, rows_per_chunk)
-    if not any(Needs.of(*inputs)):
-        return _summed(work, loss_fn, tokens, chunks, with_gradients=False)
-    loss, stats = _summed(work, loss_fn, tokens, chunks, with_gradients=True)
-    return LossOutput(_KnownGradients.apply(loss, work, *inputs), stats)  # type: ignore[no-untyped-call]
-
-
-@torch.no_grad()
-def _summed(
-    work: ChunkWork,
-    loss_fn: LossFn,
-    tokens: TokenInputs,
-    chunks: Iterable[tuple[slice, list[int] | None]],
-    *,
-    with_gradients: bool,
-) -> LossOutput:
-    loss = torch.zeros((), dtype=work.dtype, device=tokens.weight.device)
-    statistics = Statistics()
-    for chunk, cu_seqlens in chunks:
-        logprob_T, entropy_T = work.statistics(chunk)
-        here = tokens.at(chunk)
-        extra = _sequence_entries(cu_seqlens, here)
-        if with_gradients:
-            part, stats, *upstream = loss_and_gradients(loss_fn, logprob_T, entropy_T, here, extra)
-            work.add_gradients(*upstream)
-        else:
-            part, stats = weighted_loss(loss_fn, logprob_T, entropy_T, here, extra)
-        loss += part
-        statistics.add(stats, here)
-    return LossOutput(loss, statistics.result())
+    statistics.add(stats, loss.tokens)
+    return LossOutput(total, statistics.result())
 
 
 class _HeadWork:
     """Plain torch, on any device."""
 
-    def __init__(self, hidden_TH: Tensor, head: LinearHead, needs: Needs, rows: Rows, with_entropy: bool) -> None:
-        self.dtype = head.wide
-        self._hidden_TH, self._head, self._rows, self._with_entropy = hidden_TH.detach(), head, rows, with_entropy
-        self._gradients = HeadGradients(head, needs, len(hidden_TH)) if any(needs) else None
+    def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:
+        self._head, needs = LinearHead(inputs.weight, inputs.bias, task.softcap), Needs.of(*inputs)
+        self.dtype = self._head.wide
+        self._hidden_TH, self._task = inputs.hidden.detach(), task
+        self._gradients = HeadGradients(self._head, needs, len(inputs.hidden)) if any(needs) else None
         self._last: tuple[slice, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None  # room for this chunk
-        rows = self._rows.at(chunk)
+        rows = self._task.rows.at(chunk)
         known_TH = rows.known(self._hidden_TH[chunk])
         logits_TV = self._head.logits(known_TH)
         slope_TV = None if self._gradients is None else self._head.softcap_slope(logits_TV)
-        found = statistics_(logits_TV, rows, with_entropy=self._with_entropy)
+        found = statistics_(logits_TV, rows, with_entropy=self._task.with_entropy)
         self._last = (chunk, known_TH, logits_TV, slope_TV, found)
         return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
         chunk, known_TH, exp_TV, slope_TV, found = self._last
-        dlogits_TV = gradient_(exp_TV, self._rows.at(chunk), found, g_logprob_T, g_entropy_T)
+        dlogits_TV = gradient_(exp_TV, self._task.rows.at(chunk), found, g_logprob_T, g_entropy_T)
         self._gradients.add(chunk, dlogits_TV, slope_TV, known_TH)
 
     def totals(self) -> Totals:
@@ -212,38 +83,13 @@ class _HeadWork:
 
 
 def linear_loss_chunked(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    loss_fn: LossFn,
-    *,
-    per_token: Mapping[str, Tensor],
-    token_weight: Tensor,
-    cu_seqlens: list[int] | None,
-    with_entropy: bool,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    memory_budget_bytes: int | None = None,
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
 ) -> LossOutput:
     """Plain torch in chunks of rows, or of whole sequences, on any device."""
-    head = LinearHead(weight_VH, bias, softcap)
-    inputs = (hidden_TH, weight_VH, bias)
-    rows = Rows.of(target_T, ignore_index, temperature, logit_scale)
-    tokens = TokenInputs.of(per_token, token_weight.to(head.wide), ~rows.is_ignored)
-    num_rows = rows_per_chunk(len(hidden_TH), len(weight_VH), head.wide.itemsize, memory_budget_bytes)
-    work = _HeadWork(hidden_TH, head, Needs.of(*inputs), rows, with_entropy)
-    return loss_in_chunks(work, loss_fn, tokens, rows_per_chunk=num_rows, cu_seqlens=cu_seqlens, inputs=inputs)
-
-
-def _sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[str, Tensor]:
-    """What only a sequence-level loss is given."""
-    if cu_seqlens is None:
-        return {}
-    device = tokens.weight.device
-    return {"cu_seqlens": torch.tensor(cu_seqlens, device=device), "token_mask": tokens.is_counted}
+    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
+    work = _HeadWork(inputs, task)
+    rows = rows_per_chunk(len(hidden_TH), len(weight_VH), work.dtype.itemsize, task.memory_budget_bytes)
+    return loss_in_chunks(work, inputs, loss, rows)
 
 
 def linear_loss(
@@ -300,40 +146,30 @@ def linear_loss(
             them.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
-    hidden, weight, bias = lowered_as_linear(hidden, weight, bias)
-    check_head(hidden, weight, targets, bias=bias, softcap=softcap, logit_scale=logit_scale)
+    inputs = head_inputs(hidden, weight, bias, targets)
     _check_tokens(hidden, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
-    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(weight.dtype))
-    targets = checked_targets(targets, len(weight), ignore_index)
-    flags = {
-        "bias": bias is not None,
-        "entropy": with_entropy,
-        "softcap": softcap is not None,
-        "sequence_level": isinstance(loss_fn, sequence_level),
-        "memory_budget": memory_budget_bytes is not None,
-        "group": group is not None,
-    }
-    options = frozenset(name for name, is_used in flags.items() if is_used)
-    query = Query(hidden.device.type, hidden.dtype, hidden.shape[1], len(weight), options)
-    asked_for = {"group": group, "memory_budget_bytes": memory_budget_bytes}
+    task = head_task(
+        inputs,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        group=group,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    is_sequence_level = isinstance(loss_fn, sequence_level)
+    loss = LossTask(
+        loss_fn if is_sequence_level or not is_debugging() else refusing_mixed_tokens(loss_fn),
+        TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~task.rows.is_ignored),
+        _sequence_edges(cu_seqlens, per_token, len(hidden)) if is_sequence_level else None,
+    )
+    query = task.query(inputs, *(["sequence_level"] if is_sequence_level else []))
+    run = choose("linear_loss", query, implementation).fn
     with torch.autocast(hidden.device.type, enabled=False):
-        result: LossOutput = choose("linear_loss", query, implementation).fn(
-            hidden,
-            weight,
-            targets,
-            loss_fn if isinstance(loss_fn, sequence_level) or not is_debugging() else refusing_mixed_tokens(loss_fn),
-            per_token=per_token,
-            token_weight=token_weight,
-            cu_seqlens=_sequence_edges(loss_fn, cu_seqlens, per_token, len(hidden)),
-            with_entropy=with_entropy,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            ignore_index=ignore_index,
-            **{name: value for name, value in asked_for.items() if value is not None},
-        )
+        result: LossOutput = run(*inputs, task, loss)
     return result
 
 
@@ -361,11 +197,7 @@ def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Ten
     return weight_T.masked_fill(~is_counted_T, 0.0), target_T.masked_fill(~is_counted_T, ignore_index)
 
 
-def _sequence_edges(
-    loss_fn: LossFn, cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int
-) -> list[int] | None:
-    if not isinstance(loss_fn, sequence_level):
-        return None
+def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int) -> list[int]:
     if cu_seqlens is None:
         raise InvalidInputError("a sequence-level loss needs cu_seqlens, the boundaries of the sequences in hidden")
     taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())

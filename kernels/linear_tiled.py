@@ -12,21 +12,19 @@ Letters: T rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
+from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
-from rlcore.kernels.linear_loss import LossOutput, loss_in_chunks
-from rlcore.kernels.losses.evaluate import TokenInputs
-from rlcore.kernels.losses.interface import LossFn
-from rlcore.kernels.rows import Logprobs, Rows
+from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks
+from rlcore.kernels.rows import Rows
+from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_tiles import (
     TILE_T,
     TILE_V,
@@ -45,68 +43,61 @@ _TILE_BYTES = 12
 """Of the three statistics of a tile's row."""
 
 
-class _Task(NamedTuple):
-    """Everything but the tensors that get gradients."""
-
-    rows: Rows
-    with_entropy: bool
-    needs: Needs
-    budget_bytes: int
-
-    @staticmethod
-    def of(
-        inputs: tuple[Tensor, Tensor, Tensor | None], rows: Rows, with_entropy: bool, budget_bytes: int | None
-    ) -> _Task:
-        budget_bytes = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
-        if not isinstance(rows.sharpness, Tensor):
-            rows = replace(rows, sharpness=torch.full_like(rows.target, rows.sharpness, dtype=torch.float32))
-        return _Task(rows, with_entropy, Needs.of(*inputs), budget_bytes)
+def _budget(task: HeadTask) -> int:
+    return DEFAULT_BUDGET_BYTES if task.memory_budget_bytes is None else task.memory_budget_bytes
 
 
-class _LinearLogprob(torch.autograd.Function):
-    """Saves the inputs, three numbers a row, and exponentials that the first backward uses up."""
+def _tile_rows(rows: Rows) -> Rows:
+    if isinstance(rows.sharpness, Tensor):
+        return rows
+    return replace(rows, sharpness=torch.full_like(rows.target, rows.sharpness, dtype=torch.float32))
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: _Task
-    ) -> tuple[Tensor, Tensor | None]:
-        known_TH = _aligned(task.rows.known(hidden_TH))
-        exponentials_TV = None
-        if any(task.needs) and len(hidden_TH) <= _rows_within(task.budget_bytes, len(hidden_TH), len(weight_VH)):
-            exponentials_TV = pitched(len(hidden_TH), len(weight_VH), hidden_TH, torch.float16)
-        found = tile_statistics(
-            known_TH,
-            _aligned(weight_VH),
-            _widened(bias_V),
-            task.rows,
-            with_entropy=task.with_entropy,
-            exponentials_TV=exponentials_TV,
-        )
-        ctx.task, ctx.exponentials_TV = task, exponentials_TV
-        ctx.set_materialize_grads(False)
-        peak_JT = None if exponentials_TV is None else found.peak_JT
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, found.logprob, found.entropy, found.normaliser, peak_JT)
-        return found.logprob, found.entropy
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        task: _Task = ctx.task
-        hidden_TH, weight_VH, bias_V, *saved = ctx.saved_tensors
-        known_TH, weight_VH = _aligned(task.rows.known(hidden_TH)), _aligned(weight_VH)
-        statistics = TileStatistics(*saved)
-        slopes = LogitSlopes.of(task.rows, statistics, g_logprob_T, g_entropy_T)
-        exponentials_TV, ctx.exponentials_TV = ctx.exponentials_TV, None
-        gradients = _StripGradients(known_TH, weight_VH, bias_V, task.needs)
-        if exponentials_TV is not None:
-            dlogits_TV = dlogits_from_exponentials(exponentials_TV, task.rows, statistics, slopes)
-            gradients.add(slice(0, len(weight_VH)), dlogits_TV)
-        else:
-            wide_bias_V = _widened(bias_V)
-            for columns, out in _strips(known_TH, len(weight_VH), task.budget_bytes):
-                dlogits_from_product(known_TH, weight_VH, wide_bias_V, columns, task.rows, statistics, slopes, out=out)
-                gradients.add(columns, out)
-        return (*gradients.totals(), None)
+def _forward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
+) -> Scores:
+    """Keeps three numbers a row, and the exponentials if the backward may use them up."""
+    rows = _tile_rows(task.rows)
+    exponentials_TV = None
+    if for_backward and len(hidden_TH) <= _rows_within(_budget(task), len(hidden_TH), len(weight_VH)):
+        exponentials_TV = pitched(len(hidden_TH), len(weight_VH), hidden_TH, torch.float16)
+    found = tile_statistics(
+        _aligned(rows.known(hidden_TH)),
+        _aligned(weight_VH),
+        _widened(bias_V),
+        rows,
+        with_entropy=task.with_entropy,
+        exponentials_TV=exponentials_TV,
+    )
+    spare = () if exponentials_TV is None or found.peak_JT is None else (found.peak_JT, exponentials_TV)
+    return Scores(found.logprob, found.entropy, (found.normaliser,), spare)
+
+
+def _backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    task: HeadTask,
+    *,
+    needs: Sequence[bool],
+    scores: Scores,
+    upstream: Upstream,
+) -> Gradients:
+    rows = _tile_rows(task.rows)
+    known_TH, weight_VH = _aligned(rows.known(hidden_TH)), _aligned(weight_VH)
+    peak_JT, exponentials_TV = scores.spare or (None, None)
+    statistics = TileStatistics(scores.logprob, scores.entropy, scores.residuals[0], peak_JT)  # type: ignore[arg-type]
+    slopes = LogitSlopes.of(rows, statistics, *upstream)
+    gradients = _StripGradients(known_TH, weight_VH, bias_V, Needs(*needs))
+    if exponentials_TV is not None:
+        dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, statistics, slopes)
+        gradients.add(slice(0, len(weight_VH)), dlogits_TV)
+    else:
+        wide_bias_V = _widened(bias_V)
+        for columns, out in _strips(known_TH, len(weight_VH), _budget(task)):
+            dlogits_from_product(known_TH, weight_VH, wide_bias_V, columns, rows, statistics, slopes, out=out)
+            gradients.add(columns, out)
+    return gradients.totals()
 
 
 class _StripGradients:
@@ -137,25 +128,8 @@ class _StripGradients:
         return hidden_TH, self._weight_VH, self._bias_V
 
 
-def linear_logprob_tiled(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: None,
-    logit_scale: float,
-    with_entropy: bool,
-    ignore_index: int,
-    memory_budget_bytes: int | None = None,
-) -> Logprobs:
-    """No logits: their exponentials where the budget holds those of all rows, else a strip of their gradient."""
-    inputs = (hidden_TH, weight_VH, bias)
-    task = _Task.of(
-        inputs, Rows.of(target_T, ignore_index, temperature, logit_scale), with_entropy, memory_budget_bytes
-    )
-    return Logprobs(*_LinearLogprob.apply(*inputs, task))  # type: ignore[no-untyped-call]
+linear_logprob_tiled = Scorer(_forward, _backward, num_residuals=1)
+"""No logits: their exponentials where the budget holds those of all rows, else a strip of their gradient."""
 
 
 class _TiledWork:
@@ -163,19 +137,21 @@ class _TiledWork:
 
     dtype = torch.float32
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor | None], task: _Task, rows_per_chunk: int) -> None:
+    def __init__(self, inputs: HeadInputs, task: HeadTask, rows_per_chunk: int) -> None:
         hidden_TH, weight_VH, bias_V = inputs
-        self._task, self._hidden_TH = task, hidden_TH.detach()
+        self._rows, self._with_entropy = _tile_rows(task.rows), task.with_entropy
+        self._hidden_TH = hidden_TH.detach()
         self._weight_VH, self._bias_V = _aligned(weight_VH.detach()), _widened(bias_V)
-        has_gradients = any(task.needs)
+        needs = Needs.of(*inputs)
+        has_gradients = any(needs)
         head = LinearHead(self._weight_VH, None, None)
-        self._gradients = HeadGradients(head, task.needs, len(hidden_TH)) if has_gradients else None
+        self._gradients = HeadGradients(head, needs, len(hidden_TH)) if has_gradients else None
         self._buffer_TV = pitched(rows_per_chunk if has_gradients else 0, len(weight_VH), hidden_TH, torch.float16)
         self._last: tuple[slice, Tensor, Tensor, TileStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None
-        rows = self._task.rows.at(chunk)
+        rows = self._rows.at(chunk)
         known_TH = _aligned(rows.known(self._hidden_TH[chunk]))
         exponentials_TV = None if self._gradients is None else self._room(len(known_TH))
         found = tile_statistics(
@@ -183,7 +159,7 @@ class _TiledWork:
             self._weight_VH,
             self._bias_V,
             rows,
-            with_entropy=self._task.with_entropy,
+            with_entropy=self._with_entropy,
             exponentials_TV=exponentials_TV,
         )
         if exponentials_TV is not None:
@@ -200,7 +176,7 @@ class _TiledWork:
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
         chunk, known_TH, exponentials_TV, found = self._last
-        rows = self._task.rows.at(chunk)
+        rows = self._rows.at(chunk)
         slopes = LogitSlopes.of(rows, found, g_logprob_T, g_entropy_T)
         dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, found, slopes)
         self._gradients.add(chunk, dlogits_TV, None, known_TH)
@@ -215,30 +191,12 @@ class _TiledWork:
 
 
 def linear_loss_tiled(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    loss_fn: LossFn,
-    *,
-    per_token: Mapping[str, Tensor],
-    token_weight: Tensor,
-    cu_seqlens: list[int] | None,
-    with_entropy: bool,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: None,
-    logit_scale: float,
-    ignore_index: int,
-    memory_budget_bytes: int | None = None,
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
 ) -> LossOutput:
     """Chunks of rows, or of whole sequences, whose exponentials the memory budget holds."""
-    inputs = (hidden_TH, weight_VH, bias)
-    rows = Rows.of(target_T, ignore_index, temperature, logit_scale)
-    task = _Task.of(inputs, rows, with_entropy, memory_budget_bytes)
-    tokens = TokenInputs.of(per_token, token_weight.float(), ~rows.is_ignored)
-    num_rows = _rows_within(task.budget_bytes, len(hidden_TH), len(weight_VH))
-    work = _TiledWork(inputs, task, num_rows)
-    return loss_in_chunks(work, loss_fn, tokens, rows_per_chunk=num_rows, cu_seqlens=cu_seqlens, inputs=inputs)
+    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
+    rows = _rows_within(_budget(task), len(hidden_TH), len(weight_VH))
+    return loss_in_chunks(_TiledWork(inputs, task, rows), inputs, loss, rows)
 
 
 def _rows_within(budget_bytes: int, num_rows: int, vocab_size: int) -> int:

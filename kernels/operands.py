@@ -126,39 +126,3 @@ def checked_temperature(
         lambda: f"temperature must be finite and > 0; got {first_violation(is_valid_T, values_T)}",
     )
     return values_T
-
-
-def check_head(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-) -> None:
-    """Shapes, dtypes, devices and constants of the operators that start from hidden states."""
-    check_float("hidden", hidden)
-    if hidden.dim() != 2:
-        raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
-        raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
-    if weight.dtype != hidden.dtype:
-        raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
-    check_shape("targets", targets, (len(hidden),), "one token for each row of hidden")
-    check_same_device("hidden", hidden.device, weight=weight, targets=targets, bias=bias)
-    if bias is not None:
-        check_float("bias", bias)
-        check_shape("bias", bias, (len(weight),), "one value for each row of weight")
-    if softcap is not None:
-        check_positive("softcap", softcap)
-    check_positive("logit_scale", logit_scale)
-
-
-def lowered_as_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Under autocast what ``torch.nn.functional.linear`` would multiply; otherwise the same tensors."""
-    device_type = hidden.device.type
-    if not torch.is_autocast_enabled(device_type) or hidden.dtype == torch.float64:
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

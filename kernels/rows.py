@@ -14,6 +14,7 @@ Letters: T rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
@@ -68,6 +69,10 @@ class Rows:
     def at(self, index: slice | tuple[int | slice, ...]) -> Rows:
         sharpness = self.sharpness[index] if isinstance(self.sharpness, Tensor) else self.sharpness
         return Rows(self.target[index], self.is_ignored[index], sharpness)
+
+    def reshaped(self, shape: Sequence[int]) -> Rows:
+        sharpness = self.sharpness.reshape(shape) if isinstance(self.sharpness, Tensor) else self.sharpness
+        return Rows(self.target.reshape(shape), self.is_ignored.reshape(shape), sharpness)
 
     def known(self, values_TX: Tensor) -> Tensor:
         """``values_TX`` with ignored rows 0: whatever they held, NaN included, cannot reach a sum."""

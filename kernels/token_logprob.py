@@ -6,18 +6,18 @@ z are the logits of a row, y its target. Rows are not shifted: row t scores ``ta
 ``rows``.
 
 Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
-Order of this file: reference, autograd function, chunked implementation, public operator.
+Order of this file: task, reference, chunked implementation, public operator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import batched_row_chunks, rows_per_chunk
@@ -41,116 +41,105 @@ from rlcore.kernels.rows import (
     statistics_,
     wide_dtype,
 )
+from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 
 
-def token_logprob_reference(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    with_entropy: bool = False,
-    ignore_index: int = -100,
-    keep_mask: Tensor | None = None,
-    inplace_backward: bool = False,
-) -> Logprobs:
-    """The definition. ``inplace_backward`` is a permission that it does not use."""
-    is_ignored = targets == ignore_index
-    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(is_ignored[..., None], 0.0)
-    if keep_mask is not None:
-        logits = logits.masked_fill(~(keep_mask | is_ignored[..., None]), -math.inf)
-    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
-    logprobs = (centred / column(temperature)).log_softmax(-1)
-    target = targets.masked_fill(is_ignored, 0)[..., None]
-    logprob = logprobs.gather(-1, target).squeeze(-1).masked_fill(is_ignored, 0.0)
-    if not with_entropy:
-        return Logprobs(logprob, None)
-    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
-    return Logprobs(logprob, -(logprobs.exp() * finite).sum(-1).masked_fill(is_ignored, 0.0))
-
-
-class _Task(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LogitTask:
     """Everything but the logits."""
 
     rows: Rows
     """Shaped like the targets."""
-    keep_mask: Tensor | None
-    with_entropy: bool
-    inplace_backward: bool
+    keep_mask: Tensor | None = None
+    with_entropy: bool = False
+    inplace_backward: bool = False
 
-    def chunks(self, logits: Tensor) -> Iterator[tuple[Any, Tensor, Rows]]:
-        """Index, wide copy of the logits, and rows of each chunk."""
-        wide = wide_dtype(logits.dtype)
-        shape = logits.shape[:-1]
-        for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
-            rows = self.rows.at(index)
-            chunk_TV = rows.known(logits[index].to(wide))
-            if self.keep_mask is not None:
-                chunk_TV.masked_fill_(~(self.keep_mask[index] | rows.is_ignored[:, None]), -math.inf)
-            yield index, chunk_TV, rows
+    def reshaped(self, shape: Sequence[int]) -> LogitTask:
+        """For logits whose leading dimensions were joined."""
+        keep_mask = None if self.keep_mask is None else self.keep_mask.reshape(*shape, self.keep_mask.shape[-1])
+        return replace(self, rows=self.rows.reshaped(shape), keep_mask=keep_mask)
+
+    def query(self, logits: Tensor) -> Query:
+        flags = {
+            "entropy": self.with_entropy,
+            "keep_mask": self.keep_mask is not None,
+            "inplace_backward": self.inplace_backward,
+        }
+        options = frozenset(name for name, is_used in flags.items() if is_used)
+        return Query(logits.device.type, logits.dtype, 0, logits.shape[-1], options)
 
 
-class _TokenLogprob(torch.autograd.Function):
-    """Saves the logits and four numbers a row; the probabilities are computed again in the backward."""
+def token_logprob_reference(logits: Tensor, task: LogitTask) -> Logprobs:
+    """The definition. ``inplace_backward`` is a permission that it does not use."""
+    rows = task.rows
+    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(rows.is_ignored[..., None], 0.0)
+    if task.keep_mask is not None:
+        logits = logits.masked_fill(~(task.keep_mask | rows.is_ignored[..., None]), -math.inf)
+    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
+    logprobs = (centred * column(rows.sharpness)).log_softmax(-1)
+    logprob = rows.known_vector(logprobs.gather(-1, rows.target[..., None]).squeeze(-1))
+    if not task.with_entropy:
+        return Logprobs(logprob, None)
+    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
+    return Logprobs(logprob, -rows.known_vector((logprobs.exp() * finite).sum(-1)))
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor | None]:
-        shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
-        logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
-        entropy = logits.new_empty(shape, dtype=wide) if task.with_entropy else None
-        for index, chunk_TV, rows in task.chunks(logits):
-            found = statistics_(chunk_TV, rows, with_entropy=task.with_entropy)
-            logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
-            if entropy is not None and found.entropy is not None:
-                entropy[index] = found.entropy
-        for output in (logprob, entropy):
-            if output is not None:
-                output.masked_fill_(task.rows.is_ignored, 0.0)
-        ctx.task = task
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, logprob, entropy, peak, total)
-        return logprob, entropy
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, None]:
-        task: _Task = ctx.task
-        logits, *saved = ctx.saved_tensors
-        g_logprob, g_entropy = task.rows.known_vector(g_logprob), task.rows.known_vector(g_entropy)
-        gradient = logits.detach() if task.inplace_backward else torch.empty_like(logits)
-        for index, chunk_TV, rows in task.chunks(logits):
-            statistics = RowStatistics(*(_at(values, index) for values in saved))
-            exp_TV = exponentials_(chunk_TV, statistics.peak, rows.sharpness)
-            gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
-            if task.keep_mask is not None:
-                # A target outside the mask has no gradient in its own column either.
-                gradient_TV.masked_fill_(~task.keep_mask[index], 0.0)
-            gradient[index] = gradient_TV
-        return gradient, None
+def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
+    """Four numbers a row are kept; the probabilities are computed again in the backward."""
+    shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
+    logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
+    entropy = logits.new_empty(shape, dtype=wide) if task.with_entropy else None
+    for index, chunk_TV, rows in _chunks(logits, task):
+        found = statistics_(chunk_TV, rows, with_entropy=task.with_entropy)
+        logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
+        if entropy is not None and found.entropy is not None:
+            entropy[index] = found.entropy
+    for output in (logprob, entropy):
+        if output is not None:
+            output.masked_fill_(task.rows.is_ignored, 0.0)
+    return Scores(logprob, entropy, (peak, total))
+
+
+def _backward(
+    logits: Tensor,
+    task: LogitTask,
+    *,
+    needs: Sequence[bool],
+    scores: Scores,
+    upstream: Upstream,
+) -> Gradients:
+    saved = (scores.logprob, scores.entropy, *scores.residuals)
+    g_logprob, g_entropy = (task.rows.known_vector(g) for g in upstream)
+    gradient = logits.detach() if task.inplace_backward else torch.empty_like(logits)
+    for index, chunk_TV, rows in _chunks(logits, task):
+        statistics = RowStatistics(*(_at(values, index) for values in saved))
+        exp_TV = exponentials_(chunk_TV, statistics.peak, rows.sharpness)
+        gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
+        if task.keep_mask is not None:
+            # A target outside the mask has no gradient in its own column either.
+            gradient_TV.masked_fill_(~task.keep_mask[index], 0.0)
+        gradient[index] = gradient_TV
+    return (gradient,)
+
+
+def _chunks(logits: Tensor, task: LogitTask) -> Iterator[tuple[Any, Tensor, Rows]]:
+    """Index, wide copy of the logits, and rows of each chunk."""
+    wide = wide_dtype(logits.dtype)
+    shape = logits.shape[:-1]
+    for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
+        rows = task.rows.at(index)
+        chunk_TV = rows.known(logits[index].to(wide))
+        if task.keep_mask is not None:
+            chunk_TV.masked_fill_(~(task.keep_mask[index] | rows.is_ignored[:, None]), -math.inf)
+        yield index, chunk_TV, rows
 
 
 def _at(values: Tensor | None, index: Any) -> Any:
     return None if values is None else values[index]
 
 
-def token_logprob_chunked(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor,
-    with_entropy: bool,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    inplace_backward: bool,
-) -> Logprobs:
-    """Plain torch in chunks of rows: no float32 copy of all logits, forward or backward."""
-    shape = targets.shape
-    if logits.dim() > 2 and _flattens(logits):  # one run of rows instead of one for each batch entry
-        logits, targets = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
-        temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature
-        keep_mask = None if keep_mask is None else keep_mask.reshape(-1, keep_mask.shape[-1])
-    rows = Rows.of(targets, ignore_index, temperature)
-    logprob, entropy = _TokenLogprob.apply(logits, _Task(rows, keep_mask, with_entropy, inplace_backward))  # type: ignore[no-untyped-call]
-    return Logprobs(logprob.view(shape), None if entropy is None else entropy.view(shape))
+token_logprob_chunked = Scorer(_forward, _backward, num_residuals=2)
+"""Plain torch in chunks of rows: no float32 copy of all logits, forward or backward."""
 
 
 def token_logprob(
@@ -176,7 +165,7 @@ def token_logprob(
         keep_mask: bool, shape of the logits; False marks tokens that could not be sampled (top-p, top-k):
             they have probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
         inplace_backward: the backward may overwrite ``logits``, which must be an intermediate result that
-            nothing else reads.
+            nothing else reads. Saves nothing where strides do not let the leading dimensions be joined to two.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -200,34 +189,30 @@ def token_logprob(
     is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
     if not is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
-    flags = {
-        "entropy": with_entropy,
-        "keep_mask": keep_mask is not None,
-        "inplace_backward": inplace_backward,
-    }
-    options = frozenset(name for name, is_used in flags.items() if is_used)
-    query = Query(logits.device.type, logits.dtype, 0, logits.shape[-1], options)
+    rows = Rows.of(targets.long(), ignore_index, temperature)
+    task = LogitTask(rows, keep_mask, with_entropy, inplace_backward)
     with torch.autocast(logits.device.type, enabled=False):
-        result: Logprobs = choose("token_logprob", query, implementation).fn(
-            logits,
-            targets.long(),
-            temperature=temperature,
-            with_entropy=with_entropy,
-            ignore_index=ignore_index,
-            keep_mask=keep_mask,
-            inplace_backward=inplace_backward,
-        )
+        logprob, entropy = _run(logits, task, implementation)
     if is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
-    return result
+    return Logprobs(logprob, entropy)
 
 
-def _flattens(logits: Tensor) -> bool:
+def _run(logits: Tensor, task: LogitTask, implementation: str | None) -> Logprobs:
+    shape = logits.shape[:-1]
+    if logits.dim() > 2:
+        logits = _joined(logits)
+        task = task.reshaped(logits.shape[:-1])
+    logprob, entropy = choose("token_logprob", task.query(logits), implementation).fn(logits, task)
+    return Logprobs(logprob.view(shape), None if entropy is None else entropy.view(shape))
+
+
+def _joined(logits: Tensor) -> Tensor:
+    """[T, V], one run of rows, where strides allow, else [N, L, V]: such as logits[:, :-1]."""
     try:
-        logits.view(-1, logits.shape[-1])
+        return logits.view(-1, logits.shape[-1])
     except RuntimeError:  # torch's only way to say that the strides do not allow it
-        return False
-    return True
+        return logits.reshape(-1, *logits.shape[-2:])
 
 
 def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:

@@ -16,15 +16,17 @@ Order of this file: statistics kernel, gradient kernel, what launches them, ``to
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rlcore.kernels.rows import Logprobs, Rows, RowStatistics
+from rlcore.kernels.rows import Rows, RowStatistics
+from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.token_logprob import LogitTask
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -185,60 +187,41 @@ def _dense(values_T: Tensor | None) -> Tensor | None:
     return None if values_T is None else values_T.contiguous()
 
 
-class _Task(NamedTuple):
-    """Everything but the logits, which are [T, V] or [N, L, V]."""
-
-    rows: Rows
-    keep_mask: Tensor | None
-    with_entropy: bool
-    inplace_backward: bool
-
-
-class _TokenLogprob(torch.autograd.Function):
-    """Saves the logits and four numbers a row."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor | None]:
-        found = row_statistics(logits, task.rows, with_entropy=task.with_entropy, keep_mask=task.keep_mask)
-        ctx.task = task
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, found.logprob, found.entropy, found.peak, found.total)
-        return found.logprob, found.entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> tuple[Tensor, None]:
-        task: _Task = ctx.task
-        logits, *saved = ctx.saved_tensors
-        out = logits.detach() if task.inplace_backward else torch.empty_like(logits)
-        statistics = RowStatistics(*saved)
-        row_gradient(logits, task.rows, statistics, g_logprob_T, g_entropy_T, out=out, keep_mask=task.keep_mask)
-        return out, None
+def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
+    """Keeps four numbers a row."""
+    rows, keep_mask = _flat_operands(task)
+    found = row_statistics(logits, rows, with_entropy=task.with_entropy, keep_mask=keep_mask)
+    shape = task.rows.target.shape
+    entropy = None if found.entropy is None else found.entropy.view(shape)
+    return Scores(found.logprob.view(shape), entropy, (found.peak.view(shape), found.total.view(shape)))
 
 
-def token_logprob_triton(
+def _backward(
     logits: Tensor,
-    targets: Tensor,
+    task: LogitTask,
     *,
-    temperature: float | Tensor,
-    with_entropy: bool,
-    ignore_index: int,
-    keep_mask: Tensor | None,
-    inplace_backward: bool,
-) -> Logprobs:
-    """One read forward, one read and one write backward. Logits whose leading dimensions do not flatten to two are
-    copied, and then ``inplace_backward`` saves nothing."""
-    temperature = temperature.reshape(-1).contiguous() if isinstance(temperature, Tensor) else temperature
-    rows = Rows.of(targets.reshape(-1).contiguous(), ignore_index, temperature)
-    keep_mask = None if keep_mask is None else keep_mask.contiguous()
-    task = _Task(rows, keep_mask, with_entropy, inplace_backward)
-    logprob_T, entropy_T = _TokenLogprob.apply(_flattened(logits), task)  # type: ignore[no-untyped-call]
-    return Logprobs(logprob_T.view(targets.shape), None if entropy_T is None else entropy_T.view(targets.shape))
+    needs: Sequence[bool],
+    scores: Scores,
+    upstream: Upstream,
+) -> Gradients:
+    rows, keep_mask = _flat_operands(task)
+    statistics = RowStatistics(*(_flat(values) for values in (scores.logprob, scores.entropy, *scores.residuals)))  # type: ignore[arg-type]
+    out = logits.detach() if task.inplace_backward else torch.empty_like(logits)
+    g_logprob_T, g_entropy_T = map(_flat, upstream)
+    return (row_gradient(logits, rows, statistics, g_logprob_T, g_entropy_T, out=out, keep_mask=keep_mask),)
 
 
-def _flattened(logits: Tensor) -> Tensor:
-    """[T, V] where strides allow, else [N, L, V]: such as logits[:, :-1]."""
-    try:
-        return logits.view(-1, logits.shape[-1])
-    except RuntimeError:  # torch's only way to say that the strides do not allow it
-        return logits.reshape(-1, *logits.shape[-2:])
+def _flat(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.reshape(-1)
+
+
+def _flat_operands(task: LogitTask) -> tuple[Rows, Tensor | None]:
+    rows = task.rows.reshaped((-1,))
+    rows = replace(rows, target=rows.target.contiguous(), is_ignored=rows.is_ignored.contiguous())
+    if isinstance(rows.sharpness, Tensor):
+        rows = replace(rows, sharpness=rows.sharpness.contiguous())
+    return rows, None if task.keep_mask is None else task.keep_mask.contiguous()
+
+
+token_logprob_triton = Scorer(_forward, _backward, num_residuals=2)
+"""One read forward, one read and one write backward."""

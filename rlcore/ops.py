@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlcore.kernels.advantages import group_advantage as group_advantage
     from rlcore.kernels.linear_logprob import linear_logprob as linear_logprob
-    from rlcore.kernels.linear_loss import LossOutput as LossOutput
     from rlcore.kernels.linear_loss import linear_loss as linear_loss
+    from rlcore.kernels.loss_in_chunks import LossOutput as LossOutput
     from rlcore.kernels.losses.combine import combine as combine
     from rlcore.kernels.losses.cpgd import cpgd as cpgd
     from rlcore.kernels.losses.decoupled import decoupled_ppo as decoupled_ppo
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Logprobs": "rlcore.kernels.rows",
     "LossFn": "rlcore.kernels.losses.interface",
-    "LossOutput": "rlcore.kernels.linear_loss",
+    "LossOutput": "rlcore.kernels.loss_in_chunks",
     "balance": "rlcore.kernels.packing",
     "cispo": "rlcore.kernels.losses.reinforce",
     "cispo_absolute": "rlcore.kernels.losses.reinforce",

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_peers import linear_logprob_peers, token_logprob_peers
-from rlcore.kernels.linear_logprob import linear_logprob, linear_logprob_reference
-from rlcore.kernels.linear_loss import linear_loss, linear_loss_reference
+from rlcore.kernels.linear_logprob import linear_logprob
+from rlcore.kernels.linear_loss import linear_loss
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.rows import Logprobs
-from rlcore.kernels.token_logprob import token_logprob, token_logprob_reference
+from rlcore.kernels.token_logprob import token_logprob
 from rlcore.registry import registry
 
 Score = Callable[..., Any]
@@ -75,7 +75,13 @@ class _Inputs:
     def true_scores(self) -> Logprobs:
         weight_VH = self.weight_VH.double()
         parts = [
-            linear_logprob_reference(self.hidden_TH[rows].double(), weight_VH, self.target_T[rows], with_entropy=True)
+            linear_logprob(
+                self.hidden_TH[rows].double(),
+                weight_VH,
+                self.target_T[rows],
+                with_entropy=True,
+                implementation="reference",
+            )
             for rows in self.slices()
         ]
         return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -126,7 +132,7 @@ def _prepare_token_logprob(device: Any) -> Work:
     upstream_2T = torch.randn(2, size.T, device=device.torch_device)
     checked = slice(0, _CHECKED_ROWS)
     true_TV = logits_TV.detach()[checked].double().requires_grad_()
-    true = token_logprob_reference(true_TV, inputs.target_T[checked], with_entropy=True)
+    true = token_logprob(true_TV, inputs.target_T[checked], with_entropy=True, implementation="reference")
     assert true.entropy is not None
     (true_gradient_TV,) = torch.autograd.grad(
         [true.logprob, true.entropy], true_TV, list(upstream_2T[:, checked].double())
@@ -224,7 +230,7 @@ def _true_loss_and_gradients(
     weight_VH = inputs.weight_VH.double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     for rows in inputs.slices():
-        loss = linear_loss_reference(
+        loss = linear_loss(
             hidden_TH[rows],
             weight_VH,
             inputs.target_T[rows],
@@ -232,6 +238,7 @@ def _true_loss_and_gradients(
             per_token={name: values[rows].double() for name, values in per_token.items()},
             token_weight=token_weight[rows],
             with_entropy=False,
+            implementation="reference",
         ).loss
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()

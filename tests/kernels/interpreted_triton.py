@@ -6,6 +6,7 @@ test_triton.py runs this file in a process of its own; pytest does not collect i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,10 +14,17 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.linear_logprob import linear_logprob_reference
-from rlcore.kernels.linear_loss import linear_loss_reference
-from rlcore.kernels.linear_tiled import linear_logprob_tiled, linear_loss_tiled
-from rlcore.ops import combine, entropy_bonus, kl, ppo_clip, sequence_level, token_logprob
+from rlcore.ops import (
+    Logprobs,
+    combine,
+    entropy_bonus,
+    kl,
+    linear_logprob,
+    linear_loss,
+    ppo_clip,
+    sequence_level,
+    token_logprob,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
@@ -155,6 +163,23 @@ def head_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     return [hidden, weight, bias], targets, torch.linspace(0.5, 2.0, T)
 
 
+@pytest.fixture
+def _tiles_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Under the interpreter tiles are refused, as too slow for anything but these tests, which are in float32."""
+    monkeypatch.setattr("rlcore.kernels.target.tiled_refusal", lambda query: None)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def scored_in_tiles(*inputs: Tensor, **options: object) -> Logprobs:
+    return linear_logprob(*inputs, with_entropy=True, implementation="tiled", **options)
+
+
+def scored_in_float64(*inputs: Tensor, **options: object) -> Logprobs:
+    return linear_logprob(*inputs, with_entropy=True, implementation="reference", **options)
+
+
 def assert_gradients_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     for gradient, truth in zip(got, want, strict=True):
         assert gradient.isfinite().all()
@@ -164,6 +189,7 @@ def assert_gradients_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) ->
 # all exponentials kept; strips of 256 columns
 @pytest.mark.parametrize("budget", [None, 100_000])
 @pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: bool) -> None:
     inputs, targets, temperature = head_inputs()
     inputs = inputs if with_bias else inputs[:2]
@@ -171,14 +197,12 @@ def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: 
     wide = [x.detach().double().requires_grad_() for x in inputs]
     g, g_bar = upstream(T)
     bias = narrow[2] if with_bias else None
-    found = linear_logprob_tiled(
-        *narrow[:2], targets, bias=bias, temperature=temperature, softcap=None, logit_scale=0.8, with_entropy=True,
-        ignore_index=-100, memory_budget_bytes=budget,
-    )  # fmt: skip
-    want = linear_logprob_reference(
-        *wide[:2], targets, bias=wide[2] if with_bias else None, temperature=temperature.double(), logit_scale=0.8,
-        with_entropy=True,
-    )  # fmt: skip
+    found = scored_in_tiles(
+        *narrow[:2], targets, bias=bias, temperature=temperature, logit_scale=0.8, memory_budget_bytes=budget
+    )
+    want = scored_in_float64(
+        *wide[:2], targets, bias=wide[2] if with_bias else None, temperature=temperature.double(), logit_scale=0.8
+    )
     torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=5e-6)
     torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=5e-6)
     assert found.logprob[2] == 0 and found.entropy[2] == 0
@@ -190,6 +214,7 @@ def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: 
     assert_gradients_close(torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar]), true)
 
 
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_tiles_with_masked_columns_and_peaks() -> None:
     (hidden, weight, bias), targets, _ = head_inputs()
     bias[256:512] = -math.inf  # a whole tile
@@ -198,11 +223,8 @@ def test_tiles_with_masked_columns_and_peaks() -> None:
     hidden[2], hidden[3:] = 0.0, hidden[3:] * 8
     narrow = [x.requires_grad_() for x in (hidden, weight, bias)]
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    found = linear_logprob_tiled(
-        *narrow[:2], targets, bias=narrow[2], temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=True,
-        ignore_index=-100,
-    )  # fmt: skip
-    want = linear_logprob_reference(*wide[:2], targets, bias=wide[2], with_entropy=True)
+    found = scored_in_tiles(*narrow[:2], targets, bias=narrow[2])
+    want = scored_in_float64(*wide[:2], targets, bias=wide[2])
     torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=1e-5)
     got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
@@ -219,6 +241,7 @@ def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) ->
 
 
 @pytest.mark.parametrize("kind", ["tokens", "tokens in chunks", "sequences"])
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
     inputs, targets, temperature = head_inputs()
     narrow, wide = [x.requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
@@ -227,14 +250,14 @@ def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
     per_token = {"old_logprobs": g * 0.1 - 7, "ref_logprobs": g_bar * 0.1 - 7, "advantages": g_bar}
     is_sequences = kind == "sequences"
     loss_fn = sequence_mean if is_sequences else combine(ppo_clip(), kl(coef=0.1), entropy_bonus(coef=0.01))
-    options = {"logit_scale": 1.0, "ignore_index": -100, "cu_seqlens": [0, 40, 100, T] if is_sequences else None}
-    found = linear_loss_tiled(
-        *narrow[:2], targets, loss_fn, per_token=per_token, token_weight=weight, with_entropy=True, bias=narrow[2],
-        temperature=temperature, softcap=None, memory_budget_bytes=None if kind == "tokens" else 90_000, **options,
+    options = {"token_weight": weight, "cu_seqlens": torch.tensor([0, 40, 100, T]) if is_sequences else None}
+    found = linear_loss(
+        *narrow[:2], targets, loss_fn, per_token=per_token, bias=narrow[2], temperature=temperature,
+        memory_budget_bytes=None if kind == "tokens" else 90_000, implementation="tiled", **options,
     )  # fmt: skip
-    want = linear_loss_reference(
-        *wide[:2], targets, loss_fn, per_token={k: v.double() for k, v in per_token.items()}, token_weight=weight,
-        bias=wide[2], temperature=temperature.double(), **options,
+    want = linear_loss(
+        *wide[:2], targets, loss_fn, per_token={k: v.double() for k, v in per_token.items()}, bias=wide[2],
+        temperature=temperature.double(), implementation="reference", **options,
     )  # fmt: skip
     torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-6, atol=1e-6)
     assert found.stats.keys() == want.stats.keys()
@@ -245,14 +268,12 @@ def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
     assert not got[0][2].any()
 
 
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_tiles_without_rows_give_zeros() -> None:
     (_, weight, _), _, _ = head_inputs()
     hidden, weight = torch.zeros(0, H, requires_grad=True), weight.requires_grad_()
     nothing = torch.zeros(0, dtype=torch.long)
-    found = linear_logprob_tiled(
-        hidden, weight, nothing, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=True,
-        ignore_index=-100,
-    )  # fmt: skip
+    found = scored_in_tiles(hidden, weight, nothing)
     (gradient,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), weight)
     assert found.logprob.shape == (0,) and not gradient.any()
 
@@ -272,12 +293,10 @@ def test_what_tiles_cannot_do_is_refused_with_the_reason(query: Query, reason: s
         choose("linear_loss", query, "tiled")
 
 
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_a_budget_below_one_strip_is_an_error_that_says_the_least() -> None:
     (hidden, weight, _), targets, _ = head_inputs()
     hidden = hidden.nan_to_num().requires_grad_()
-    found = linear_logprob_tiled(
-        hidden, weight, targets, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, with_entropy=False,
-        ignore_index=-100, memory_budget_bytes=5_000,
-    )  # fmt: skip
+    found = scored_in_tiles(hidden, weight, targets, memory_budget_bytes=5_000)
     with pytest.raises(InvalidInputError, match=r"does not hold a strip of 256 logits of each of 150 rows; .* 76800"):
         found.logprob.sum().backward()

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.linear_logprob import linear_logprob_reference
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +98,7 @@ def test_tiles_match_float64(T: int, H: int, V: int, budget: int | None) -> None
     found = linear_logprob(
         hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget, implementation="tiled"
     )
-    want = linear_logprob_reference(*wide, targets, with_entropy=True)
+    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
     torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5)
     torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=2e-6)
     got = torch.autograd.grad([found.logprob, found.entropy], (hidden, weight), [g, g_bar])
@@ -120,7 +119,7 @@ def test_tiles_are_exact_on_peaked_logits() -> None:
     narrow = [x.detach() for x in (hidden, weight)]
     wide = [x.double() for x in narrow]
     found = linear_logprob(*narrow, targets, with_entropy=True, implementation="tiled")
-    want = linear_logprob_reference(*wide, targets, with_entropy=True)
+    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
     assert float((found.logprob - want.logprob).abs().max()) < 1e-3
     assert float((found.entropy - want.entropy).abs().max()) < 1e-4
     assert bool((found.logprob <= 0).all()) and bool((found.entropy >= 0).all())

@@ -1,0 +1,120 @@
+"""What the operators that start from hidden states are given: three tensors that may get gradients, and a task.
+
+Letters: T rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.dispatch import Query
+from rlcore.kernels.operands import (
+    check_float,
+    check_positive,
+    check_same_device,
+    check_shape,
+    checked_targets,
+    checked_temperature,
+)
+from rlcore.kernels.rows import Rows, wide_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class HeadInputs(NamedTuple):
+    """The tensors that may get gradients, in the order in which every implementation takes and returns them."""
+
+    hidden: Tensor
+    """[T, H]"""
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTask:
+    """Everything else. Made, and checked, by the public operators."""
+
+    rows: Rows
+    softcap: float | None = None
+    with_entropy: bool = False
+    memory_budget_bytes: int | None = None
+    group: ProcessGroup | None = None
+    """The weight holds this rank's part of the vocabulary."""
+
+    def query(self, inputs: HeadInputs, *options: str) -> Query:
+        """For the dispatcher; ``options`` are features in use besides the task's own."""
+        flags = {
+            "bias": inputs.bias is not None,
+            "entropy": self.with_entropy,
+            "softcap": self.softcap is not None,
+            "memory_budget": self.memory_budget_bytes is not None,
+            "group": self.group is not None,
+        }
+        names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
+        hidden, weight, _ = inputs
+        return Query(hidden.device.type, hidden.dtype, hidden.shape[1], len(weight), names)
+
+
+def head_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> HeadInputs:
+    """What is multiplied: the tensors given, as ``torch.nn.functional.linear`` would lower them under autocast.
+
+    Raises:
+        InvalidInputError: a shape, dtype or device does not fit.
+    """
+    inputs = _lowered(HeadInputs(hidden, weight, bias))
+    hidden, weight, bias = inputs
+    check_float("hidden", hidden)
+    if hidden.dim() != 2:
+        raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
+        raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
+    if weight.dtype != hidden.dtype:
+        raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
+    check_shape("targets", targets, (len(hidden),), "one token for each row of hidden")
+    check_same_device("hidden", hidden.device, weight=weight, targets=targets, bias=bias)
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, (len(weight),), "one value for each row of weight")
+    return inputs
+
+
+def _lowered(inputs: HeadInputs) -> HeadInputs:
+    device_type = inputs.hidden.device.type
+    if not torch.is_autocast_enabled(device_type) or inputs.hidden.dtype == torch.float64:
+        return inputs
+    dtype = torch.get_autocast_dtype(device_type)
+    return HeadInputs(*(None if x is None else x.to(dtype) for x in inputs))  # type: ignore[arg-type]
+
+
+def head_task(
+    inputs: HeadInputs,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    with_entropy: bool,
+    ignore_index: int,
+    group: ProcessGroup | None,
+    memory_budget_bytes: int | None,
+) -> HeadTask:
+    """The task of scoring ``targets``.
+
+    Raises:
+        InvalidInputError: a value is outside of what ``linear_logprob`` accepts.
+    """
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    check_positive("logit_scale", logit_scale)
+    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
+    targets = checked_targets(targets, len(inputs.weight), ignore_index)
+    rows = Rows.of(targets, ignore_index, temperature, logit_scale)
+    return HeadTask(rows, softcap, with_entropy, memory_budget_bytes, group)

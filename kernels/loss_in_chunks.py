@@ -1,0 +1,118 @@
+"""A loss of log-probabilities whose gradients are formed in its forward pass, chunk by chunk.
+
+An implementation of ``linear_loss`` is a ``ChunkWork``: what it does with a chunk of rows before and after the
+loss function. The rest is here: the walk over chunks, the loss function and its two small gradients, the sums, and
+the autograd function whose backward only multiplies by the upstream scalar.
+
+Letters: T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.kernels.chunks import row_chunks, sequence_chunks
+from rlcore.kernels.head_task import HeadInputs
+from rlcore.kernels.linear_head import Needs, Totals
+from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, loss_and_gradients, weighted_loss
+from rlcore.kernels.losses.interface import LossFn
+
+
+class LossOutput(NamedTuple):
+    loss: Tensor
+    """Scalar, float32 (float64 for float64 inputs), differentiable in hidden, weight and bias."""
+    stats: dict[str, Tensor]
+    """Scalars on the device, without gradient: the loss function's statistics and ``entropy_mean``."""
+
+
+class LossTask(NamedTuple):
+    """What an implementation of ``linear_loss`` is given besides a head's inputs and task."""
+
+    loss_fn: LossFn
+    tokens: TokenInputs
+    cu_seqlens: list[int] | None
+    """Of a sequence-level loss: its chunks end where sequences end."""
+
+
+class ChunkWork(Protocol):
+    dtype: torch.dtype
+    """Of log-probabilities and loss."""
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies (None if not asked for), 0 in ignored rows."""
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        """Take in the gradients of what ``statistics`` last returned."""
+
+    def totals(self) -> Totals:
+        """Of all chunks so far."""
+
+    @staticmethod
+    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``total`` times a scalar on its device, rounded once to ``dtype``."""
+
+
+def loss_in_chunks(work: ChunkWork, inputs: HeadInputs, loss: LossTask, rows_per_chunk: int) -> LossOutput:
+    """The loss of ``inputs`` by ``work``, in chunks of rows or of whole sequences."""
+    chunks: Iterable[tuple[slice, list[int] | None]]
+    if loss.cu_seqlens is None:
+        chunks = ((chunk, None) for chunk in row_chunks(len(inputs.hidden), rows_per_chunk))
+    else:
+        chunks = sequence_chunks(loss.cu_seqlens, rows_per_chunk)
+    if not any(Needs.of(*inputs)):
+        return _summed(work, loss, chunks, with_gradients=False)
+    total, stats = _summed(work, loss, chunks, with_gradients=True)
+    return LossOutput(_KnownGradients.apply(total, work, *inputs), stats)  # type: ignore[no-untyped-call]
+
+
+def sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[str, Tensor]:
+    """What only a sequence-level loss is given."""
+    if cu_seqlens is None:
+        return {}
+    device = tokens.weight.device
+    return {"cu_seqlens": torch.tensor(cu_seqlens, device=device), "token_mask": tokens.is_counted}
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A loss whose gradients exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, work: ChunkWork, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*work.totals())
+        ctx.scaled = work.scaled
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if total is None else ctx.scaled(total, upstream, dtype)
+            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, None, *scaled)
+
+
+@torch.no_grad()
+def _summed(
+    work: ChunkWork, loss: LossTask, chunks: Iterable[tuple[slice, list[int] | None]], *, with_gradients: bool
+) -> LossOutput:
+    total = torch.zeros((), dtype=work.dtype, device=loss.tokens.weight.device)
+    statistics = Statistics()
+    for chunk, cu_seqlens in chunks:
+        logprob_T, entropy_T = work.statistics(chunk)
+        here = loss.tokens.at(chunk)
+        extra = sequence_entries(cu_seqlens, here)
+        if with_gradients:
+            part, stats, *upstream = loss_and_gradients(loss.loss_fn, logprob_T, entropy_T, here, extra)
+            work.add_gradients(*upstream)
+        else:
+            part, stats = weighted_loss(loss.loss_fn, logprob_T, entropy_T, here, extra)
+        total += part
+        statistics.add(stats, here)
+    return LossOutput(total, statistics.result())

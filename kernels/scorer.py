@@ -1,0 +1,104 @@
+"""An implementation of a log-probability operator as two functions, and the autograd that joins them.
+
+Both take the tensors that may get gradients, then a task: everything else. ``forward`` gives the scores and what
+the backward needs besides them; ``backward`` gives the gradients asked for. ``torch.compile`` sees the two as opaque
+operators (``compiled``), eager code as one autograd function.
+
+Letters: T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.kernels.rows import Logprobs
+
+
+class Scores(NamedTuple):
+    logprob: Tensor
+    """Shape of the targets; 0 in ignored rows."""
+    entropy: Tensor | None
+    residuals: tuple[Tensor, ...] = ()
+    """What else the backward needs of each row: tensors like ``logprob``, as many as ``Scorer.num_residuals``."""
+    spare: tuple[Tensor, ...] = ()
+    """What the first backward may use up, to save work; a second one does without."""
+
+
+class Upstream(NamedTuple):
+    """Gradients of the scores; None is 0."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+
+
+Gradients = Sequence[Tensor | None]
+"""One for each tensor, in its dtype; None where not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """An implementation of ``token_logprob`` or ``linear_logprob``; what plugins register for them."""
+
+    forward: Callable[..., Scores]
+    """``forward(*tensors, task, for_backward=...)``; only with ``for_backward`` may it give ``spare``."""
+    backward: Callable[..., Gradients]
+    """``backward(*tensors, task, needs=..., scores=..., upstream=...)``; ``needs``: which gradients are asked for."""
+    num_residuals: int
+
+    def __call__(self, *arguments: Any) -> Logprobs:
+        *tensors, task = arguments
+        for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        return Logprobs(*_Scored.apply(self, task, for_backward, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Scored(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scorer: Scorer, task: Any, for_backward: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        scores = scorer.forward(*tensors, task, for_backward=for_backward)
+        ctx.scorer, ctx.task, ctx.spare, ctx.num_tensors = scorer, task, scores.spare, len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, scores.logprob, scores.entropy, *scores.residuals)
+        return scores.logprob, scores.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors[: ctx.num_tensors]
+        logprob, entropy, *residuals = ctx.saved_tensors[ctx.num_tensors :]
+        scores = Scores(logprob, entropy, tuple(residuals), ctx.spare)
+        ctx.spare = ()
+        needs, upstream = ctx.needs_input_grad[3:], Upstream(g_logprob, g_entropy)
+        return None, None, None, *ctx.scorer.backward(*tensors, ctx.task, needs=needs, scores=scores, upstream=upstream)
+
+
+def recomputing(fn: Callable[..., Logprobs]) -> Scorer:
+    """A scorer of a function that autograd can differentiate: its backward runs it again."""
+
+    def forward(*arguments: Any, for_backward: bool) -> Scores:
+        with torch.no_grad():
+            return Scores(*fn(*arguments))
+
+    def backward(*arguments: Any, needs: Sequence[bool], scores: Scores, upstream: Upstream) -> Gradients:
+        *tensors, task = arguments
+        with torch.enable_grad():
+            leaves = [
+                None if x is None else x.detach().requires_grad_(needed)
+                for x, needed in zip(tensors, needs, strict=True)
+            ]
+            outputs = fn(*leaves, task)
+        pairs = [(out, g) for out, g in zip(outputs, upstream, strict=True) if out is not None and g is not None]
+        asked = [x for x in leaves if x is not None and x.requires_grad]
+        if not pairs:
+            return [None] * len(tensors)
+        found = iter(torch.autograd.grad([out for out, _ in pairs], asked, [g for _, g in pairs], allow_unused=True))
+        return [None if x is None or not x.requires_grad else next(found) for x in leaves]
+
+    return Scorer(forward, backward, 0)
