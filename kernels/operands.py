@@ -44,7 +44,8 @@ def check_values(ok: Tensor, message: Callable[[], str]) -> None:
         InvalidInputError: on the CPU or with RLCORE_DEBUG=1; otherwise a device-side assertion.
     """
     if is_checked_on_device(ok):
-        torch._assert_async(ok.all(), "an operator of rlcore got bad values; RLCORE_DEBUG=1 shows which")
+        ok = ok.all() if ok.dim() else ok
+        torch._assert_async(ok, "an operator of rlcore got bad values; RLCORE_DEBUG=1 shows which")
     elif not bool(ok.all()):
         raise InvalidInputError(message())
 
