@@ -1,14 +1,117 @@
-"""What a launcher has to know about a kind of device: string work only, on a machine that may have none of it."""
+"""What a launcher has to know about a kind of device: string work only, on a machine that may have none of it.
+
+A vendor's variable (CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES, ...) names devices by their number on the
+machine or by uuid, and so renumbers them: under "4,6" the process knows two devices, 0 and 1. Its children inherit
+the variable, and their numbers count what it names. ``rlcore.registry.launch("cuda")`` gives the facts of a kind.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.types import DeviceSpec
+
+# A number, a tile of one ("0.1"), or a uuid after its kind ("GPU-8932f937", "MIG-GPU-8932f937/1/0").
+_ID = re.compile(r"\d+(\.\d+)?|[A-Z]+-[\w/-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Facts for starting processes that use devices of one kind."""
+    """Facts for starting processes that use devices of one kind. ``environ`` is ``os.environ`` where it is left out."""
 
     spec: DeviceSpec
+
+    @property
+    def visible_devices_variable(self) -> str | None:
+        """The environment variable that restricts which devices a process sees; None where the vendor has none."""
+        return self.spec.visible_devices_variable
+
+    @property
+    def ray_resource(self) -> str | None:
+        """The resource name Ray schedules such a device by."""
+        return self.spec.ray_resource
+
+    def visible_devices(self, environ: Mapping[str, str] = os.environ) -> list[str] | None:
+        """The ids the variable names, in the order in which they are numbered; None when all devices are visible.
+
+        Read as the vendors' drivers do: the first entry that is no id ("-1", "NoDevFiles", nothing) ends the list,
+        and an id that stands there twice leaves no device at all.
+        """
+        variable = self.visible_devices_variable
+        if variable is None or variable not in environ:
+            return None
+        found: list[str] = []
+        for entry in map(str.strip, environ[variable].split(",")):
+            if not _ID.fullmatch(entry):
+                break
+            if entry in found:
+                return []
+            found.append(entry)
+        return found
+
+    def physical_id(self, index: int, environ: Mapping[str, str] = os.environ) -> str:
+        """What the variable calls the device that this environment knows as ``index``.
+
+        Raises:
+            DeviceError: the variable names fewer devices.
+        """
+        if type(index) is not int or index < 0:
+            raise InvalidInputError(f"the index of a device is a whole number of at least 0, got {index!r}")
+        visible = self.visible_devices(environ)
+        if visible is None:
+            return str(index)
+        if index >= len(visible):
+            raise DeviceError(
+                f"device '{self.spec.name}:{index}' is not visible: {self.visible_devices_variable} names "
+                f"{len(visible)} of them, {visible}; change it before the process starts"
+            )
+        return visible[index]
+
+    def worker_environment(self, indices: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Variables for a process that shall see only these devices of this environment, as 0, 1, ...
+
+        Under CUDA_VISIBLE_DEVICES=4,6 the device 1 is {"CUDA_VISIBLE_DEVICES": "6"}. No index hides all of them.
+        Empty where the vendor has no variable: such a process sees every device, under the same numbers.
+
+        Raises:
+            InvalidInputError: an index twice, or none at all.
+            DeviceError: an index that is not visible.
+        """
+        if len(set(indices)) != len(indices):
+            raise InvalidInputError(f"a process sees each device once; these indices repeat: {list(indices)}")
+        ids = [self.physical_id(index, environ) for index in indices]
+        variable = self.visible_devices_variable
+        return {} if variable is None else {variable: ",".join(ids)}
+
+    def visible_uuids(self, uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+        """The uuids of the visible devices, by index; ``uuids`` are those of the whole machine, by number.
+
+        The place of a uuid in the result is its index in a process with this environment, whatever index the same
+        device has in another. A number or uuid that the machine does not have ends the list.
+        """
+        visible = self.visible_devices(environ)
+        if visible is None:
+            return list(uuids)
+        found: list[str] = []
+        for entry in visible:
+            matching = _matching(entry, uuids)
+            if len(matching) != 1:
+                break
+            found += matching
+        return found if len(set(found)) == len(found) else []
+
+
+def _matching(entry: str, uuids: Sequence[str]) -> list[str]:
+    """The uuids an id can mean: vendors accept the beginning of one."""
+    if entry.isdecimal():
+        return list(uuids[int(entry) : int(entry) + 1])
+    return [uuid for uuid in uuids if _bare(uuid).startswith(_bare(entry))]
+
+
+def _bare(uuid: str) -> str:
+    """Tools print "GPU-" before it, torch does not."""
+    return uuid.removeprefix("GPU-").lower()

@@ -1,7 +1,8 @@
 """Load plugins one by one: a broken one never takes down the others, and is never silent.
 
 Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is
-rolled back and recorded with the stage, the distribution and the exception; see ``rlcore devices``.
+rolled back and recorded with the stage, the distribution and the exception; see ``rlcore devices``. Devices are
+probed later (``rlcore/registry.py``), which is recorded in the same place.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ BUILT_IN = {
 }
 """Registered by name before any entry point; a third-party entry point of the same name is refused."""
 
-Stage = Literal["disabled", "import", "validate", "register", "loaded"]
+Stage = Literal["disabled", "import", "validate", "register", "probe", "loaded"]
 
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """How loading one plugin ended."""
+    """How loading one plugin ended, or that a probe of its devices failed later."""
 
     name: str
     distribution: str
@@ -44,7 +45,7 @@ class PluginRecord:
     stage: Stage
     """"loaded", "disabled", or the stage that failed."""
     error: BaseException | None = None
-    """An Exception, or the SystemExit of a module that ends the process when imported."""
+    """An Exception, or the SystemExit of code that ends the process."""
 
     @property
     def is_loaded(self) -> bool:
@@ -76,7 +77,7 @@ def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Set
         record = _load(source, owner, collect, settings)
         records.append(record)
         if record.error is not None:
-            _report(record, settings)
+            report_failure(record, settings)
     unknown = set(settings.disable_plugins) - {record.name for record in records} - {"all"}
     if unknown:
         names = ", ".join(record.name for record in records)
@@ -140,7 +141,12 @@ def _validated_hooks(name: str, module: object) -> pluggy.HookRelay:
     return manager.hook
 
 
-def _report(record: PluginRecord, settings: Settings) -> None:
+def report_failure(record: PluginRecord, settings: Settings) -> None:
+    """Log it.
+
+    Raises:
+        PluginError: with ``RLCORE_STRICT_PLUGINS=1``.
+    """
     distribution = f"{record.distribution} {record.version}".rstrip()
     what = f"plugin {record.name!r} of {distribution} failed at stage {record.stage}: {record.reason}"
     if settings.strict_plugins:

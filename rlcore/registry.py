@@ -5,6 +5,8 @@ Filled once from the plugins, then only dictionaries: no hook is called on a hot
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib
 from dataclasses import dataclass, field
@@ -12,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from rlcore.deadline import call_within
 from rlcore.errors import DeviceError, InvalidInputError, PluginError
-from rlcore.plugins import PluginRecord, load_plugins
+from rlcore.launch import Launch
+from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings
 from rlcore.types import PLUGIN_API, DeviceInfo, DeviceSpec, Probe, check_import_path
 
@@ -47,6 +51,8 @@ class Registry:
     plugins: list[PluginRecord] = field(default_factory=list)
     refused_devices: dict[str, BaseException] = field(default_factory=dict)
     """Devices that a plugin offered before it failed, and how it failed."""
+    failed_probes: dict[str, BaseException] = field(default_factory=dict)
+    """Devices whose probe raised, hung or answered wrongly in this process; they are not probed again."""
 
     def collect(self, plugin: str, hooks: pluggy.HookRelay) -> None:
         """Take in all of one plugin's registrations, or none of them."""
@@ -166,8 +172,23 @@ def get_device(name: str | torch.device | None = None) -> Any:
     if name is None:
         return _device_of_environment() or _device(_default_name(), 0)
     if isinstance(name, str):
-        return _device(*_parse(name))
-    return _device(_name_of_torch_type(name.type), name.index or 0)
+        return _named_device(name)
+    torch_type = getattr(name, "type", None)
+    if not isinstance(torch_type, str):
+        raise InvalidInputError(
+            "a device is a name such as 'cuda' or 'cuda:1', a torch.device, or None for the default one; "
+            f"got {type(name).__name__}: {name!r}"
+        )
+    return _device(_name_of_torch_type(torch_type), name.index or 0)
+
+
+def launch(name: str) -> Launch:
+    """Launch facts of the device called ``name``, such as "cuda" or "cuda:1", whether it is available or not.
+
+    Raises:
+        DeviceError: no such device is registered.
+    """
+    return Launch(_spec(_parse(name)[0]))
 
 
 def _device_of_environment() -> Any:
@@ -181,6 +202,11 @@ def _device_of_environment() -> Any:
 
 
 @functools.cache
+def _named_device(name: str) -> Any:
+    return _device(*_parse(name))
+
+
+@functools.cache
 def _device(kind: str, index: int) -> Any:
     spec = _spec(kind)
     probe, error = _probe(spec)
@@ -188,18 +214,27 @@ def _device(kind: str, index: int) -> Any:
         raise DeviceError(f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`.") from error
     if index >= probe.count:
         raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
-    return resolve(spec.loader)(spec, index)
+    try:
+        return resolve(spec.loader)(spec, index)
+    except Exception as error:  # somebody else's code
+        raise DeviceError(f"device '{kind}:{index}' could not be made: {type(error).__name__}: {error}") from error
 
 
 def _parse(wanted: str) -> tuple[str, int]:
+    if not isinstance(wanted, str):
+        raise InvalidInputError(f"the name of a device is a str such as 'cuda' or 'cuda:1', got {wanted!r}")
     kind, colon, index = wanted.partition(":")
     if colon and not index.isdecimal():
         raise InvalidInputError(f"a device is 'name' or 'name:index', such as 'cuda:1'; got {wanted!r}")
     return kind, int(index or 0)
 
 
+@functools.cache
 def _name_of_torch_type(torch_type: str) -> str:
-    return next((spec.name for spec, _ in registry().devices.values() if spec.torch_type == torch_type), torch_type)
+    """Of devices that share the type (ROCm's is "cuda") the one that is here."""
+    specs = [spec for spec, _ in registry().devices.values() if spec.torch_type == torch_type]
+    here = specs if len(specs) < 2 else [spec for spec in specs if _probe(spec)[0].is_available]
+    return next((spec.name for spec in here or specs), torch_type)
 
 
 def _spec(kind: str) -> DeviceSpec:
@@ -228,19 +263,43 @@ def _default_name() -> str:
 
 
 def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
-    probe, _ = _probe(spec)
-    return DeviceInfo(spec.name, spec.vendor, probe.count, probe.is_available, probe.reason, plugin)
+    probe, error = _probe(spec)
+    return DeviceInfo(spec.name, spec.vendor, probe.count, probe.is_available, probe.reason, plugin, error is not None)
 
 
-def _probe(spec: DeviceSpec) -> tuple[Probe, Exception | None]:
+def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
     # A probe is somebody else's code: a failure is an answer ("not available, because"), not a crash.
-    try:
-        probe = resolve(spec.loader).probe(spec)
-        if not isinstance(probe, Probe):
-            raise PluginError(f"probe() returned {type(probe).__name__}, not rlcore.types.Probe")
-    except Exception as error:
-        return Probe(0, f"its probe failed: {type(error).__name__}: {error}"), error
-    return probe, None
+    failed = registry().failed_probes
+    if spec.name not in failed:
+        try:
+            return _ask(spec), None
+        except (Exception, SystemExit) as error:
+            failed[spec.name] = error
+            _record_failed_probe(spec, error)
+    failure = failed[spec.name]
+    return Probe(0, f"its probe failed: {type(failure).__name__}: {failure}"), failure
+
+
+def _ask(spec: DeviceSpec) -> Probe:
+    if registry().devices[spec.name][1] in BUILT_IN:
+        return _checked_probe(spec)
+    with contextlib.suppress(Exception):  # the time of torch's import is not the plugin's, nor its failure
+        importlib.import_module("torch")
+    return call_within(Settings.from_env().probe_timeout_s, _checked_probe, spec)
+
+
+def _checked_probe(spec: DeviceSpec) -> Probe:
+    probe = resolve(spec.loader).probe(spec)
+    if not isinstance(probe, Probe):
+        raise PluginError(f"probe() returned {type(probe).__name__}, not rlcore.types.Probe")
+    return probe
+
+
+def _record_failed_probe(spec: DeviceSpec, error: BaseException) -> None:
+    plugin, records = registry().devices[spec.name][1], registry().plugins
+    at = next(index for index, record in enumerate(records) if record.name == plugin)
+    records[at] = dataclasses.replace(records[at], stage="probe", error=error)
+    report_failure(records[at], Settings.from_env())
 
 
 # ---------------------------------------------------------------------------------------------- executors

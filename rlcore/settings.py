@@ -5,6 +5,7 @@ Read at the moment of use (``Settings.from_env()``), so that a program may set t
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ class Settings:
     """Any plugin failure is fatal."""
     disable_plugins: tuple[str, ...] = ()
     """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
+    probe_timeout_s: float = 10.0
+    """How long a third party's device may take to say whether it is there."""
     cache: Path = Path()
     """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
     runtime: Path = Path()
@@ -52,6 +55,7 @@ class Settings:
             log_level=_one_of(env, "RLCORE_LOG_LEVEL", "WARNING", _LOG_LEVELS),
             strict_plugins=_flag(env, "RLCORE_STRICT_PLUGINS"),
             disable_plugins=tuple(name.strip() for name in disabled.split(",") if name.strip()),
+            probe_timeout_s=_seconds(env, "RLCORE_PROBE_TIMEOUT_S", 10.0),
             cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
         )
@@ -79,3 +83,14 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     if value not in _TRUE + _FALSE:
         raise InvalidInputError(f"{name} must be 1 or 0, got {env[name]!r}")
     return value in _TRUE
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    value = env.get(name, default)
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidInputError(f"{name} must be a number of seconds above 0, got {value!r}")
+    return seconds

@@ -45,6 +45,10 @@ class DeviceSpec:
     """Environment variable that restricts which devices a process sees."""
     ray_resource: str | None = None
     """The resource name Ray schedules it by."""
+    torch_build: str | None = None
+    """Entry of ``torch.version`` that must be set, such as "hip", where vendors share a torch type."""
+    is_host: bool = False
+    """It is the host's processor and memory, not an accelerator beside them."""
 
     def __post_init__(self) -> None:
         for field in ("name", "torch_type"):
@@ -92,6 +96,8 @@ class DeviceInfo:
     """Why it is not available; empty when it is."""
     plugin: str
     """The plugin that registered it."""
+    is_broken: bool = False
+    """Its probe raised, hung or gave a wrong answer; ``reason`` says how."""
 
 
 @dataclass(frozen=True, slots=True)

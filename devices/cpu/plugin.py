@@ -18,5 +18,6 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             collective_backend="gloo",
             api_version=(1, 0),
             ray_resource="CPU",
+            is_host=True,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from typing import Any
 
 import pytest
@@ -86,3 +87,34 @@ def test_index_past_the_last_is_refused(site: Any) -> None:
 def test_malformed_index_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"a device is 'name' or 'name:index', such as 'cuda:1'; got '{name}'"):
         rlcore.get_device(name)
+
+
+@pytest.mark.parametrize("name", [0, b"cpu", object(), torch.ones(1), ["cpu"]], ids=repr)
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        rlcore.get_device(name)
+    accepted = "a device is a name such as 'cuda' or 'cuda:1', a torch.device, or None for the default one; got "
+    assert str(caught.value) == f"{accepted}{type(name).__name__}: {name!r}"
+
+
+def test_a_device_that_cannot_be_made_says_whose_and_why(site: Any) -> None:
+    code = """
+        @hookimpl
+        def rlcore_register_devices(register):
+            register(spec("clumsy", f"{__name__}:Device"))
+
+        class Device:
+            @staticmethod
+            def probe(spec):
+                return Probe(1)
+    """
+    site.install("clumsy", code)
+    result = site.run("import rlcore; rlcore.get_device('clumsy')")
+    assert "DeviceError: device 'clumsy:0' could not be made: TypeError: Device() takes no arguments" in result.stderr
+
+
+def test_looking_a_device_up_takes_less_than_a_microsecond() -> None:
+    rlcore.get_device("cpu:1")
+    # The fastest of many short runs: neighbours on a busy machine only make it slower.
+    fastest = min(timeit.repeat(lambda: rlcore.get_device("cpu:1"), number=1000, repeat=200)) / 1000
+    assert fastest < 1e-6

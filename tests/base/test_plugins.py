@@ -174,6 +174,8 @@ def test_unknown_device_lists_the_plugins_that_failed(site: Any) -> None:
         ("return 1", "PluginError: probe() returned int, not rlcore.types.Probe"),
         ("return Probe('1')", "Probe.count must be a whole number of at least 0, got '1'"),
         ("return Probe(0)", "Probe(0) must say the reason why the device is not available"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+        ("import time; time.sleep(600)", "TimeoutError: it did not end within 0.5 s"),
     ],
 )
 def test_broken_probe_makes_the_device_unavailable_with_the_reason(site: Any, body: str, reason: str) -> None:
@@ -184,16 +186,60 @@ def test_broken_probe_makes_the_device_unavailable_with_the_reason(site: Any, bo
         import rlcore
         print(rlcore.list_devices()[-1].reason)
         print(rlcore.get_device().name)
+        from rlcore.registry import registry
+        print(*((r.name, r.distribution, r.stage) for r in registry().plugins if r.error))
         rlcore.get_device("sick")
         """,
         RLCORE_DISABLE_PLUGINS="cpu,cuda",
+        RLCORE_PROBE_TIMEOUT_S="0.5",
     )
-    listed, default = result.stdout.splitlines()
+    listed, default, record = result.stdout.splitlines()
     assert listed.startswith("its probe failed: ")
     assert reason in listed
     assert default == "good:0"  # by priority the sick one would be the default
+    assert record == "('sick', 'acme-sick', 'probe')"
+    assert result.stderr.count("plugin 'sick' of acme-sick 1.2 failed at stage probe: ") == 1
     assert f"DeviceError: device 'sick' is not available here: {listed}. See `rlcore devices`." in result.stderr
     assert "The above exception was the direct cause" in result.stderr
+
+
+HANGING = registering("register(spec('stuck', f'{__name__}:Device', priority=999))").replace(
+    "return Probe(1)", "print('asked'); import time; time.sleep(600)"
+)
+
+
+def test_a_hanging_probe_is_asked_once_and_waited_for_once(site: Any) -> None:
+    site.install("stuck", HANGING)
+    result = site.run(
+        """
+        import time, rlcore, torch
+        start = time.perf_counter()
+        for _ in range(3):
+            print(rlcore.get_device().name)
+        print(*(info.is_broken for info in rlcore.list_devices()))
+        print(time.perf_counter() - start)
+        """,
+        RLCORE_PROBE_TIMEOUT_S="0.5",
+    )
+    *lines, seconds = result.stdout.splitlines()
+    assert lines == ["asked", "good:0", "good:0", "good:0", "False False True False"]  # good, cpu, stuck, cuda
+    assert float(seconds) < 5
+
+
+def test_a_slow_probe_is_waited_for(site: Any) -> None:
+    code = registering("register(spec('slow', f'{__name__}:Device', priority=999))")
+    site.install("slow", code.replace("return Probe(1)", "import time; time.sleep(0.5); return Probe(1)"))
+    assert site.run("import rlcore; print(rlcore.get_device().name)", RLCORE_STRICT_PLUGINS="1").stdout == "slow\n"
+
+
+@pytest.mark.parametrize("body", ["raise OSError('driver too old')", "import time; time.sleep(600)"])
+def test_a_broken_probe_is_fatal_when_strict(site: Any, body: str) -> None:
+    code = registering("register(spec('sick', f'{__name__}:Device'))").replace("return Probe(1)", body)
+    site.install("sick", code)
+    environment = {"RLCORE_STRICT_PLUGINS": "1", "RLCORE_PROBE_TIMEOUT_S": "0.5"}
+    result = site.run("import rlcore; rlcore.list_devices()", **environment)
+    assert result.returncode == 1
+    assert "PluginError: plugin 'sick' of acme-sick 1.2 failed at stage probe: " in result.stderr
 
 
 def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> None:

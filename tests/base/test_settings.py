@@ -32,6 +32,7 @@ def test_every_variable_is_read() -> None:
         "RLCORE_LOG_LEVEL": "DEBUG",
         "RLCORE_STRICT_PLUGINS": "Yes",
         "RLCORE_DISABLE_PLUGINS": "a, b,,",
+        "RLCORE_PROBE_TIMEOUT_S": "2.5",
         "RLCORE_CACHE": "/cache",
         "RLCORE_RUNTIME": "/runtime",
     }
@@ -42,6 +43,7 @@ def test_every_variable_is_read() -> None:
         log_level="DEBUG",
         strict_plugins=True,
         disable_plugins=("a", "b"),
+        probe_timeout_s=2.5,
         cache=Path("/cache"),
         runtime=Path("/runtime"),
     )
@@ -58,6 +60,8 @@ def test_flag_can_be_switched_off(value: str) -> None:
         ("RLCORE_DEBUG", "yes", "RLCORE_DEBUG must be one of '', '1', 'pdb', got 'yes'"),
         ("RLCORE_LOG_LEVEL", "loud", "RLCORE_LOG_LEVEL must be one of 'DEBUG', 'INFO', 'WARNING', 'ERROR', got 'loud'"),
         ("RLCORE_STRICT_PLUGINS", "maybe", "RLCORE_STRICT_PLUGINS must be 1 or 0, got 'maybe'"),
+        ("RLCORE_PROBE_TIMEOUT_S", "soon", "RLCORE_PROBE_TIMEOUT_S must be a number of seconds above 0, got 'soon'"),
+        ("RLCORE_PROBE_TIMEOUT_S", "0", "RLCORE_PROBE_TIMEOUT_S must be a number of seconds above 0, got '0'"),
         ("RLCORE_DEVISE", "cpu", "unknown environment variable RLCORE_DEVISE; rlcore reads RLCORE_DEVICE, "),
     ],
 )  # fmt: skip
