@@ -31,7 +31,7 @@ ENVIRONMENT = (
 def describe_system(device: Any) -> System:
     host = get_device("cpu").properties()
     chip = device.properties()
-    is_host = device.type == "cpu"
+    is_host = device.spec.is_host
     return System(
         device=device.name,
         accelerators_per_node=0 if is_host else device.count(),

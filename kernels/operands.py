@@ -34,7 +34,7 @@ def _debugs(value: str) -> bool:
 
 def is_checked_on_device(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` are checked without waiting for them."""
-    return tensor.device.type != "cpu" and not is_debugging()
+    return not tensor.is_cpu and not is_debugging()
 
 
 def check_values(ok: Tensor, message: Callable[[], str]) -> None:

@@ -372,7 +372,7 @@ def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
 
 @functools.cache
 def _num_cores(device: torch.device) -> int:
-    if device.type == "cpu":  # under Triton's interpreter
+    if INTERPRETS.value:
         return 2
     count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
     return count

@@ -42,6 +42,8 @@ BELOW = {
 
 VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
 
+DEVICE_NAME = re.compile(r"cpu|cuda|hip|npu|xpu|mps|hpu|musa|mlu|privateuseone")
+
 Rule = Callable[[Path], list[str]]
 
 
@@ -96,6 +98,43 @@ def vendors_named_in_kernels(root: Path) -> list[str]:
             for line, word in _words(ast.parse(path.read_text()))
             if VENDOR.search(word)
         ]
+    return found
+
+
+def torch_cuda_elsewhere(root: Path) -> list[str]:
+    """Uses of ``torch.cuda`` outside devices/cuda."""
+    found = []
+    for path in _python_files(root):
+        if path.is_relative_to(root / "devices" / "cuda"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            if any(name == "torch.cuda" or name.startswith("torch.cuda.") for name in names):
+                found.append(f"{path.relative_to(root)}:{node.lineno} uses torch.cuda")
+    return sorted(set(found))
+
+
+def comparisons_with_a_device(root: Path) -> list[str]:
+    """``x.type == "cuda"`` and its like outside devices/: ask the device for a fact or a capability instead."""
+    found = []
+    for path in _python_files(root):
+        if path.is_relative_to(root / "devices"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                subjects, parts = [node.left, *node.comparators], ast.walk(node)
+            elif isinstance(node, ast.Match):
+                subjects, parts = [node.subject], (x for case in node.cases for x in ast.walk(case.pattern))
+            else:
+                continue
+            asks = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in subjects)
+            if asks and any(isinstance(x, ast.Constant) and DEVICE_NAME.fullmatch(str(x.value)) for x in parts):
+                found.append(f"{path.relative_to(root)}:{node.lineno} asks which device it is")
     return found
 
 
@@ -158,7 +197,16 @@ def _words(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    "rule", [broken_links, root_packages, upward_imports, root_name_imports, vendors_named_in_kernels]
+    "rule",
+    [
+        broken_links,
+        root_packages,
+        upward_imports,
+        root_name_imports,
+        vendors_named_in_kernels,
+        torch_cuda_elsewhere,
+        comparisons_with_a_device,
+    ],
 )
 def test_repository_keeps_rule(rule: Rule) -> None:
     assert rule(ROOT) == []
@@ -286,3 +334,34 @@ def test_a_vendor_in_kernels_is_found(tmp_path: Path, code: str) -> None:
 def test_ordinary_words_are_no_vendor(tmp_path: Path) -> None:
     code = '"""Fast on CUDA."""\ninputs = input_ids = cannot = ascending = 1  # npu'
     assert vendors_named_in_kernels(plant(tmp_path, "kernels/a.py", code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.cuda.synchronize()", "import torch.cuda", "from torch import cuda", "from torch.cuda import graphs"],
+)
+def test_torch_cuda_is_found_outside_its_folder(tmp_path: Path, code: str) -> None:
+    root = plant(tmp_path, "devices/generic.py", code)
+    (root / "devices" / "cuda").mkdir()
+    (root / "devices" / "cuda" / "device.py").write_text(code)
+    assert torch_cuda_elsewhere(root) == ["devices/generic.py:1 uses torch.cuda"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if device.type == 'cuda': ...",
+        "x = 1 if 'npu' != tensor.device.type else 2",
+        "a = device.type in ('cuda', 'xpu')",
+        "match device.type:\n    case 'cpu' | 'mps': ...",
+    ],
+)
+def test_a_comparison_with_a_device_is_found(tmp_path: Path, code: str) -> None:
+    root = plant(tmp_path, "engines/a.py", code)
+    (root / "devices" / "generic.py").write_text(code)
+    assert comparisons_with_a_device(root) == ["engines/a.py:1 asks which device it is"]
+
+
+def test_other_types_may_be_compared(tmp_path: Path) -> None:
+    code = "a = need.type == 'seq'; b = x.type == y.type; c = name == 'cuda'"
+    assert comparisons_with_a_device(plant(tmp_path, "engines/a.py", code)) == []

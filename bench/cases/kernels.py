@@ -56,7 +56,7 @@ class _Inputs:
 
     @classmethod
     def on(cls, device: Any, *, is_logits: bool = False) -> _Inputs:
-        size = _HOST if device.type == "cpu" else _ACCELERATOR_LOGITS if is_logits else _ACCELERATOR
+        size = _HOST if device.spec.is_host else _ACCELERATOR_LOGITS if is_logits else _ACCELERATOR
         device.seed(0)
         at: dict[str, Any] = {"device": device.torch_device}
         # Logits of variance about 4: neither uniform nor decided.
@@ -96,7 +96,7 @@ def _scorers(op: str, device: Any, call: Callable[..., Any], peers: Mapping[str,
     ours: dict[str, Score] = {
         name: functools.partial(call, with_entropy=True, implementation=name) for name in _implementations(op, device)
     }
-    return ours if device.type == "cpu" else {**ours, **peers}
+    return ours if device.spec.is_host else {**ours, **peers}
 
 
 def _assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torch.dtype) -> None:
