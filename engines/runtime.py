@@ -69,6 +69,7 @@ def current() -> Runtime:
 
 def _log_to_stderr(level: str) -> None:
     checked = Settings.from_env({"RLCORE_LOG_LEVEL": level}).log_level
+    os.environ["RLCORE_LOG_LEVEL"] = checked  # worker processes read it
     logger = logging.getLogger("rlcore")
     logger.setLevel(checked)
     if not logger.handlers:

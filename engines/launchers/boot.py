@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 from rlcore.settings import Settings
@@ -33,6 +34,10 @@ def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
     sys.stderr.flush()
     # Interpreter shutdown can hang in a library's exit handlers; everything of ours is closed.
     os._exit(0)
+
+
+MARK = "_RLCORE_WORKER_PROCESS"
+"""Environment variable that a worker process and all it starts carry, by which they are found when it has ended."""
 
 
 def _leave_guard(parent: int) -> None:
@@ -59,6 +64,24 @@ def _guard(group: int, watched: list[int]) -> None:
                 os.close(descriptor)
     select.select(watched, [], [])
     try:
-        os.killpg(group, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        while left := _marked():  # in sessions of their own, and what they start meanwhile
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
     finally:
         os._exit(0)
+
+
+def _marked() -> list[int]:
+    """Living processes that carry this one's mark."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found

@@ -14,7 +14,6 @@ import msgspec
 
 from rlcore.engines.launchers.wire import Channel, Envelope, dump_answer, load_call
 from rlcore.engines.launchers.worker import WorkerContext, describe
-from rlcore.nn import real_device
 
 
 class Child:
@@ -24,6 +23,7 @@ class Child:
         self._channel = channel
         self._messages: queue.SimpleQueue[tuple[Envelope, list[Any]]] = queue.SimpleQueue()
         self._workers: dict[int, Any] = {}
+        self._contexts: dict[int, WorkerContext] = {}
         self._call = 0
 
     def run(self) -> None:
@@ -43,25 +43,34 @@ class Child:
 
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
         try:
-            with real_device():
-                method, args, kwargs = load_call(envelope.body, tensors, self._workers)
-                if envelope.kind == "start":
-                    value = self._start(envelope.worker, *args)
-                else:
-                    value = attrgetter(method)(self._workers[envelope.worker])(*args, **kwargs)
-                body, out = dump_answer(value, f"{method}()", is_annotated="." not in method)
+            method, args, kwargs = load_call(envelope.body, tensors, self._workers)
+            value = self._execute(envelope, method, args, kwargs)
+            body, out = dump_answer(value, f"{method}()", is_annotated="." not in method)
         # SystemExit and KeyboardInterrupt too: a failed call is not the end of other engines' workers.
         except BaseException as error:
             self._channel.send("error", self._call, msgspec.msgpack.encode(describe(error)))
         else:
             self._channel.send("result", self._call, body, tensors=out)
+
+    def _execute(self, envelope: Envelope, method: str, args: Any, kwargs: Any) -> Any:
+        if envelope.kind == "start":
+            return self._start(envelope.worker, *args)
+        context = self._contexts[envelope.worker]
+        worker = self._workers[envelope.worker]
+        try:
+            with context.turn():
+                return attrgetter(method)(worker)(*args, **kwargs)
         finally:
             if envelope.kind == "close":
-                self._workers.pop(envelope.worker, None)
+                del self._workers[envelope.worker], self._contexts[envelope.worker]
+                context.world.destroy()
 
-    def _start(self, number: int, worker_class: Any, context: WorkerContext) -> Any:
+    def _start(self, number: int, worker_class: Any, context: WorkerContext) -> None:
         context.device.activate()
-        self._workers[number] = worker_class(replace(context, emit=self._emit))
+        context = replace(context, emit=self._emit)
+        with context.turn():
+            self._workers[number] = worker_class(context)
+        self._contexts[number] = context
 
     def _emit(self, event: Any) -> None:
         body, tensors = dump_answer(event, "emit()")

@@ -96,12 +96,12 @@ class WorkerGroup:
 
     def _break(self, error: BaseException) -> None:
         self._broken_by = error
-        self.kill()
+        self.kill(f"{self.workers[0].context.engine} failed: {str(error).partition(chr(10))[0]}")
 
-    def kill(self) -> None:
-        """End all workers at once."""
+    def kill(self, because: str) -> None:
+        """End all workers at once, and with them the workers of other engines in their processes."""
         for worker in self.workers:
-            worker.kill()
+            worker.kill(because)
         for worker in self.workers:
             worker.join(STOP_S)
         self._remove_store()
@@ -113,9 +113,9 @@ class WorkerGroup:
                 worker.ask_to_stop()
             deadline = time.monotonic() + STOP_S
             if not all(worker.join(max(0.0, deadline - time.monotonic())) for worker in self.workers):
-                self.kill()
+                self.kill(f"{self.workers[0].context.engine} did not close within {STOP_S:g} s")
         except BaseException:  # the second Ctrl-C
-            self.kill()
+            self.kill("the user's program was interrupted")
             raise
         self._remove_store()
 

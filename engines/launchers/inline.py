@@ -11,7 +11,6 @@ from typing import Any
 
 from rlcore.engines.launchers.worker import WorkerContext, describe, raised
 from rlcore.errors import RlcoreError
-from rlcore.nn import real_device
 
 
 class InlineWorker:
@@ -36,8 +35,7 @@ class InlineWorker:
     def _run(self, method: str, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            # The user may stand inside a meta context (`build` in the RLite tutorial does); workers never do.
-            with real_device():
+            with self.context.turn():
                 future.set_result(function())
         except RlcoreError as error:
             error.add_note(f"raised by {method}() on {self.context.where}")
@@ -55,13 +53,16 @@ class InlineWorker:
 
     def ask_to_stop(self) -> None:
         """End it."""
-        self.call("close").result()
+        try:
+            self.call("close").result()
+        finally:
+            self.context.world.destroy()
 
     def join(self, timeout_s: float) -> bool:
         """It has ended when ``ask_to_stop`` returns."""
         return True
 
-    def kill(self) -> None:
+    def kill(self, because: str) -> None:
         """Drop the worker; what it holds is freed with the last reference to it."""
         self.worker = None
 

@@ -7,6 +7,7 @@ torchrun   in the user's process, as this rank's worker of a world that torchrun
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -21,6 +22,9 @@ from rlcore.settings import Settings
 LAUNCHERS = ("inline", "process", "torchrun")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Collective libraries listen on the interface these name, else on one that the network reaches."""
+
+_numbers = itertools.count(1)
+"""Of the engines that this process has started."""
 
 
 def choose_launcher(asked: str | None, num_workers: int) -> str:
@@ -47,18 +51,20 @@ def start_workers(
     if launcher == "inline":
         if world_size > 1:
             raise InvalidInputError(f"launcher 'inline' runs one worker, and {engine} has {world_size}; use 'process'")
-        return WorkerGroup([InlineWorker(worker_class, WorkerContext(engine, 0, 1, device_names[0]))], timeout_s)
+        return WorkerGroup(
+            [InlineWorker(worker_class, WorkerContext(engine, 0, 1, device_names[0], next(_numbers)))], timeout_s
+        )
     return _start_processes(worker_class, engine, device_names, timeout_s)
 
 
 def _start_processes(worker_class: Any, engine: str, device_names: list[str], timeout_s: float) -> WorkerGroup:
-    store = str(new_store())
+    store, number = str(new_store()), next(_numbers)
     environment = _environment(device_names)
     group = WorkerGroup([], timeout_s, store)
     started = []
     try:
         for rank, name in enumerate(device_names):
-            context = WorkerContext(engine, rank, len(device_names), name, store)
+            context = WorkerContext(engine, rank, len(device_names), name, number, store)
             worker = ProcessWorker(worker_class, context, environment)
             group.workers.append(worker)
             started.append(worker.started)
@@ -90,8 +96,8 @@ def _torchrun_context(engine: str, device_names: list[str]) -> WorkerContext:
         )
     if len(device_names) == 1:  # an engine of this rank alone
         kind = device_names[0].partition(":")[0]
-        context = WorkerContext(engine, 0, 1, f"{kind}:{local_rank}")
+        context = WorkerContext(engine, 0, 1, f"{kind}:{local_rank}", next(_numbers))
     else:
-        context = WorkerContext(engine, rank, world_size, device_names[local_rank])
+        context = WorkerContext(engine, rank, world_size, device_names[local_rank], next(_numbers))
     context.device.activate()
     return context

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import typing
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers import living
+from rlcore.engines.launchers import boot, living
 from rlcore.engines.launchers.logs import forward_logs
 from rlcore.engines.launchers.wire import Channel, Kind, WorkerReference, dump_call, load_answer
 from rlcore.engines.launchers.worker import Failure, WorkerContext, raised
@@ -78,6 +79,7 @@ class DeviceProcess:
         self._outgoing: queue.SimpleQueue[tuple[Kind, int, int, bytes, list[Any]] | None] = queue.SimpleQueue()
         self._label = device_name
         self._last_stack = ""
+        self._ended_because = ""
         with contextlib.ExitStack() as undo:
             self._stacks = os.memfd_create("rlcore-stacks", os.MFD_CLOEXEC)
             undo.callback(os.close, self._stacks)
@@ -100,7 +102,7 @@ class DeviceProcess:
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments],
             pass_fds=(descriptor, self._stacks),
-            env=environment | os.environ,
+            env=environment | os.environ | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -209,9 +211,9 @@ class DeviceProcess:
             pending.future.set_exception(self._death(pending))
 
     def _death(self, pending: _Pending) -> WorkerDiedError:
-        error = WorkerDiedError(
-            rank=pending.context.rank, device=self.device_name, method=pending.method, how=_how(self._popen.wait())
-        )
+        code = self._popen.wait()
+        how = f"was ended because {self._ended_because}" if self._ended_because else _how(code)
+        error = WorkerDiedError(rank=pending.context.rank, device=self.device_name, method=pending.method, how=how)
         if self._last_stack:
             error.traceback = self._last_stack
             error.add_note(self._last_stack)
@@ -248,11 +250,12 @@ class DeviceProcess:
                 self._retire()
                 self._outgoing.put(("end", 0, 0, b"", []))
 
-    def kill(self) -> None:
+    def kill(self, because: str) -> None:
         """End it and all its descendants now."""
         with _joining:
             self._engines.clear()
             self._retire()
+            self._ended_because = self._ended_because or because
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -309,8 +312,8 @@ class ProcessWorker:
         self._closed = self.started if has_failed else self._send("close", "close", (), {})
         self._process.forget(self._number)
 
-    def kill(self) -> None:
-        self._process.kill()
+    def kill(self, because: str) -> None:
+        self._process.kill(because)
 
     def join(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -381,6 +384,6 @@ def _end_all() -> None:
     """Engines that the user did not close. A fork of his process ends no workers."""
     processes = [process for process in _processes.values() if process.parent == os.getpid()]
     for process in processes:
-        process.kill()
+        process.kill("the user's program ends")
     for process in processes:
         process.join(_STACK_DUMP_S)

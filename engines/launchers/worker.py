@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 import rlcore.errors
-from rlcore.errors import RlcoreError, StateError, WorkerError
+from rlcore.engines.launchers.world import World
+from rlcore.errors import RlcoreError, WorkerError
+from rlcore.nn import real_device
 from rlcore.registry import get_device
 
 _LONGEST_TEXT = 50_000
@@ -33,10 +33,13 @@ class WorkerContext:
     rank: int
     world_size: int
     device_name: str
+    number: int
+    """Of the engine, counted by the process that starts it: the same on all ranks."""
     store: str = ""
     """Folder through which the workers find each other: no port is opened to the network."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
+    world: World = field(default_factory=World, repr=False, compare=False)
 
     @property
     def device(self) -> Any:
@@ -46,60 +49,24 @@ class WorkerContext:
     def where(self) -> str:
         return f"rank {self.rank} ({self.device_name}) of {self.engine}"
 
-    @contextlib.contextmanager
-    def process_group(self, timeout_s: float) -> Iterator[Any]:
-        """A torch.distributed group of these workers, all of whom must enter; destroyed at the end.
+    def process_group(self, timeout_s: float) -> Any:
+        """The torch.distributed group of these workers, all of whom must ask for it the first time.
 
-        It is the default group of the process, which can have one at a time. One that torchrun's user has
-        made already is used, and left as it is.
+        It is the default group within this worker's methods, and destroyed when the worker is closed. One that
+        torchrun's user has made already is used, and left as it is.
         """
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            yield self._existing_group(dist)
-            return
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            self.device.spec.collective_backend,
-            store=self._new_store(dist, timeout),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-        )
-        try:
-            yield dist.group.WORLD
-        finally:
-            dist.destroy_process_group()
+        return self.world.default_group(self, timeout_s)
 
     @property
     def joins_torchrun(self) -> bool:
         """The world is one that torchrun started."""
         return self.world_size > 1 and not self.store
 
-    def _existing_group(self, dist: Any) -> Any:
-        if not self.joins_torchrun:
-            raise StateError(
-                f"{self.where} cannot make a process group: its process has one, of another engine on the device or of "
-                "an outer call; leave that one first"
-            )
-        return dist.group.WORLD
-
-    def _new_store(self, dist: Any, timeout: timedelta) -> Any:
-        if self.world_size == 1:
-            return dist.HashStore()
-        # A part of its own for each group: the addresses of an earlier one would be taken for this one's.
-        _num_groups[self.store] += 1
-        number = str(_num_groups[self.store])
-        if self.joins_torchrun:
-            store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
-            return dist.PrefixStore(f"rlcore/{number}", store)
-        store = dist.FileStore(f"{self.store}/{number}", self.world_size)
-        store.set_timeout(timeout)
-        return store
-
-
-_num_groups: Counter[str] = Counter()
-"""Groups that this process has entered, by the folder of their stores: the same number on all ranks."""
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """In force while a method of this worker runs."""
+        with real_device(), self.world.in_place(self):
+            yield
 
 
 class WorkerHandle(Protocol):
@@ -126,8 +93,8 @@ class WorkerHandle(Protocol):
     def ask_to_stop(self) -> None:
         """Let it end after the calls it already has."""
 
-    def kill(self) -> None:
-        """End its process now."""
+    def kill(self, because: str) -> None:
+        """End its process now; ``because`` is what workers of other engines in it are told."""
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; False if it still lives."""

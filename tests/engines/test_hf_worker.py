@@ -27,7 +27,7 @@ PROMPTS = [[4, 7, 10], [1], [8, 5, 2, 10, 3, 9, 0, 11, 12], [7, 10], [4, 7, 10],
 
 
 def context(**options: Any) -> WorkerContext:
-    return WorkerContext("the inference engine", rank=0, world_size=1, device_name="cpu", **options)
+    return WorkerContext("the inference engine", rank=0, world_size=1, device_name="cpu", number=1, **options)
 
 
 def build(folder: Path, **options: Any) -> HfWorker:

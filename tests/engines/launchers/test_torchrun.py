@@ -26,10 +26,10 @@ SCRIPT = textwrap.dedent("""
         def __init__(self, context):
             self.context = context
         def add_up(self, value):
-            with self.context.process_group(30.0) as group:
-                total = torch.tensor(value)
-                torch.distributed.all_reduce(total, group=group)
-                return float(total), self.context.rank, self.context.world_size, self.context.device_name, os.getpid()
+            group = self.context.process_group(30.0)
+            total = torch.tensor(value)
+            torch.distributed.all_reduce(total, group=group)
+            return float(total), self.context.rank, self.context.world_size, self.context.device_name, os.getpid()
         def close(self):
             pass
 

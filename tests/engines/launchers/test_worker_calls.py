@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import DeviceError, InvalidInputError, StateError, WorkerError
+from rlcore.errors import DeviceError, InvalidInputError, WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -89,27 +89,27 @@ class Worker:
         return number
 
     def add_up(self, value: float) -> float:
-        with self.context.process_group(20.0) as group:
-            total = torch.tensor(value)
-            torch.distributed.all_reduce(total, group=group)
-            return float(total)
+        group = self.context.process_group(20.0)
+        total = torch.tensor(value)
+        torch.distributed.all_reduce(total, group=group)
+        return float(total)
 
     def listening(self) -> list[str]:
         """Addresses this process listens on while a group exists, as /proc/net/tcp and tcp6 write them."""
-        with self.context.process_group(20.0) as group:
-            torch.distributed.barrier(group=group)
-            inodes = set()
-            for descriptor in os.listdir("/proc/self/fd"):
-                with contextlib.suppress(FileNotFoundError):
-                    inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-            found = []
-            for table in ("tcp", "tcp6"):
-                for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                    fields = line.split()
-                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                        found.append(fields[1].partition(":")[0])
-            torch.distributed.barrier(group=group)
-            return found
+        group = self.context.process_group(20.0)
+        torch.distributed.barrier(group=group)
+        inodes = set()
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    found.append(fields[1].partition(":")[0])
+        torch.distributed.barrier(group=group)
+        return found
 
     def is_same_as(self, other: Any) -> bool:
         return other is self
@@ -192,26 +192,13 @@ def test_each_worker_has_a_process_and_a_device_of_its_own(pair: WorkerGroup) ->
 def test_workers_reduce_over_a_group_without_a_port_open_to_the_network(start_group: Start, num_workers: int) -> None:
     with start_group(Worker, num_workers) as group:
         calls = [((float(rank + 1),), {}) for rank in range(num_workers)]
-        for _ in range(3):  # each time a new group
+        for _ in range(3):
             assert group.call("add_up", calls) == [num_workers * (num_workers + 1) / 2] * num_workers
         addresses = ask_all(group, "listening")
         if num_workers > 1:
             assert all(addresses), "gloo listens somewhere"
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         assert {address for found in addresses for address in found} <= loopback
-
-
-def test_a_second_group_in_a_process_is_refused_by_name(start_group: Start) -> None:
-    class Nesting(Worker):
-        def nested(self) -> None:
-            with self.context.process_group(5.0), self.context.process_group(5.0):
-                pass
-
-    with (
-        start_group(Nesting) as group,
-        pytest.raises(StateError, match=r"rank 0 \(cpu:0\) of the test engine cannot make a process group"),
-    ):
-        ask_all(group, "nested")
 
 
 def test_calls_of_many_workers_overlap(pair: WorkerGroup) -> None:

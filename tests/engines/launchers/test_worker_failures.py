@@ -64,28 +64,24 @@ class Worker:
 
     def reduce_but(self, rank: int, how: str) -> None:
         """A collective that one rank does not reach."""
-        with self.context.process_group(30.0) as group:
-            if self.context.rank == rank:
-                if how == "raise":
-                    raise KeyError("planted")
-                if how == "raise, and stay":
-                    self.kept = group
-                    self.fail_outside()
-                self.die(how)
-            torch.distributed.all_reduce(torch.zeros(1), group=group)
+        group = self.context.process_group(30.0)
+        if self.context.rank == rank:
+            if how == "raise":
+                raise KeyError("planted")
+            self.die(how)
+        torch.distributed.all_reduce(torch.zeros(1), group=group)
 
     def wait_for_a_rank_that_failed(self) -> None:
         if self.context.rank == 1:
             raise KeyError("planted")
         time.sleep(60)
 
-    def fail_outside(self) -> None:
-        raise KeyError("planted")
-
-    def spawn(self) -> int:
+    def spawn(self, in_own_session: bool = False) -> int:
         """Process id of a descendant that holds this process's socket and output."""
         child = os.fork()
         if child == 0:
+            if in_own_session:
+                os.setsid()
             time.sleep(300)
             os._exit(0)
         return child
@@ -243,12 +239,11 @@ def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(
         assert time.monotonic() - started < GRACE_S
 
 
-@pytest.mark.parametrize("how", ["raise", "raise, and stay"])
-def test_an_exception_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start, how: str) -> None:
+def test_an_exception_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start) -> None:
     with start_group(Worker, 2) as group:
         started = time.monotonic()
         with pytest.raises(WorkerError, match=r"failed on rank 1 \(cpu:1\): KeyError: 'planted'"):
-            call_all(group, "reduce_but", 1, how)
+            call_all(group, "reduce_but", 1, "raise")
         assert time.monotonic() - started < GRACE_S + 2
 
 
@@ -276,15 +271,36 @@ def test_an_ended_group_leaves_nothing(start_group: Start, holdings: Any, wait_u
             call_all(group, "rank")
             during = holdings()
             assert len(during["processes"]) >= 2 and len(during["files"]) == 3
-            getattr(group, end)()
+            getattr(group, end)(*(["the test says so"] if end == "kill" else []))
         wait_until(lambda: holdings() == before)
 
 
-def test_descendants_end_with_their_worker(start_group: Start, wait_until: Any) -> None:
+@pytest.mark.parametrize("in_own_session", [False, True])
+@pytest.mark.parametrize("how", ["close", "SIGKILL"])
+def test_descendants_end_with_their_worker(start_group: Start, how: str, in_own_session: bool, wait_until: Any) -> None:
     with start_group(Worker) as group:
-        (descendant,) = call_all(group, "spawn")
+        (descendant,) = call_all(group, "spawn", in_own_session)
         assert is_running(descendant)
+        if how == "SIGKILL":
+            os.kill(group.workers[0].process_id, signal.SIGKILL)
+            wait_until(lambda: not is_running(descendant))
     wait_until(lambda: not is_running(descendant))
+
+
+def test_an_engine_that_loses_its_process_to_another_is_told_why(start_group: Start) -> None:
+    with start_group(Worker, engine="the reader") as reader, start_group(Worker, engine="the culprit") as culprit:
+        with pytest.raises(WorkerDiedError):
+            call_all(culprit, "die", "exit")
+        with pytest.raises(WorkerDiedError, match=r"ended because the culprit failed: .* with exit code 3 during die"):
+            call_all(reader, "rank")
+    with (
+        start_group(Worker, engine="the reader") as reader,
+        start_group(Worker, engine="the culprit", timeout_s=0.5) as culprit,
+    ):
+        with pytest.raises(WorkerTimeoutError):
+            call_all(culprit, "sleep_in_a_function", 60)
+        with pytest.raises(WorkerDiedError, match=r"was ended because the culprit failed: .* did not end within 0.5 s"):
+            call_all(reader, "rank")
 
 
 def test_a_worker_that_does_not_close_is_killed(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:

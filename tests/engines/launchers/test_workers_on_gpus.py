@@ -29,9 +29,9 @@ class Summer(Worker):
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         tensor = value.to(self.device.torch_device)
-        with self.context.process_group(60.0):
-            torch.distributed.all_reduce(tensor)
-            torch.accelerator.synchronize()
+        self.context.process_group(60.0)
+        torch.distributed.all_reduce(tensor)
+        torch.accelerator.synchronize()
         return tensor
 
     def hold(self, nbytes: int) -> int:
@@ -65,7 +65,7 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
         assert all(bool((total == expected).all()) for total in totals)
         assert group.call("hold", [((4 * GIB,), {})] * world_size) == list(range(world_size))
         assert free_bytes(world_size - 1) < free_before[world_size - 1] - 4 * GIB
-        group.workers[-1].kill()
+        group.workers[-1].kill("the test says so")
         with pytest.raises(
             WorkerDiedError, match=rf"rank {world_size - 1} \(cuda:{world_size - 1}\) was killed by SIGKILL"
         ):
