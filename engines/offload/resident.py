@@ -85,7 +85,9 @@ class GradResident(Resident):
     def onload(self) -> OffloadReport:
         report = super().onload()
         for parameter, grad in self._away:
-            parameter.grad = grad
+            meanwhile, parameter.grad = parameter.grad, grad
+            if meanwhile is not None:  # a backward pass has run
+                parameter.grad += meanwhile
         self._away = []
         return report
 
