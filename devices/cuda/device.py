@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar, final
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rlcore.devices.collectives import Collectives
 from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.devices.generic import GenericTorchDevice
+from rlcore.launch import Launch
 from rlcore.types import DeviceProperties, DeviceSpec, Probe
 
 
@@ -22,11 +24,19 @@ class CudaDevice(GenericTorchDevice):
     def probe(cls, spec: DeviceSpec) -> Probe:
         if torch.version.cuda is None:
             return Probe(0, "this torch build has no CUDA; install a CUDA build of torch")
-        # Counts through NVML when it can, so that no context is created: torch.cuda.device_count.
-        count = torch.cuda.device_count()
-        return Probe(count, "" if count else "no NVIDIA GPU or driver was found; see nvidia-smi")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # Counts through NVML when it can; no context is made either way.
+            count = torch.cuda.device_count()
+        if count:
+            return Probe(count)
+        if Launch(spec).visible_devices() == []:
+            return Probe(0, f"{spec.visible_devices_variable} hides all GPUs from this process")
+        said = [str(warning.message) for warning in caught]  # such as that the driver is too old
+        return Probe(0, "; ".join(["no NVIDIA GPU or driver can be used; see nvidia-smi", *said]))
 
     def properties(self) -> DeviceProperties:
+        """Initialises CUDA in this process, but makes no context: no device memory is taken."""
         found = torch.cuda.get_device_properties(self.index)
         return DeviceProperties(
             name=found.name,

@@ -1,0 +1,230 @@
+"""What the driver's management library (NVML) tells about GPUs: identity, health, links. CUDA is not initialised.
+
+Through nvidia-ml-py, of the extra [cuda]. NVML numbers the GPUs of the whole machine by their PCI address and heeds no
+CUDA_VISIBLE_DEVICES: a device is found here by its uuid, which ``DeviceProperties.uuid`` is too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rlcore.errors import DeviceError, MissingDependencyError
+
+_PATHS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a host bridge", 40: "a NUMA node"}
+"""NVML_TOPOLOGY_*: what the PCIe paths of two GPUs have in common; beyond these, the whole machine."""
+_PEER_READ, _PEER_NVLINK = 0, 2  # NVML_P2P_CAPS_INDEX_*; nvidia-ml-py has the first as a tuple
+_UNKNOWN = {3, 4, 13}  # not supported by this GPU, not permitted, not known to this driver
+_THROTTLE = {
+    0x004: "software power cap",
+    0x008: "hardware slowdown",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "power brake",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+"""Bits of nvmlClocksEventReason*, without those that somebody asked for (idle, set clocks, sync boost)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What stays the same."""
+
+    number: int
+    name: str
+    uuid: str
+    """Without the "GPU-" that nvidia-smi prints before it."""
+    pci_address: str
+    capability: str
+    """Such as "9.0"."""
+    total_bytes: int
+    """Installed, with what the driver keeps for itself."""
+    num_nvlinks: int
+    """Those that are up."""
+    is_partitioned: bool
+    """In MIG mode: processes use parts of it, which have uuids of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStatus:
+    """What changes; None where this GPU or driver does not tell."""
+
+    used_bytes: int
+    free_bytes: int
+    power_w: float | None
+    power_limit_w: float | None
+    energy_j: float | None
+    """Since the driver was loaded."""
+    temperature_c: int | None
+    sm_clock_mhz: int | None
+    sm_clock_limit_mhz: int | None
+    memory_clock_mhz: int | None
+    memory_clock_limit_mhz: int | None
+    busy_percent: int | None
+    """Of the last sampling period (up to a second), the part in which any kernel ran."""
+    throttle_reasons: tuple[str, ...] | None
+    """Why it runs slower than it was asked to; empty when it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process with a CUDA context on a GPU."""
+
+    pid: int
+    """As the host counts it; a container may have another."""
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLink:
+    """How two GPUs reach each other."""
+
+    first: int
+    second: int
+    has_nvlink: bool
+    has_peer_access: bool
+    """Either reads the other's memory without the host."""
+    pcie_path: str
+    """What their PCIe paths have in common, such as "a PCIe switch"."""
+
+
+class Nvml:
+    """An open connection to NVML; close it, or use it in a ``with`` statement.
+
+    Raises:
+        MissingDependencyError: nvidia-ml-py is not installed.
+        DeviceError: there is no driver, or it does not answer; also of every method.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise MissingDependencyError("nvidia-ml-py", needed_for="reading NVML", extra="cuda") from error
+        self._library: Any = pynvml
+        self._ask("nvmlInit")
+
+    def close(self) -> None:
+        self._ask("nvmlShutdown")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def driver_version(self) -> str:
+        return str(self._ask("nvmlSystemGetDriverVersion"))
+
+    def cuda_version(self) -> tuple[int, int]:
+        """The newest CUDA that the driver supports."""
+        version = self._ask("nvmlSystemGetCudaDriverVersion_v2")
+        return version // 1000, version % 1000 // 10
+
+    def gpus(self) -> list[Gpu]:
+        """Every GPU of the machine, by number."""
+        return [self._gpu(number) for number in range(self._ask("nvmlDeviceGetCount"))]
+
+    def status(self, uuid: str) -> GpuStatus:
+        handle = self._handle(uuid)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        utilization = self._ask_or_none("nvmlDeviceGetUtilizationRates", handle)
+        return GpuStatus(
+            used_bytes=memory.used,
+            free_bytes=memory.free,
+            power_w=self._thousandths("nvmlDeviceGetPowerUsage", handle),
+            power_limit_w=self._thousandths("nvmlDeviceGetEnforcedPowerLimit", handle),
+            energy_j=self._thousandths("nvmlDeviceGetTotalEnergyConsumption", handle),
+            temperature_c=self._ask_or_none("nvmlDeviceGetTemperature", handle, self._library.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=self._ask_or_none("nvmlDeviceGetClockInfo", handle, self._library.NVML_CLOCK_SM),
+            sm_clock_limit_mhz=self._ask_or_none("nvmlDeviceGetMaxClockInfo", handle, self._library.NVML_CLOCK_SM),
+            memory_clock_mhz=self._ask_or_none("nvmlDeviceGetClockInfo", handle, self._library.NVML_CLOCK_MEM),
+            memory_clock_limit_mhz=self._ask_or_none("nvmlDeviceGetMaxClockInfo", handle, self._library.NVML_CLOCK_MEM),
+            busy_percent=None if utilization is None else utilization.gpu,
+            throttle_reasons=self._throttle_reasons(handle),
+        )
+
+    def processes(self, uuid: str) -> list[GpuProcess]:
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses", self._handle(uuid))
+        return [GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in found]
+
+    def links(self) -> list[GpuLink]:
+        """Every pair of GPUs."""
+        numbers = range(self._ask("nvmlDeviceGetCount"))
+        return [self._link(first, second) for first, second in itertools.combinations(numbers, 2)]
+
+    def _gpu(self, number: int) -> Gpu:
+        handle = self._ask("nvmlDeviceGetHandleByIndex", number)
+        major, minor = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
+        partitioned = self._ask_or_none("nvmlDeviceGetMigMode", handle)
+        return Gpu(
+            number=number,
+            name=_text(self._ask("nvmlDeviceGetName", handle)),
+            uuid=_text(self._ask("nvmlDeviceGetUUID", handle)).removeprefix("GPU-"),
+            pci_address=_text(self._ask("nvmlDeviceGetPciInfo", handle).busId),
+            capability=f"{major}.{minor}",
+            total_bytes=self._ask("nvmlDeviceGetMemoryInfo", handle).total,
+            num_nvlinks=self._num_nvlinks(handle),
+            is_partitioned=partitioned is not None and partitioned[0] == 1,
+        )
+
+    def _num_nvlinks(self, handle: Any) -> int:
+        states = []
+        for link in range(self._library.NVML_NVLINK_MAX_LINKS):
+            try:
+                states.append(self._call("nvmlDeviceGetNvLinkState", handle, link))
+            except self._library.NVMLError:  # it has no NVLink, or no more of them
+                break
+        return sum(states)
+
+    def _link(self, first: int, second: int) -> GpuLink:
+        pair = [self._ask("nvmlDeviceGetHandleByIndex", number) for number in (first, second)]
+        return GpuLink(
+            first=first,
+            second=second,
+            has_nvlink=self._ask_or_none("nvmlDeviceGetP2PStatus", *pair, _PEER_NVLINK) == 0,
+            has_peer_access=self._ask_or_none("nvmlDeviceGetP2PStatus", *pair, _PEER_READ) == 0,
+            pcie_path=_PATHS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", *pair), "the whole machine"),
+        )
+
+    def _throttle_reasons(self, handle: Any) -> tuple[str, ...] | None:
+        bits = self._ask_or_none("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if bits is None:  # drivers before 535 have it under this name
+            bits = self._ask_or_none("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return None if bits is None else tuple(reason for bit, reason in _THROTTLE.items() if bits & bit)
+
+    def _handle(self, uuid: str) -> Any:
+        return self._ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+
+    def _thousandths(self, function: str, handle: Any) -> float | None:
+        value = self._ask_or_none(function, handle)
+        return None if value is None else value / 1000
+
+    def _ask_or_none(self, function: str, *arguments: Any) -> Any:
+        try:
+            return self._call(function, *arguments)
+        except self._library.NVMLError as error:
+            if error.value in _UNKNOWN:
+                return None
+            raise _failure(function, error) from error
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        try:
+            return self._call(function, *arguments)
+        except (self._library.NVMLError, self._library.NVMLLibraryMismatchError) as error:
+            raise _failure(function, error) from error
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        call: Callable[..., Any] = getattr(self._library, function)
+        return call(*arguments)
+
+
+def _failure(function: str, error: Exception) -> DeviceError:
+    return DeviceError(f"NVML cannot answer {function}: {error}; see nvidia-smi")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
