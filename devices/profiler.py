@@ -1,14 +1,23 @@
-"""Named phases in traces."""
+"""Named phases in traces, and traces in files."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from rlcore.devices.part import Part
+from rlcore.errors import InvalidInputError, StateError
+
+
+class _Trace:
+    """The one that this process records; torch has one profiler a process."""
+
+    profile: Any = None
+    path: Path = Path()
 
 
 class Profiler(Part):
@@ -22,3 +31,37 @@ class Profiler(Part):
         """Mark a phase in traces."""
         with torch.profiler.record_function(name):
             yield
+
+    def start(self, path: str | Path) -> None:
+        """Record what this process does on the host and on its devices, until ``stop``.
+
+        Args:
+            path: of the trace, ``.json`` or ``.json.gz``, for chrome://tracing or ui.perfetto.dev.
+
+        Raises:
+            StateError: a trace is being recorded.
+        """
+        path = Path(path)
+        if not path.name.endswith((".json", ".json.gz")):
+            raise InvalidInputError(f"a trace is written to a .json or .json.gz file, got {str(path)!r}")
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"a trace cannot be written to {str(path)!r}: its folder does not exist")
+        if _Trace.profile is not None:
+            raise StateError(f"a trace to {_Trace.path} is being recorded; call profiler.stop() first")
+        profile = torch.profiler.profile(acc_events=True)
+        profile.start()
+        _Trace.profile, _Trace.path = profile, path
+
+    def stop(self) -> Path:
+        """End the recording and write it; the path it was given.
+
+        Raises:
+            StateError: none is being recorded.
+        """
+        if _Trace.profile is None:
+            raise StateError("no trace is being recorded; call profiler.start(path) first")
+        self._device.synchronize()
+        profile, _Trace.profile = _Trace.profile, None
+        profile.stop()
+        profile.export_chrome_trace(str(_Trace.path))
+        return _Trace.path

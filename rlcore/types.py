@@ -165,6 +165,16 @@ class IpcHandle:
     stride: tuple[int, ...]
     """In elements."""
 
+    def __post_init__(self) -> None:
+        numbers = (self.storage_bytes, self.storage_offset_bytes, *self.shape, *self.stride)
+        if min(numbers) < 0 or len(self.shape) != len(self.stride):
+            raise InvalidInputError(
+                "IpcHandle needs sizes, strides and offsets of at least 0 and a stride for each size, got "
+                f"shape {self.shape}, stride {self.stride}, offset {self.storage_offset_bytes} of {self.storage_bytes}"
+            )
+        if not self.exporter.startswith("/"):
+            raise InvalidInputError(f"IpcHandle.exporter must be the path of a socket, got {self.exporter!r}")
+
     def to_bytes(self) -> bytes:
         """msgpack."""
         import msgspec
@@ -180,6 +190,55 @@ class IpcHandle:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise InvalidInputError(f"these {len(data)} bytes are no IpcHandle: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class IpcExport:
+    """One row of ``device.memory.ledger()``: a storage that other processes may open, kept alive until revoked."""
+
+    export_id: str
+    device_uuid: str
+    storage_bytes: int
+    claims: dict[int, int]
+    """Process id -> how many mappings or openings of it keep the storage from being revoked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventHandle:
+    """An interprocess event, as plain data: a stream of another process of this machine can wait for it."""
+
+    device: str
+    """Registered name of the kind of device, such as "cuda"."""
+    device_uuid: str
+    boot_id: str
+    payload: bytes
+    """The vendor's own name for the event."""
+
+    def to_bytes(self) -> bytes:
+        """msgpack."""
+        import msgspec
+
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EventHandle:
+        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
+        import msgspec
+
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidInputError(f"these {len(data)} bytes are no EventHandle: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """What one memory pool of this process holds on the device."""
+
+    allocated_bytes: int
+    """In tensors."""
+    reserved_bytes: int
+    """Taken from the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

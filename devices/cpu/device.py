@@ -11,10 +11,15 @@ import torch
 
 from rlcore.devices.collectives import Collectives
 from rlcore.devices.cpu.collectives import GlooCollectives
+from rlcore.devices.cpu.sharing import CpuSharing
+from rlcore.devices.cpu.streams import CpuStreams
 from rlcore.devices.generic import GenericTorchDevice
+from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
+from rlcore.devices.ipc_sharing import Sharing
 from rlcore.devices.memory import Memory
+from rlcore.devices.streams import Streams
 from rlcore.errors import UnsupportedError
-from rlcore.types import DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
+from rlcore.types import Capability, DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
 
 
 def _kib_field(path: str, field: str) -> int:
@@ -37,14 +42,23 @@ def _processor_name() -> str:
 class CpuMemory(Memory):
     """The resident set of this process stands for what an allocator would hold."""
 
+    sharing_class: ClassVar[type[Sharing] | None] = CpuSharing
+
+    def limits(self) -> dict[str, Capability]:
+        limits = super().limits()
+        del limits["host_alloc"], limits["copy_batch"]  # the device copies as fast from any memory
+        return limits
+
     def info(self) -> MemoryInfo:
         free, total = (_kib_field("/proc/meminfo", field) for field in ("MemAvailable", "MemTotal"))
         return MemoryInfo(free, total)
 
     def stats(self) -> MemoryStats:
-        resident = _kib_field("/proc/self/status", "VmRSS")
+        anonymous, shared, resident = (
+            _kib_field("/proc/self/status", field) for field in ("RssAnon", "RssShmem", "VmRSS")
+        )
         return MemoryStats(
-            allocated_bytes=_kib_field("/proc/self/status", "RssAnon"),
+            allocated_bytes=anonymous + shared,  # an exported storage is shared
             reserved_bytes=resident,
             peak_allocated_bytes=_kib_field("/proc/self/status", "VmHWM"),
         )
@@ -59,6 +73,10 @@ class CpuMemory(Memory):
 
         ctypes.CDLL(None).malloc_trim(0)
 
+    def host_alloc(self, nbytes: int) -> HostBuffer:
+        check_nbytes(nbytes)
+        return HostBuffer(map_pages(nbytes), is_pinned=False)
+
     @property
     def can_pin(self) -> bool:
         return False
@@ -72,6 +90,7 @@ class CpuDevice(GenericTorchDevice):
     """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
 
     memory_class: ClassVar[type[Memory]] = CpuMemory
+    streams_class: ClassVar[type[Streams]] = CpuStreams
     collectives_class: ClassVar[type[Collectives]] = GlooCollectives
 
     @classmethod

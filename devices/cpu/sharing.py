@@ -1,0 +1,35 @@
+"""Host memory that other processes open: POSIX shared memory without a name, so that a kill leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+import torch
+
+from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.errors import DeviceError
+
+
+@final
+class CpuSharing(Sharing):
+    """A storage moves into shared memory in place, and its descriptor travels over the exporter's socket."""
+
+    def share(self, storage: torch.UntypedStorage) -> SharedMemory:
+        try:
+            descriptor, _ = storage._share_fd_cpu_()
+        except RuntimeError as error:  # torch reserves it all, so that a full /dev/shm is found here
+            raise DeviceError(
+                f"{storage.nbytes()} bytes could not be moved to shared memory: {error}; make /dev/shm larger "
+                "(docker run --shm-size)"
+            ) from error
+        return SharedMemory(descriptor=os.dup(descriptor))  # torch's own is closed when the storage is resized
+
+    def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
+        if memory.descriptor is None:
+            raise DeviceError("the exporter sent no descriptor of its memory; run the same rlcore in both processes")
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(memory.descriptor, storage_bytes)  # type: ignore[attr-defined]
+        return storage
+
+    def close(self, memory: SharedMemory) -> None:
+        """It is unmapped when no tensor looks at it any more."""

@@ -1,0 +1,95 @@
+"""Streams and events of a device whose operators are done when they return: every order holds already."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, ClassVar, Self, final
+
+from rlcore.devices.streams import Streams
+from rlcore.errors import InvalidInputError, StateError
+from rlcore.types import Capability
+
+
+@final
+class CpuStream:
+    """What has been queued on it is done."""
+
+    def wait_stream(self, stream: CpuStream) -> None:
+        pass
+
+    def wait_event(self, event: CpuEvent) -> None:
+        pass
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        event = event or CpuEvent(timing=False)
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@final
+class CpuEvent:
+    """A moment. What was queued before it is done."""
+
+    def __init__(self, *, timing: bool) -> None:
+        self._timing = timing
+        self._recorded_s: float | None = None
+
+    def record(self, stream: CpuStream | None = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: CpuStream | None = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Milliseconds from this event to ``end``."""
+        if not (self._timing and end._timing):
+            raise InvalidInputError("elapsed_time takes two events made with timing=True")
+        if self._recorded_s is None or end._recorded_s is None:
+            raise StateError("elapsed_time takes two events that were recorded; call record() on both first")
+        return (end._recorded_s - self._recorded_s) * 1000
+
+
+_STREAM = CpuStream()
+
+
+@final
+class CpuStreams(Streams):
+    members: ClassVar = Streams.members
+
+    def limits(self) -> dict[str, Capability]:
+        reason = "operators on the CPU are done when they return, so that every order holds already"
+        in_order = Capability("emulated", self._device.evidence, reason)
+        return super().limits() | dict.fromkeys(("new", "current", "use", "event"), in_order)
+
+    def new(self, priority: int = 0) -> Any:
+        return CpuStream()
+
+    def current(self) -> Any:
+        return _STREAM
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return stream  # type: ignore[no-any-return]
+
+    def event(self, timing: bool = False, interprocess: bool = False) -> Any:
+        if interprocess:
+            raise self.unsupported("export_event")
+        return CpuEvent(timing=timing)

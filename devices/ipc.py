@@ -1,0 +1,154 @@
+"""Sharing tensors between processes of one user on one machine, the same way for every device.
+
+``export_tensor`` gives a handle, plain data that may travel any way; ``import_tensor`` opens it in another process as a
+mapping; ``revoke`` asks every process to close its mappings and only then lets the exporter's memory go. Nobody
+synchronises: export after the work that fills the tensor is done, or order it by an interprocess event.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlcore.devices.ipc_exporter import exporter
+from rlcore.devices.ipc_importer import importer, pid_of
+from rlcore.devices.ipc_mapping import Mapping
+from rlcore.devices.ipc_messages import Claim
+from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.errors import InvalidInputError, StateError
+from rlcore.processes import boot_id
+from rlcore.types import IpcHandle
+
+if TYPE_CHECKING:
+    from rlcore.devices.generic import GenericTorchDevice
+
+OnRevoke = Callable[[Mapping], None]
+
+
+class Ipc:
+    """Of one device."""
+
+    def __init__(self, device: GenericTorchDevice, sharing: Sharing) -> None:
+        self._device = device
+        self._sharing = sharing
+
+    def export_tensor(self, tensor: torch.Tensor) -> IpcHandle:
+        _check_exportable(tensor, self._device.torch_device)
+        export = exporter().export(tensor.untyped_storage(), self.uuid, self._share)
+        return IpcHandle(
+            device=self._device.spec.name,
+            device_uuid=self.uuid,
+            boot_id=_boot_id(),
+            exporter=exporter().path,
+            export_id=export.export_id,
+            payload=export.memory.payload,
+            storage_bytes=export.storage_bytes,
+            storage_offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+        )
+
+    def import_tensor(self, handle: IpcHandle, on_revoke: OnRevoke | None, timeout_s: float) -> Mapping:
+        self._check_importable(handle)
+        claim = Claim(handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
+
+        def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None]) -> Mapping:
+            return Mapping(handle, _view(handle, storage), release=release, on_revoke=on_revoke)
+
+        if handle.exporter == exporter().path:
+            return exporter().open_here(claim, lambda storage: make(storage, exporter().close_here))
+        return importer().open(
+            handle.exporter,
+            claim,
+            self._device.name,
+            open_storage=lambda descriptor: self._open(handle, descriptor),
+            close_storage=lambda: self._close(handle),
+            make=make,
+            timeout_s=timeout_s,
+        )
+
+    def revoke(self, handle: IpcHandle, timeout_s: float) -> None:
+        if handle.exporter != exporter().path:
+            raise StateError(
+                f"export {handle.export_id} belongs to process {pid_of(handle.exporter)}: only that one can revoke it; "
+                "here, close the mapping"
+            )
+        exporter().revoke(handle.export_id, timeout_s)
+
+    @functools.cached_property
+    def uuid(self) -> str:
+        return self._device.properties().uuid
+
+    def _share(self, storage: torch.UntypedStorage) -> SharedMemory:
+        return self._sharing.share(storage) if storage.nbytes() else SharedMemory()
+
+    def _open(self, handle: IpcHandle, descriptor: int | None) -> torch.UntypedStorage:
+        if not handle.storage_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device).untyped_storage()
+        return self._sharing.open(SharedMemory(handle.payload, descriptor), handle.storage_bytes)
+
+    def _close(self, handle: IpcHandle) -> None:
+        if handle.storage_bytes:
+            self._sharing.close(SharedMemory(handle.payload))
+
+    def _check_importable(self, handle: IpcHandle) -> None:
+        if not isinstance(handle, IpcHandle):
+            raise InvalidInputError(
+                f"import_ipc takes an IpcHandle, got {type(handle).__name__}; bytes become one by IpcHandle.from_bytes"
+            )
+        if handle.device != self._device.spec.name:
+            raise InvalidInputError(
+                f"this handle is of a {handle.device!r} device; import it with get_device({handle.device!r}), "
+                f"not {self._device.name!r}"
+            )
+        if handle.boot_id != _boot_id():
+            raise InvalidInputError(
+                f"this handle was made on another machine, or before this one was restarted (boot {handle.boot_id}, "
+                f"here {_boot_id()}); memory is shared only within one running machine"
+            )
+        if not isinstance(getattr(torch, handle.dtype, None), torch.dtype):
+            raise InvalidInputError(f"this torch {torch.__version__} has no dtype {handle.dtype!r}")
+        end_bytes = handle.storage_offset_bytes + _span_bytes(handle)
+        if end_bytes > handle.storage_bytes:
+            raise InvalidInputError(
+                f"this handle describes a tensor that ends at byte {end_bytes} of a storage of {handle.storage_bytes}"
+            )
+
+
+def _view(handle: IpcHandle, storage: torch.UntypedStorage) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, handle.dtype)
+    offset = handle.storage_offset_bytes // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, handle.shape, handle.stride)
+
+
+def _span_bytes(handle: IpcHandle) -> int:
+    """From a tensor's first element to behind its last."""
+    if 0 in handle.shape:
+        return 0
+    dtype: torch.dtype = getattr(torch, handle.dtype)
+    last = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
+    return (last + 1) * dtype.itemsize
+
+
+def _check_exportable(tensor: torch.Tensor, device: torch.device) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise InvalidInputError(
+            f"export_ipc takes a plain torch.Tensor, got {type(tensor).__name__}; of a DTensor give to_local()"
+        )
+    if tensor.device != device:
+        raise InvalidInputError(f"this tensor is on {tensor.device}; export it with that device, not {device}")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise InvalidInputError(
+            f"export_ipc takes a strided tensor that is what its memory says, got layout {tensor.layout}, "
+            f"quantized {tensor.is_quantized}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}; "
+            "give to_dense(), dequantize(), resolve_conj() or resolve_neg() of it"
+        )
+
+
+@functools.cache
+def _boot_id() -> str:
+    return boot_id()

@@ -1,0 +1,344 @@
+"""The exporting side of IPC: a ledger of what other processes may open, and a socket where they ask.
+
+The ledger keeps an exported storage alive until ``revoke`` has heard that nobody has it open. A process that has it
+open ends its claim by saying so or by ending; a lost connection alone is not enough, because memory that somebody still
+maps must not be freed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from rlcore.devices.ipc_mapping import Mapping
+from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke, peer_of, receive, send
+from rlcore.devices.ipc_sharing import SharedMemory
+from rlcore.errors import DeviceError, StateError
+from rlcore.processes import runtime_folder, start_time
+from rlcore.types import IpcExport
+
+_REPLY_TIMEOUT_S = 10.0  # an importer waits for this very reply
+_LOOK_AGAIN_S = 0.01  # whether a process whose connection was lost has ended
+
+
+@dataclass(eq=False, slots=True)
+class _Importer:
+    """One process that has asked for something."""
+
+    connection: socket.socket
+    pid: int
+    started: int | None
+    is_lost: bool = False
+    """Its connection was closed: it has ended, or is about to."""
+
+    def is_gone(self) -> bool:
+        return self.is_lost and (self.pid == 0 or start_time(self.pid) != self.started)
+
+
+@dataclass(eq=False, slots=True)
+class Export:
+    """One exported storage."""
+
+    export_id: str
+    device_uuid: str
+    storage: torch.UntypedStorage
+    memory: SharedMemory
+    address: int = field(init=False)
+    storage_bytes: int = field(init=False)
+    is_revoked: bool = False
+    """Nobody new may open it."""
+    claims: collections.Counter[_Importer] = field(default_factory=collections.Counter)
+    mappings: list[Mapping] = field(default_factory=list)
+    """Of this process itself."""
+
+    def __post_init__(self) -> None:
+        self.address, self.storage_bytes = self.storage.data_ptr(), self.storage.nbytes()
+
+    @property
+    def has_moved(self) -> bool:
+        """Its owner has freed or replaced the memory in place (``storage.resize_``)."""
+        return (self.storage.data_ptr(), self.storage.nbytes()) != (self.address, self.storage_bytes)
+
+    def refusal(self, claim: Claim) -> str:
+        """Why a process may not open it, or ""."""
+        if self.is_revoked:
+            return "was revoked"
+        if self.has_moved:
+            return "was freed or resized by its owner since"
+        if (claim.device_uuid, claim.payload, claim.storage_bytes) != (
+            self.device_uuid,
+            self.memory.payload,
+            self.storage_bytes,
+        ):
+            return "is not what this handle describes"
+        return ""
+
+
+class Exporter:
+    """This process's ledger; its socket and thread begin with the first export."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._exports: dict[str, Export] = {}
+        self._ids: dict[int, str] = {}  # storage -> its export
+        self._listener: socket.socket | None = None
+        self._importers: list[_Importer] = []
+        self.path = ""
+        """Of its socket; empty before the first export."""
+
+    def export(
+        self, storage: torch.UntypedStorage, device_uuid: str, share: Callable[[torch.UntypedStorage], SharedMemory]
+    ) -> Export:
+        """The export of a storage; the same one until it is revoked.
+
+        Raises:
+            StateError: the storage was resized while other processes had it open.
+        """
+        with self._changed:
+            self._start()
+            known = self._exports.get(self._ids.get(storage._cdata, ""))
+            if known is not None and known.has_moved:
+                if holders := self._holders(known):
+                    raise StateError(
+                        f"this storage was resized while {_processes(holders)} had it open; "
+                        "call revoke(handle) before its memory is freed or offloaded"
+                    )
+                self._forget(known)
+                known = None
+            if known is None or known.is_revoked:
+                known = Export(secrets.token_hex(8), device_uuid, storage, share(storage))
+                self._exports[known.export_id] = known
+                self._ids[storage._cdata] = known.export_id
+            return known
+
+    def open_here(self, claim: Claim, make: Callable[[torch.UntypedStorage], Mapping]) -> Mapping:
+        """A mapping for this process itself, of the storage as it is."""
+        with self._changed:
+            export = self._exports.get(claim.export_id)
+            reason = "was revoked" if export is None else export.refusal(claim)
+            if export is None or reason:
+                raise StateError(refusal(claim.export_id, os.getpid(), reason))
+            mapping = make(export.storage)
+            export.mappings.append(mapping)
+            return mapping
+
+    def close_here(self, mapping: Mapping) -> None:
+        with self._changed:
+            self._exports[mapping.handle.export_id].mappings.remove(mapping)
+            self._changed.notify_all()
+
+    def revoke(self, export_id: str, timeout_s: float) -> None:
+        """Ask every process that has the export open to close it, wait until all have, and let the storage go.
+
+        Raises:
+            StateError: it was revoked before, or some process still has it open after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            export = self._exports.get(export_id)
+            if export is None:
+                raise StateError(f"export {export_id} was revoked before; export the tensor again to share it")
+            export.is_revoked = True
+            importers, mappings = list(export.claims), list(export.mappings)
+        for importer in importers:
+            _tell(importer, Revoke(export_id), deadline)
+        for mapping in mappings:
+            mapping.revoke()
+        with self._changed:
+            while holders := self._holders(export):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise StateError(
+                        f"export {export_id} is still open in {_processes(holders)} after {timeout_s:g} s; the memory "
+                        "stays owned: close the mappings there, or end the processes, and revoke again"
+                    )
+                is_watched = any(importer.is_lost for importer in export.claims)
+                self._changed.wait(min(remaining_s, _LOOK_AGAIN_S) if is_watched else remaining_s)
+            if export_id not in self._exports:
+                raise StateError(f"export {export_id} was revoked by another thread")
+            self._forget(export)
+
+    def ledger(self) -> list[IpcExport]:
+        with self._changed:
+            return [
+                IpcExport(export.export_id, export.device_uuid, export.storage_bytes, self._holders(export))
+                for export in self._exports.values()
+            ]
+
+    def _holders(self, export: Export) -> dict[int, int]:
+        """Process -> number of its claims. Forgets processes that have ended."""
+        for importer in [importer for importer in export.claims if importer.is_gone()]:
+            del export.claims[importer]
+        holders = collections.Counter({importer.pid: count for importer, count in export.claims.items()})
+        holders[os.getpid()] += len(export.mappings)
+        return dict(+holders)
+
+    def _forget(self, export: Export) -> None:
+        del self._exports[export.export_id]
+        if self._ids.get(export.storage._cdata) == export.export_id:
+            del self._ids[export.storage._cdata]
+        if export.memory.descriptor is not None:
+            os.close(export.memory.descriptor)
+
+    # ------------------------------------------------------------------------------- the socket and its thread
+
+    def _start(self) -> None:
+        if self._listener is not None:
+            return
+        folder = runtime_folder()
+        _remove_sockets_of_the_dead(folder)
+        path = folder / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _bind(listener, path)
+        listener.listen(128)
+        self._listener, self.path = listener, str(path)
+        atexit.register(path.unlink, missing_ok=True)
+        threading.Thread(target=self._serve, args=(listener,), name="rlcore-ipc-exporter", daemon=True).start()
+
+    def _serve(self, listener: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        self._accept(listener, selector)
+                    elif not self._answer(key.data):
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data)
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        connection, _ = listener.accept()
+        peer = peer_of(connection)
+        if peer.uid != os.getuid():
+            connection.close()
+            return
+        importer = _Importer(connection, peer.pid, start_time(peer.pid))
+        selector.register(connection, selectors.EVENT_READ, importer)
+        with self._changed:
+            self._importers.append(importer)
+
+    def _answer(self, importer: _Importer) -> bool:
+        """Take one message; False when there will be no more."""
+        try:
+            received = receive(importer.connection)
+        except DeviceError:
+            return False
+        if received is None:
+            return False
+        message, descriptor = received
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(message, Claim):
+            return self._grant(importer, message)
+        if isinstance(message, Release):
+            self._release(importer, message.export_id)
+            return True
+        return False
+
+    def _grant(self, importer: _Importer, claim: Claim) -> bool:
+        with self._changed:
+            export = self._exports.get(claim.export_id)
+            reason = "was revoked" if export is None else export.refusal(claim)
+            descriptor = None
+            reply: Message = Refused(claim.export_id, reason)
+            if export is not None and not reason:
+                export.claims[importer] += 1
+                reply, descriptor = Granted(claim.export_id), export.memory.descriptor
+            return _tell(importer, reply, time.monotonic() + _REPLY_TIMEOUT_S, descriptor)
+
+    def _release(self, importer: _Importer, export_id: str) -> None:
+        with self._changed:
+            export = self._exports.get(export_id)
+            if export is not None:
+                export.claims = +(export.claims - collections.Counter([importer]))
+                self._changed.notify_all()
+
+    def _lose(self, importer: _Importer) -> None:
+        with self._changed:
+            importer.connection.close()
+            importer.is_lost = True
+            self._importers.remove(importer)
+            self._changed.notify_all()
+
+    def close_sockets(self) -> None:
+        """In a forked child: what it inherited would hide from importers that the exporter has ended."""
+        for importer in self._importers:
+            importer.connection.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _tell(importer: _Importer, message: Message, deadline: float, descriptor: int | None = None) -> bool:
+    try:
+        send(importer.connection, message, descriptor=descriptor, deadline=deadline)
+    except OSError:  # it has ended, or does not read: either is seen by whoever waits for its release
+        return False
+    return True
+
+
+def _bind(listener: socket.socket, path: Path) -> None:
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise StateError(
+            f"no socket for IPC could be made at {path}: {error}; "
+            "set RLCORE_RUNTIME to a short path of a writable folder"
+        ) from error
+    path.chmod(0o600)
+
+
+def _remove_sockets_of_the_dead(folder: Path) -> None:
+    for path in folder.glob("ipc-*-*.sock"):
+        _, pid, started = path.stem.split("-")
+        # A process of another PID namespace looks dead, but answers.
+        if str(start_time(int(pid))) != started and not _answers(path):
+            path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _processes(holders: dict[int, int]) -> str:
+    return f"process{'es' if len(holders) > 1 else ''} {', '.join(map(str, sorted(holders)))}"
+
+
+def refusal(export_id: str, pid: int, reason: str) -> str:
+    return f"export {export_id} of process {pid} {reason}; export the tensor again"
+
+
+_abandoned: list[Exporter] = []
+_exporter = Exporter()
+
+
+def exporter() -> Exporter:
+    """The one of this process."""
+    return _exporter
+
+
+def _begin_anew() -> None:
+    """A forked child has exported nothing. It keeps its parent's ledger, unused: it cannot free device memory."""
+    global _exporter  # noqa: PLW0603
+    _abandoned.append(_exporter)
+    _exporter.close_sockets()
+    _exporter = Exporter()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,81 @@
+"""A tensor that lives in another process's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, final
+
+import torch
+
+from rlcore.errors import StateError
+from rlcore.types import IpcHandle
+
+
+@final
+class Mapping:
+    """What ``device.memory.import_ipc`` gives, open until ``close()``.
+
+    It stays open when it is forgotten: closing is the user's word that the memory is no longer touched.
+    """
+
+    def __init__(
+        self,
+        handle: IpcHandle,
+        tensor: torch.Tensor,
+        *,
+        release: Callable[[Mapping], None],
+        on_revoke: Callable[[Mapping], None] | None,
+    ) -> None:
+        self.handle = handle
+        self.is_revoked = False
+        """The exporter wants its memory back, or has ended: close this soon."""
+        self._tensor: torch.Tensor | None = tensor
+        self._release = release
+        self._on_revoke = on_revoke
+        self._closing = threading.Lock()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """On the importing device, without gradient. Neither it nor a view of it may be used after ``close()``.
+
+        Raises:
+            StateError: the mapping is closed.
+        """
+        if self._tensor is None:
+            end = "was revoked by its exporter and is closed" if self.is_revoked else "is closed"
+            raise StateError(
+                f"the mapping of export {self.handle.export_id} {end}; open another with import_ipc(handle)"
+            )
+        return self._tensor
+
+    @property
+    def is_closed(self) -> bool:
+        return self._tensor is None
+
+    def close(self) -> None:
+        """Say that this process no longer touches the memory: work that uses it is done. Twice does nothing."""
+        with self._closing:
+            if self._tensor is None:
+                return
+            self._tensor = None
+        self._release(self)
+
+    def revoke(self) -> None:
+        """The exporter's word has come; called once, in the thread that heard it."""
+        self.is_revoked = True
+        if self._on_revoke is not None:
+            self._on_revoke(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "revoked" if self.is_revoked else "open"
+        return f"<{state} mapping of export {self.handle.export_id}: {self.handle.dtype} {list(self.handle.shape)}>"
