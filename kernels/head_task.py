@@ -60,7 +60,7 @@ class HeadTask:
         }
         names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
         hidden, weight, _ = inputs
-        return Query(hidden.device.type, hidden.dtype, hidden.shape[1], len(weight), names)
+        return Query(hidden.device.type, hidden.dtype, int(hidden.shape[1]), int(weight.shape[0]), names)
 
 
 def head_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> HeadInputs:

@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
+from rlcore.kernels.compiled import HeadCall, linear_logprob_compiled, split_temperature
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, rounded
+from rlcore.kernels.logit_task import LogitTask
 from rlcore.kernels.rows import Logprobs, RowStatistics, exponentials_, gradient_, statistics_, wide_dtype
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
-from rlcore.kernels.token_logprob import LogitTask, token_logprob_reference
+from rlcore.kernels.token_logprob import token_logprob_reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,6 +137,22 @@ def linear_logprob(
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
     inputs = head_inputs(hidden, weight, bias, targets)
+    if torch.compiler.is_compiling():
+        if group is not None:
+            raise InvalidInputError("linear_logprob with group= cannot be compiled; call it outside of torch.compile")
+        return linear_logprob_compiled(
+            HeadCall(
+                *inputs,
+                targets,
+                *split_temperature(temperature),
+                softcap,
+                logit_scale,
+                with_entropy,
+                ignore_index,
+                memory_budget_bytes,
+                implementation,
+            )
+        )
     task = head_task(
         inputs,
         targets,

@@ -13,8 +13,8 @@ Order of this file: reference, chunked implementation, public operator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ from rlcore.kernels.rows import RowStatistics, gradient_, statistics_, wide_dtyp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _uncompiled(function: _Function) -> _Function:
+    """A graph break: its gradients come from autograd inside the forward, of a function that is any Python."""
+    reason = "linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)"
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def linear_loss_reference(
@@ -92,6 +101,7 @@ def linear_loss_chunked(
     return loss_in_chunks(work, inputs, loss, rows)
 
 
+@_uncompiled
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,

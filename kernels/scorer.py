@@ -77,28 +77,3 @@ class _Scored(torch.autograd.Function):
         ctx.spare = ()
         needs, upstream = ctx.needs_input_grad[3:], Upstream(g_logprob, g_entropy)
         return None, None, None, *ctx.scorer.backward(*tensors, ctx.task, needs=needs, scores=scores, upstream=upstream)
-
-
-def recomputing(fn: Callable[..., Logprobs]) -> Scorer:
-    """A scorer of a function that autograd can differentiate: its backward runs it again."""
-
-    def forward(*arguments: Any, for_backward: bool) -> Scores:
-        with torch.no_grad():
-            return Scores(*fn(*arguments))
-
-    def backward(*arguments: Any, needs: Sequence[bool], scores: Scores, upstream: Upstream) -> Gradients:
-        *tensors, task = arguments
-        with torch.enable_grad():
-            leaves = [
-                None if x is None else x.detach().requires_grad_(needed)
-                for x, needed in zip(tensors, needs, strict=True)
-            ]
-            outputs = fn(*leaves, task)
-        pairs = [(out, g) for out, g in zip(outputs, upstream, strict=True) if out is not None and g is not None]
-        asked = [x for x in leaves if x is not None and x.requires_grad]
-        if not pairs:
-            return [None] * len(tensors)
-        found = iter(torch.autograd.grad([out for out, _ in pairs], asked, [g for _, g in pairs], allow_unused=True))
-        return [None if x is None or not x.requires_grad else next(found) for x in leaves]
-
-    return Scorer(forward, backward, 0)

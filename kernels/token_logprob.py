@@ -6,14 +6,13 @@ z are the logits of a row, y its target. Rows are not shifted: row t scores ``ta
 ``rows``.
 
 Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
-Order of this file: task, reference, chunked implementation, public operator.
+Order of this file: reference, chunked implementation, public operator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import batched_row_chunks, rows_per_chunk
-from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.compiled import LogitCall, split_temperature, token_logprob_compiled
+from rlcore.kernels.dispatch import choose
+from rlcore.kernels.logit_task import LogitTask, logit_task
 from rlcore.kernels.operands import (
     check_float,
     check_same_device,
     check_shape,
-    check_token_dtype,
     check_token_range,
-    checked_temperature,
     is_checked_on_device,
 )
 from rlcore.kernels.rows import (
@@ -42,31 +41,6 @@ from rlcore.kernels.rows import (
     wide_dtype,
 )
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
-
-
-@dataclass(frozen=True, slots=True)
-class LogitTask:
-    """Everything but the logits."""
-
-    rows: Rows
-    """Shaped like the targets."""
-    keep_mask: Tensor | None = None
-    with_entropy: bool = False
-    inplace_backward: bool = False
-
-    def reshaped(self, shape: Sequence[int]) -> LogitTask:
-        """For logits whose leading dimensions were joined."""
-        keep_mask = None if self.keep_mask is None else self.keep_mask.reshape(*shape, self.keep_mask.shape[-1])
-        return replace(self, rows=self.rows.reshaped(shape), keep_mask=keep_mask)
-
-    def query(self, logits: Tensor) -> Query:
-        flags = {
-            "entropy": self.with_entropy,
-            "keep_mask": self.keep_mask is not None,
-            "inplace_backward": self.inplace_backward,
-        }
-        options = frozenset(name for name, is_used in flags.items() if is_used)
-        return Query(logits.device.type, logits.dtype, 0, logits.shape[-1], options)
 
 
 def token_logprob_reference(logits: Tensor, task: LogitTask) -> Logprobs:
@@ -184,35 +158,29 @@ def token_logprob(
     _check_keep_mask(keep_mask, logits)
     if inplace_backward:
         _check_overwritable(logits)
-    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
-    check_token_dtype(targets)
+    if torch.compiler.is_compiling():
+        number, tensor = split_temperature(temperature)
+        return token_logprob_compiled(
+            LogitCall(logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation)
+        )
+    joined, task = logit_task(
+        logits,
+        targets,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        keep_mask=keep_mask,
+        inplace_backward=inplace_backward,
+    )
     is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
     if not is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
-    rows = Rows.of(targets.long(), ignore_index, temperature)
-    task = LogitTask(rows, keep_mask, with_entropy, inplace_backward)
+    run = choose("token_logprob", task.query(logits), implementation).fn
     with torch.autocast(logits.device.type, enabled=False):
-        logprob, entropy = _run(logits, task, implementation)
+        logprob, entropy = run(joined, task)
     if is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
-    return Logprobs(logprob, entropy)
-
-
-def _run(logits: Tensor, task: LogitTask, implementation: str | None) -> Logprobs:
-    shape = logits.shape[:-1]
-    if logits.dim() > 2:
-        logits = _joined(logits)
-        task = task.reshaped(logits.shape[:-1])
-    logprob, entropy = choose("token_logprob", task.query(logits), implementation).fn(logits, task)
-    return Logprobs(logprob.view(shape), None if entropy is None else entropy.view(shape))
-
-
-def _joined(logits: Tensor) -> Tensor:
-    """[T, V], one run of rows, where strides allow, else [N, L, V]: such as logits[:, :-1]."""
-    try:
-        return logits.view(-1, logits.shape[-1])
-    except RuntimeError:  # torch's only way to say that the strides do not allow it
-        return logits.reshape(-1, *logits.shape[-2:])
+    return Logprobs(logprob.view(targets.shape), None if entropy is None else entropy.view(targets.shape))
 
 
 def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlcore.kernels.logit_task import LogitTask
 from rlcore.kernels.rows import Rows, RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
-from rlcore.kernels.token_logprob import LogitTask
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

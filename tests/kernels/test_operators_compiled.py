@@ -1,0 +1,174 @@
+"""Operators inside torch.compile. Graphs run as traced ("aot_eager"): what code they become is Inductor's matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels import compiled
+from rlcore.ops import linear_logprob, linear_loss, token_logprob
+
+T, H, V = 24, 8, 50
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def random_inputs(num_rows: int = T) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden = torch.randn(num_rows, H, generator=generator, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, requires_grad=True)
+    targets = torch.randint(0, V, (num_rows,), generator=generator)
+    targets[1] = -100
+    return hidden, weight, torch.randn(V, generator=generator, requires_grad=True), targets
+
+
+def combined(scores: tuple[Tensor, Tensor | None]) -> Tensor:
+    logprob, entropy = scores
+    slope = torch.arange(logprob.numel(), dtype=logprob.dtype).view(logprob.shape) / T - 1
+    return (slope * logprob).sum() + (0 if entropy is None else (slope.cos() * entropy).sum())
+
+
+def from_hidden(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return combined(linear_logprob(hidden, weight, targets, bias=bias, **options))
+
+
+def from_logits(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    logits = (hidden @ weight.T + bias).view(2, -1, V)
+    return combined(token_logprob(logits, targets.view(2, -1), **options))
+
+
+def run(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    value = function(*inputs)
+    asked = [x for x in inputs if x.requires_grad]
+    return [value, *torch.autograd.grad(value, asked)]
+
+
+OPTIONS: list[tuple[Callable[..., Tensor], dict[str, Any]]] = [
+    (from_hidden, {}),
+    (from_hidden, {"with_entropy": True, "temperature": 0.7, "softcap": 4.0, "logit_scale": 1.1}),
+    (from_hidden, {"with_entropy": True, "temperature": torch.linspace(0.5, 2, T), "memory_budget_bytes": 5 * V * 12}),
+    (from_logits, {"with_entropy": True, "temperature": 0.7}),
+    (from_logits, {"temperature": torch.linspace(0.5, 2, T).view(2, -1), "inplace_backward": True}),
+]
+
+
+@pytest.mark.parametrize("function, options", OPTIONS)
+def test_a_full_graph_gives_what_eager_code_gives(function: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    def scored(*inputs: Tensor) -> Tensor:
+        return function(*inputs, **options).sin()
+
+    inputs = random_inputs()
+    found = run(torch.compile(scored, fullgraph=True, backend="aot_eager"), *inputs)
+    torch.testing.assert_close(found, run(scored, *inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2, (0, 1), (0, 1, 2)], ids=str)
+def test_only_the_gradients_asked_for_are_computed(frozen: int | tuple[int, ...]) -> None:
+    inputs = random_inputs()
+    for index in (frozen,) if isinstance(frozen, int) else frozen:
+        inputs[index].requires_grad_(False)
+    scored = torch.compile(from_hidden, fullgraph=True, backend="aot_eager")
+    if not any(x.requires_grad for x in inputs):
+        assert not scored(*inputs).requires_grad
+        return
+    torch.testing.assert_close(run(scored, *inputs), run(from_hidden, *inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_two_graphs_serve_any_number_of_tokens() -> None:
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    scored = torch.compile(from_hidden, fullgraph=True, backend=graphs)
+    for num_rows in (24, 30, 8, 11):
+        inputs = random_inputs(num_rows)
+        torch.testing.assert_close(run(scored, *inputs), run(from_hidden, *inputs), rtol=1e-5, atol=1e-6)
+    assert graphs.frame_count == 2  # of the first number, and of any
+
+
+def test_under_autocast_the_graph_lowers_what_eager_code_lowers() -> None:
+    inputs = random_inputs()
+
+    def scored(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return from_hidden(*inputs)
+
+    found = run(torch.compile(scored, fullgraph=True, backend="aot_eager"), *inputs)
+    assert all(torch.equal(got, want) for got, want in zip(found, run(scored, *inputs), strict=True))
+
+
+def test_values_are_checked_when_the_graph_runs() -> None:
+    hidden, weight, bias, targets = random_inputs()
+    scored = torch.compile(from_hidden, fullgraph=True, backend="aot_eager")
+    scored(hidden, weight, bias, targets)
+    targets[5] = V
+    with pytest.raises(InvalidInputError, match=r"targets must be token ids in \[0, 50\) .* got 50 at \[5\]"):
+        scored(hidden, weight, bias, targets)
+
+
+def test_an_implementation_without_a_backward_of_its_own_is_refused() -> None:
+    scored = torch.compile(lambda *xs: from_hidden(*xs, implementation="reference"), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match="'reference' has no backward of its own"):
+        scored(*random_inputs())
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+def test_the_operators_keep_the_promises_of_their_fake_kernels(needs: tuple[bool, bool]) -> None:
+    hidden, weight, bias, targets = random_inputs()
+    hidden.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    temperatures = torch.linspace(0.5, 2, T)
+    head = compiled.HeadCall(hidden, weight, bias, targets, 1.0, temperatures, 4.0, 1.0, True, -100, None, None)
+    torch.library.opcheck(torch.ops.rlcore.linear_logprob.default, tuple(head))
+    logits = (hidden @ weight.T).detach().requires_grad_(needs[0])
+    call = compiled.LogitCall(logits, targets, 0.7, None, logits > 0, True, -100, None)
+    torch.library.opcheck(torch.ops.rlcore.token_logprob.default, tuple(call))
+
+
+# ------------------------------------------------------------------------------------------------- linear_loss
+
+
+def cross_entropy(logprob: Tensor, entropy: Tensor, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return per_token["a"] * -logprob - 0.1 * entropy, {"entropy_max": entropy}
+
+
+def model_and_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, loss_fn: Any = cross_entropy
+) -> Tensor:
+    a, ones = torch.linspace(0, 1, len(targets)), torch.ones(len(targets))
+    output = linear_loss(
+        hidden.tanh(), weight, targets, loss_fn, per_token={"a": a}, token_weight=ones, bias=bias * 2.0
+    )
+    return output.loss * 3 + output.stats["entropy_max"]
+
+
+# torch looks at .grad of whatever passes a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_linear_loss_is_one_graph_break() -> None:
+    inputs = random_inputs()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found = run(torch.compile(model_and_loss, backend=graphs), *inputs)
+    torch.testing.assert_close(found, run(model_and_loss, *inputs), rtol=1e-5, atol=1e-6)
+    assert graphs.frame_count == 2  # what comes before, and what comes after
+
+
+def test_linear_loss_in_a_full_graph_is_refused_with_what_to_do() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile loss_fn instead: torch\.compile\(loss_fn\)"):
+        torch.compile(model_and_loss, fullgraph=True, backend="aot_eager")(*random_inputs())
+
+
+def test_a_compiled_loss_function_is_compiled_inside_linear_loss() -> None:
+    inputs = random_inputs()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    loss_fn = torch.compile(cross_entropy, fullgraph=True, backend=graphs)
+    found = run(lambda *xs: model_and_loss(*xs, loss_fn=loss_fn), *inputs)
+    torch.testing.assert_close(found, run(model_and_loss, *inputs), rtol=1e-5, atol=1e-6)
+    assert graphs.frame_count >= 1
