@@ -30,21 +30,21 @@ def _advantage_kernel(
     at = p[:, None] * N + i[None, :]
     reward = tl.load(rewards + at, mask=inside, other=0.0)
     is_right = tl.abs(reward) < float("inf")
-    weight = inside.to(tl.float64)
-    if lengths is not None:
-        weight = tl.load(lengths + at, mask=inside, other=0.0)
-        is_right &= weight >= 0.0
-    reward = reward.to(tl.float64)
+    x = reward.to(tl.float64)
     num_rewards = N.to(tl.float64)
     num_others = tl.maximum(num_rewards - 1.0, 1.0)
-    baseline = tl.sum(reward * weight, 1) / tl.maximum(tl.sum(weight, 1), 1.0)
-    baseline = tl.where(N > 1, baseline, 0.0)
-    centred = tl.where(inside, reward - baseline[:, None], 0.0)
+    if lengths is None:
+        baseline = tl.sum(x, 1) / num_rewards
+    else:
+        weight = tl.load(lengths + at, mask=inside, other=0.0)
+        is_right &= weight >= 0.0
+        baseline = tl.sum(x * weight, 1) / tl.maximum(tl.sum(weight, 1), 1.0)
+    centred = tl.where(inside, x - tl.where(N > 1, baseline, 0.0)[:, None], 0.0)
     if LEAVES_OUT:
-        centred = tl.where(N > 1, centred * (num_rewards / num_others), centred)
-    if NORMALISES:
+        centred *= tl.where(N > 1, num_rewards / num_others, 1.0)
+    if NORMALISES:  # a division for each group, not for each reward: it is slow in float64
         deviation = tl.sqrt(tl.sum(centred * centred, 1) / num_others)
-        centred /= tl.where(N > 1, deviation, 1.0)[:, None] + epsilon
+        centred *= (1.0 / (tl.where(N > 1, deviation, 1.0) + epsilon))[:, None]
     tl.store(advantages + at, centred.to(tl.float32), mask=inside)
     tl.store(is_valid + tl.program_id(0), tl.sum((is_right == 0).to(tl.int32)) == 0)
 

@@ -12,8 +12,9 @@ pair after it,
     it does not   1          0      0          1      0
 
 and the last token of a sequence has alpha = beta = kappa = 0. A run of tokens is a map of the same form. One kernel
-finds the map of each block of tokens; another composes those of the blocks behind its own, as far as something still
-reaches it from there, and applies them. No block waits for another, and the order of all sums is fixed.
+finds the role of each token and the map of each block of tokens; another composes the maps of the blocks behind its
+own, as far as something still reaches it from there, and applies them. No block waits for another, and the order of
+all sums is fixed.
 
 A discounted return is an advantage with lam = 1 and values of 0.
 
@@ -48,26 +49,26 @@ def _composed(
 
 
 @triton.jit
-def _num_at_most(edges, E, bound, WAYS: tl.constexpr):
-    """Entries of the rising ``edges`` that are at most ``bound``; each round narrows them to one part in WAYS."""
-    low = 0
-    size = E
-    while size > 0:
-        step = tl.cdiv(size, WAYS)
-        i = tl.arange(0, WAYS) * step
-        found = tl.load(edges + low + i, mask=i < size, other=0)
-        count = tl.sum(((found <= bound) & (i < size)).to(tl.int32), 0)
-        skipped = tl.where(count > 0, (count - 1) * step + 1, 0)
-        low += skipped
-        size = tl.where(count > 0, min(step - 1, size - skipped), 0)
-    return low
+def _narrowed(edges, low, size, bound, WAYS: tl.constexpr):
+    """Of the rising ``edges`` from ``low`` on: one part in WAYS that holds the first above ``bound``."""
+    step = tl.cdiv(size, WAYS)
+    i = tl.arange(0, WAYS) * step
+    found = tl.load(edges + low + i, mask=i < size, other=0)
+    count = tl.sum(((found <= bound) & (i < size)).to(tl.int32), 0)
+    skipped = tl.where(count > 0, (count - 1) * step + 1, 0)
+    return low + skipped, tl.where(count > 0, min(step - 1, size - skipped), 0)
 
 
 @triton.jit
 def _is_last(edges, E, t, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
     """Whether a sequence ends behind each token: bisection among the edges in this block."""
-    low = _num_at_most(edges, E, first, WAYS)
-    high = _num_at_most(edges, E, first + BLOCK, WAYS)
+    low = 0
+    high = 0
+    low_size = E
+    high_size = E
+    while (low_size > 0) | (high_size > 0):
+        low, low_size = _narrowed(edges, low, low_size, first, WAYS)
+        high, high_size = _narrowed(edges, high, high_size, first + BLOCK, WAYS)
     at = tl.zeros([BLOCK], tl.int32) + low
     size = high - low
     while size > 0:
@@ -78,42 +79,45 @@ def _is_last(edges, E, t, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
 
 
 @triton.jit
-def _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK: tl.constexpr, WAYS: tl.constexpr):
-    """Of this block: places, which tokens count, what is valid, and the map of each token and those behind it."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    t = first + tl.arange(0, BLOCK)
-    is_counted = t < T
-    if mask is not None:
-        is_counted &= tl.load(mask + t, mask=t < T, other=0) != 0
-    r = tl.load(rewards + t, mask=is_counted, other=0.0).to(tl.float32)
-    is_valid = tl.abs(r) < float("inf")
-    v = tl.zeros([BLOCK], tl.float32)
-    if values is not None:
-        v = tl.load(values + t, mask=is_counted, other=0.0).to(tl.float32)
-        is_valid &= tl.abs(v) < float("inf")
-    ends = _is_last(edges, E, t, first, BLOCK, WAYS)
-    alpha = tl.where(ends, 0.0, tl.where(is_counted, decay, 1.0))
-    beta = tl.where(ends | (is_counted == 0), 0.0, gamma)
-    kappa = tl.where(ends | is_counted, 0.0, 1.0)
-    return t, is_counted, is_valid, tl.associative_scan((alpha, beta, r - v, kappa, v), 0, _composed, reverse=True)
+def _maps(r, v, is_counted, is_last, gamma, decay):
+    """For each token the map of it and of all behind it in its block."""
+    r = tl.where(is_counted, r, 0.0)
+    v = tl.where(is_counted, v, 0.0)
+    alpha = tl.where(is_last, 0.0, tl.where(is_counted, decay, 1.0))
+    beta = tl.where(is_counted & (is_last == 0), gamma, 0.0)
+    kappa = tl.where(is_counted | is_last, 0.0, 1.0)
+    return tl.associative_scan((alpha, beta, r - v, kappa, v), 0, _composed, reverse=True)
 
 
 @triton.jit
 def _block_kernel(
-    values, rewards, mask, edges, blocks, is_valid_J, E, T, J, gamma, decay, BLOCK: tl.constexpr, WAYS: tl.constexpr
+    values, rewards, mask, edges, roles, blocks, is_valid_J, E, T, J, gamma, decay,
+    BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    _, _, is_valid, maps = _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK, WAYS)
     j = tl.program_id(0)
+    first = j.to(tl.int64) * BLOCK
+    t = first + tl.arange(0, BLOCK)
+    is_counted = t < T
+    if mask is not None:
+        is_counted = tl.load(mask + t, mask=t < T, other=0) != 0
+    r = tl.load(rewards + t, mask=t < T, other=0.0).to(tl.float32)
+    v = tl.zeros([BLOCK], tl.float32)
+    if values is not None:
+        v = tl.load(values + t, mask=t < T, other=0.0).to(tl.float32)
+    is_last = _is_last(edges, E, t, first, BLOCK, WAYS)
+    tl.store(roles + t, is_counted.to(tl.int8) + is_last.to(tl.int8) * 2, mask=t < T)
+    maps = _maps(r, v, is_counted, is_last, gamma, decay)
     at = blocks + j + tl.arange(0, BLOCK)
     for field in tl.static_range(5):
         tl.store(at + field * J, maps[field], mask=tl.arange(0, BLOCK) == 0)
-    num_wrong = tl.sum((is_valid == 0).to(tl.int32), 0)
+    is_wrong = is_counted & ((tl.abs(r) < float("inf")) & (tl.abs(v) < float("inf")) == 0)
+    num_wrong = tl.sum(is_wrong.to(tl.int32), 0)
     for start in range(j * WAYS, E, J * WAYS):  # the programs share the edges
         e = start + tl.arange(0, WAYS)
         edge = tl.load(edges + e, mask=e < E, other=0)
         before = tl.load(edges + e - 1, mask=(e > 0) & (e < E), other=0)
-        is_wrong = (edge < before) | ((e == 0) & (edge != 0)) | ((e == E - 1) & (edge != T))
-        num_wrong += tl.sum((is_wrong & (e < E)).to(tl.int32), 0)
+        is_off = (edge < before) | ((e == 0) & (edge != 0)) | ((e == E - 1) & (edge != T))
+        num_wrong += tl.sum((is_off & (e < E)).to(tl.int32), 0)
     tl.store(is_valid_J + j, num_wrong == 0)
 
 
@@ -147,11 +151,17 @@ def _behind(blocks, J, WAYS: tl.constexpr):
 
 @triton.jit
 def _token_kernel(
-    values, rewards, mask, edges, blocks, is_valid_J, advantages, returns, is_valid, E, T, J, gamma, decay,
+    values, rewards, roles, blocks, is_valid_J, advantages, returns, is_valid, T, J, gamma, decay,
     BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    t, is_counted, _, maps = _maps(values, rewards, mask, edges, E, T, gamma, decay, BLOCK, WAYS)
-    alpha, beta, x, kappa, y = maps
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    role = tl.load(roles + t, mask=t < T, other=2)
+    r = tl.load(rewards + t, mask=t < T, other=0.0).to(tl.float32)
+    v = tl.zeros([BLOCK], tl.float32)
+    if values is not None:
+        v = tl.load(values + t, mask=t < T, other=0.0).to(tl.float32)
+    is_counted = role % 2 == 1
+    alpha, beta, x, kappa, y = _maps(r, v, is_counted, role > 1, gamma, decay)
     a_behind, v_behind = _behind(blocks, J, WAYS)
     a = alpha * a_behind + beta * v_behind + x
     if returns is None:
@@ -199,9 +209,13 @@ def _advantages(
     blocks_5J = advantages_T.new_empty(5, num_blocks)
     flags = advantages_T.new_empty(num_blocks + 1, dtype=torch.bool)
     is_valid_J, is_valid = flags[1:], flags[0]
-    sizes = len(cu_seqlens), num_tokens, num_blocks, gamma, decay
-    inputs = values_T, rewards_T, mask_T, cu_seqlens, blocks_5J, is_valid_J
-    _block_kernel[(num_blocks,)](*inputs, *sizes, **_TILE)
-    _token_kernel[(num_blocks,)](*inputs, advantages_T, returns_T, is_valid, *sizes, **_TILE)
+    roles_T = advantages_T.new_empty(num_tokens, dtype=torch.int8)
+    sizes = num_tokens, num_blocks, gamma, decay
+    _block_kernel[(num_blocks,)](
+        values_T, rewards_T, mask_T, cu_seqlens, roles_T, blocks_5J, is_valid_J, len(cu_seqlens), *sizes, **_TILE
+    )
+    _token_kernel[(num_blocks,)](
+        values_T, rewards_T, roles_T, blocks_5J, is_valid_J, advantages_T, returns_T, is_valid, *sizes, **_TILE
+    )
     check_values(is_valid, lambda: f"{op}: its inputs must be finite, and cu_seqlens rise from 0 to the tokens")
     return advantages_T

@@ -81,12 +81,12 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     ),
     "blocks of a scan": (
         triton_returns._block_kernel,
-        {"mask": "*i1", "edges": "*i64", "is_valid_J": "*i1", "gamma": "fp32", "decay": "fp32"},
+        {"mask": "*i1", "edges": "*i64", "roles": "*i8", "is_valid_J": "*i1", "gamma": "fp32", "decay": "fp32"},
         triton_returns._TILE,
     ),
     "tokens of a scan": (
         triton_returns._token_kernel,
-        {"mask": "*i1", "edges": "*i64", "is_valid_J": "*i1", "is_valid": "*i1", "gamma": "fp32", "decay": "fp32"},
+        {"roles": "*i8", "is_valid_J": "*i1", "is_valid": "*i1", "gamma": "fp32", "decay": "fp32"},
         triton_returns._TILE,
     ),
     "gradient of targets": (
