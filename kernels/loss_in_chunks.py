@@ -74,8 +74,9 @@ def sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[
     """What only a sequence-level loss is given."""
     if cu_seqlens is None:
         return {}
-    device = tokens.weight.device
-    return {"cu_seqlens": torch.tensor(cu_seqlens, device=device), "token_mask": tokens.is_counted}
+    # torch.tensor(device=...) would wait for the products of the chunk
+    edges_N = torch.tensor(cu_seqlens).to(tokens.weight.device, non_blocking=True)
+    return {"cu_seqlens": edges_N, "token_mask": tokens.is_counted}
 
 
 class _KnownGradients(torch.autograd.Function):
