@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from rlcore.devices.part import Part
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.types import Capability
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 BITWISE_OPS = ("band", "bor", "bxor")
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", *BITWISE_OPS, "premul_sum")
@@ -95,7 +98,7 @@ class Collectives(Part):
 
     def new_backend(
         self,
-        store: dist.Store,
+        store: Store,
         *,
         rank: int,
         world_size: int,
@@ -115,7 +118,7 @@ class Collectives(Part):
         """
         options = self._options(timeout_s, is_high_priority)
         if (plugin := dist.Backend._plugins.get(self.backend.upper())) is not None:
-            return _from_plugin(plugin, store, rank, world_size, timeout_s, options, name)
+            return _from_plugin(plugin, store, rank=rank, world_size=world_size, timeout_s=timeout_s, name=name)
         if self.backend == "gloo":
             return _gloo(store, rank, world_size, timeout_s, is_one_host)
         options.global_ranks_in_group = list(range(world_size))
@@ -157,7 +160,7 @@ def _timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s)
 
 
-def _gloo(store: dist.Store, rank: int, world_size: int, timeout_s: float, is_one_host: bool) -> Any:
+def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_host: bool) -> Any:
     library: Any = dist.ProcessGroupGloo
     options = library._Options()
     options._timeout = _timeout(timeout_s)
@@ -169,9 +172,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, timeout_s: float, is_on
     return made
 
 
-def _from_plugin(
-    plugin: Any, store: dist.Store, rank: int, world_size: int, timeout_s: float, options: Any, name: str
-) -> Any:
+def _from_plugin(plugin: Any, store: Store, *, rank: int, world_size: int, timeout_s: float, name: str) -> Any:
     """As torch calls what ``Backend.register_backend`` was given."""
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world_size, _timeout(timeout_s))
@@ -179,7 +180,7 @@ def _from_plugin(
     request.store, request.group_rank, request.group_size = store, rank, world_size
     request.timeout, request.group_id = _timeout(timeout_s), name
     request.global_ranks_in_group = list(range(world_size))
-    return plugin.creator_fn(request, options)
+    return plugin.creator_fn(request, None)
 
 
 def _why_undefined(op: str, dtype: torch.dtype) -> str:

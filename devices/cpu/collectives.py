@@ -11,9 +11,9 @@ from rlcore.devices.collectives import BITWISE_OPS, Collectives
 
 @final
 class GlooCollectives(Collectives):
-    """Newer torch has an average of its own over gloo, of float tensors: a sum and a division, as here."""
+    """The same from torch 2.10 to 2.15. It takes bool too, and leaves bytes in it that are neither 0 nor 1."""
 
-    native_ops: ClassVar = frozenset({"sum", "product", "min", "max", *BITWISE_OPS})
+    native_ops: ClassVar = frozenset({"sum", "avg", "product", "min", "max", *BITWISE_OPS})
     native_dtypes: ClassVar = frozenset(
-        {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+        {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
     )

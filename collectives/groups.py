@@ -1,0 +1,198 @@
+"""Process groups that stand alone: any processes can form one, beside torch's default group or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from rlcore.collectives.operations import Operations
+from rlcore.collectives.peers import Peers
+from rlcore.collectives.process_group import make_process_group, unmake_process_group
+from rlcore.collectives.rendezvous import Meeting
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.registry import get_device
+
+
+def new_group(
+    device: Any,
+    *,
+    rank: int,
+    world_size: int,
+    rendezvous: Path | str | Store,
+    timeout_s: float = 300.0,
+    is_high_priority: bool = False,
+    name: str = "group",
+) -> Group:
+    """Form a group; all ranks call this together. The default group of torch.distributed is left as it is.
+
+    Args:
+        device: this rank's device, or its name. Tensors on it go through its collective library, host tensors
+            through gloo.
+        rendezvous: a folder that all ranks see and nobody else can write, made if absent; or a torch Store.
+        timeout_s: for forming the group, and for each operation.
+        is_high_priority: the library's kernels run on a stream that goes before others.
+        name: the same on all ranks; of groups that share a rendezvous at one time, each has its own.
+
+    Raises:
+        InvalidInputError: a rank, world size, name or timeout outside what is accepted.
+        UnsupportedError: the library has no high-priority streams, or is not there.
+        CollectiveTimeoutError: some ranks did not come; they are named.
+        CollectiveError: a rank was given twice, or ranks were told different world sizes or libraries.
+    """
+    device = get_device(device) if isinstance(device, str) else device
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidInputError(
+            f"world_size of group {name!r} must be a whole number of at least 1, got {world_size!r}"
+        )
+    if type(rank) is not int or not 0 <= rank < world_size:
+        raise InvalidInputError(
+            f"rank of group {name!r} must be 0 to {world_size - 1} for a world_size of {world_size}, got {rank!r}"
+        )
+    device.collectives.init_kwargs(timeout_s=timeout_s, is_high_priority=is_high_priority)  # refuses before others wait
+    options = {"rank": rank, "world_size": world_size, "timeout_s": timeout_s, "is_high_priority": is_high_priority}
+    return Group(device, rendezvous, options | {"name": name})
+
+
+class Group(Operations):
+    """Ranks that work on tensors together. Every operation is called by all ranks, in the same order.
+
+    Operations on host tensors end before they return, within the group's timeout. Those on device tensors are queued
+    on the current stream, as in torch.distributed, and it is the library's watchdog that ends them.
+    After an error the group can only be destroyed or rebuilt.
+    """
+
+    def __init__(self, device: Any, rendezvous: Path | str | Store, options: dict[str, Any]) -> None:
+        self.device = device
+        self.rank: int = options["rank"]
+        self.world_size: int = options["world_size"]
+        self.name: str = options["name"]
+        self._rendezvous = rendezvous
+        self._options = options
+        self._timeout_s: float = options["timeout_s"]
+        cpu = get_device("cpu")
+        self._host = device if device.torch_device == cpu.torch_device else cpu
+        self._group: Any = None
+        self._form()
+
+    def _form(self) -> None:
+        meeting = Meeting(
+            self._rendezvous,
+            self.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            library=self.device.collectives.backend,
+            timeout_s=self._timeout_s,
+        )
+        self._peers = Peers(meeting, repr(self))
+        options = self._options | {"is_one_host": meeting.is_one_host}
+        try:
+            self._group, self._host_group = self._made(meeting, options)
+        except BaseException:
+            self._peers.close()
+            raise
+        self._error = ""
+
+    def _made(self, meeting: Meeting, options: dict[str, Any]) -> tuple[Any, Any]:
+        try:
+            return make_process_group(self._host, self.device, meeting.store, options)
+        except UnsupportedError:
+            raise
+        except RuntimeError as error:
+            raise self._peers.explain(error, "forming") from error
+
+    @property
+    def process_group(self) -> Any:
+        """The ``torch.distributed.ProcessGroup``, for ``group=`` of torch's functions and of operators.
+
+        Name other ranks by ``group_src=`` and ``group_dst=``. Do not keep it beyond ``destroy()``.
+        """
+        self._check_usable("process_group")
+        return self._group
+
+    @property
+    def is_alive(self) -> bool:
+        """It has been formed and not destroyed."""
+        return self._group is not None
+
+    # ------------------------------------------------------------------------------------------- life
+
+    def destroy(self) -> None:
+        """Give back connections, threads and device memory. All ranks call it, unless the group has failed.
+
+        Raises:
+            StateError: it was destroyed before.
+        """
+        if not self.is_alive:
+            raise StateError(f"{self!r} was destroyed already; rebuild() forms it again")
+        groups = {id(group): group for group in (self._group, self._host_group)}
+        self._group = self._host_group = None
+        self._peers.close()
+        while groups:
+            unmake_process_group(groups.popitem()[1], is_broken=bool(self._error))
+        del self._peers  # the last user of the store: its file goes when all ranks have done so
+
+    def rebuild(self) -> None:
+        """Form the group again after ``destroy()``; all ranks call it together. Raises as ``new_group`` does."""
+        if self.is_alive:
+            raise StateError(f"{self!r} is alive; destroy() it before rebuild()")
+        self._form()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._error = self._error or repr(error)  # the other ranks may be elsewhere: do not wait for them
+        if self.is_alive:
+            self.destroy()
+
+    def __repr__(self) -> str:
+        return f"group {self.name!r} (rank {self.rank} of {self.world_size}, {self.device.name})"
+
+    # ------------------------------------------------------------------------------------------- work
+
+    def _run(
+        self,
+        what: str,
+        tensor: Tensor,
+        start: Callable[[Any], Any],
+        *,
+        peer: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Start work on the group that serves ``tensor``, and wait for it as that kind of tensor asks."""
+        self._check_usable(what)
+        is_on_host = self._is_on_host(tensor)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            work = self._started(what, start, self._host_group if is_on_host else self._group)
+            if not is_on_host:
+                work.wait()
+            elif peer is None:
+                self._peers.wait(work, what, timeout_s)
+            else:
+                self._peers.wait_for(peer, work, what, timeout_s)
+        except BaseException as error:  # Ctrl-C too: the other ranks' operations and ours no longer match
+            self._error = f"{what}: {str(error) or type(error).__name__}"
+            raise
+
+    def _started(self, what: str, start: Callable[[Any], Any], group: Any) -> Any:
+        try:
+            return start(group)
+        except RuntimeError as error:
+            raise self._peers.explain(error, what) from error
+
+    def _check_usable(self, what: str) -> None:
+        if not self.is_alive:
+            raise StateError(f"{what} of {self!r}, which was destroyed; call rebuild() on all ranks first")
+        if self._error:
+            raise StateError(
+                f"{what} of {self!r}, which has failed ({self._error}); call destroy(), then rebuild() on all ranks"
+            )

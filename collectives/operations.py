@@ -1,0 +1,310 @@
+"""What the ranks of a group do together: tensors of any dtype moved as bytes, and reduced as their device can."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+from rlcore.collectives.reduction import fold, scaled
+from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
+
+_INLINE_BYTES = 1024
+"""``exchange`` sends so much in its first message; what is longer takes a second."""
+
+# Renamed in torch 2.13.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Operations(ABC):
+    """The operations of a ``Group``. Each is called by all ranks, in the same order.
+
+    Those on host tensors end before they return. Those on device tensors are queued on the current stream.
+    """
+
+    device: Any
+    rank: int
+    world_size: int
+    name: str
+    _host: Any
+    """The host as a device."""
+
+    @abstractmethod
+    def _run(
+        self,
+        what: str,
+        tensor: Tensor,
+        start: Callable[[Any], Any],
+        *,
+        peer: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Start work on the torch group that serves ``tensor``, with one ``peer`` or all, and see to its end."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, factor: float | None = None) -> Tensor:
+        """Reduce over all ranks, in place.
+
+        Args:
+            tensor: any shape, the same on all ranks; of ``device.collectives.dtypes()``.
+            op: of ``device.collectives.reduce_ops()``.
+            factor: of "premul_sum": this rank's values count so many times.
+
+        Raises:
+            UnsupportedError: the operator has no meaning for the dtype.
+        """
+        flat = self._flat(tensor, "all_reduce")
+        if self._reduction(flat, op, factor) == "native":
+            torch_op = _torch_op(op, factor)
+            self._run("all_reduce", flat, lambda g: dist.all_reduce(flat, torch_op, group=g, async_op=True))
+        elif factor is not None:
+            flat.copy_(self.all_reduce(scaled(flat, factor)))
+        else:
+            rows = _rows_of_ranks(flat.numel(), self.world_size)
+            flat.copy_(self._gathered(self._folded(flat, rows, op), rows))
+        return _written(tensor, flat)
+
+    def reduce_scatter(
+        self, tensor: Tensor, op: str = "sum", *, sizes: Sequence[int] | None = None, factor: float | None = None
+    ) -> Tensor:
+        """Reduce over all ranks; each keeps its rows.
+
+        Args:
+            tensor: [n, ...], the same shape on all ranks.
+            sizes: rows of each rank; by default n / world_size, the first ranks having one more where it is uneven.
+
+        Returns:
+            [sizes[rank], ...], new.
+        """
+        values = self._dense(tensor, "reduce_scatter")
+        rows = _rows_of_ranks(values.shape[0], self.world_size) if sizes is None else self._checked(sizes, values)
+        if self._reduction(values, op, factor) != "native" or len(set(rows)) > 1:
+            if factor is not None:
+                return self.reduce_scatter(scaled(values, factor), sizes=rows)
+            return self._folded(values, rows, op)
+        out = values.new_empty((rows[self.rank], *values.shape[1:]))
+        torch_op = _torch_op(op, factor)
+        start = lambda g: _reduce_scatter_single(out, values, torch_op, group=g, async_op=True)  # noqa: E731
+        self._run("reduce_scatter", values, start)
+        return out
+
+    def all_gather(self, tensor: Tensor, *, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The tensors of all ranks, by rank, as views of one new tensor.
+
+        Args:
+            tensor: [n, ...] of any dtype; n may differ between ranks.
+            sizes: n of each rank, where they are known; saves their exchange.
+
+        Raises:
+            CollectiveError: on all ranks, where dtypes or the other dimensions differ.
+        """
+        values = self._dense(tensor, "all_gather")
+        if sizes is None:
+            sizes = [rows for (rows,) in self._agree("all_gather", values, [values.shape[0]])]
+        elif len(sizes) != self.world_size or sizes[self.rank] != values.shape[0]:
+            raise InvalidInputError(
+                f"sizes of all_gather must be the rows of each of {self.world_size} ranks, {values.shape[0]} on this "
+                f"rank {self.rank}; got {sizes!r}"
+            )
+        return list(torch.split(self._gathered(values, sizes), list(sizes)))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrite ``tensor`` with that of rank ``source``, of the same shape and dtype."""
+        self._check_rank(source, "source")
+        flat = self._flat(tensor, "broadcast")
+        data = _bytes(flat)
+        self._run("broadcast", flat, lambda g: dist.broadcast(data, group_src=source, group=g, async_op=True))
+        return _written(tensor, flat)
+
+    def all_to_all(self, tensors: Sequence[Tensor], *, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Send ``tensors[r]`` to rank r; returns what the ranks sent here, by rank, as views of one new tensor.
+
+        Args:
+            tensors: one for each rank, [n_r, ...] of one dtype; n_r may differ.
+            sizes: rows that each rank sends here, where they are known; saves their exchange.
+
+        Raises:
+            CollectiveError: on all ranks, where dtypes or the other dimensions differ.
+        """
+        if len(tensors) != self.world_size:
+            raise InvalidInputError(f"all_to_all of {self!r} takes a tensor for each rank, got {len(tensors)}")
+        parts = [self._dense(tensor, "all_to_all") for tensor in tensors]
+        if len({(part.dtype, part.shape[1:], part.device) for part in parts}) > 1:
+            raise InvalidInputError(
+                f"all_to_all of {self!r}: the tensors must have one dtype, device and row shape; got "
+                f"{', '.join(f'{_name(part.dtype)} {tuple(part.shape)} on {part.device}' for part in parts)}"
+            )
+        if sizes is None:
+            told = self._agree("all_to_all", parts[0], [part.shape[0] for part in parts])
+            sizes = [rows[self.rank] for rows in told]
+        elif len(sizes) != self.world_size or sizes[self.rank] != parts[self.rank].shape[0]:
+            raise InvalidInputError(
+                f"sizes of all_to_all must be the rows that each of {self.world_size} ranks sends to this rank "
+                f"{self.rank}, {parts[self.rank].shape[0]} of its own; got {sizes!r}"
+            )
+        return list(torch.split(self._swapped(parts, sizes), list(sizes)))
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """To ``recv`` on rank ``destination``."""
+        self._check_rank(destination, "destination", is_other=True)
+        data = _bytes(self._flat(tensor, "send"))
+        start = lambda g: dist.isend(data, group_dst=destination, group=g)  # noqa: E731
+        self._run(f"send to rank {destination}", data, start, peer=destination)
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrite ``tensor`` with what rank ``source`` sends, of the same shape and dtype."""
+        self._check_rank(source, "source", is_other=True)
+        flat = self._flat(tensor, "recv")
+        data = _bytes(flat)
+        start = lambda g: dist.irecv(data, group_src=source, group=g)  # noqa: E731
+        self._run(f"recv from rank {source}", data, start, peer=source)
+        return _written(tensor, flat)
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are here and what they have queued on their devices is done.
+
+        Raises:
+            CollectiveTimeoutError: naming the ranks that did not come in time.
+        """
+        self.device.synchronize()
+        here = torch.zeros(1)
+        self._run("barrier", here, lambda g: dist.all_reduce(here, group=g, async_op=True), timeout_s=timeout_s)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, by rank, through the host: a single message where all are small."""
+        own = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
+        head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
+        head[: own.numel()] = own[: head.numel()]
+        heads = self._gathered(head, [head.numel()] * self.world_size).numpy().tobytes()
+        parts = [heads[start : start + head.numel()] for start in range(0, len(heads), head.numel())]
+        lengths = [int.from_bytes(part[:8], "little") for part in parts]
+        if max(lengths) > _INLINE_BYTES:
+            sizes = [8 + length for length in lengths]
+            parts = [part.numpy().tobytes() for part in torch.split(self._gathered(own, sizes), sizes)]
+        return [part[8 : 8 + length] for part, length in zip(parts, lengths, strict=True)]
+
+    # ---------------------------------------------------------------------------------------- movements
+
+    def _gathered(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[sum(sizes), ...]: the rows of all ranks."""
+        out = values.new_empty((sum(sizes), *values.shape[1:]))
+        if len(set(sizes)) == 1:
+            whole, own = _bytes(out), _bytes(values)
+            self._run("all_gather", values, lambda g: _all_gather_single(whole, own, group=g, async_op=True))
+            return out
+        # Libraries gather equal parts only; padding to the largest could take world_size times the memory.
+        parts = torch.split(out, list(sizes))
+        parts[self.rank].copy_(values)
+        for source, part in enumerate(parts):
+            if part.numel():
+                self.broadcast(part, source)
+        return out
+
+    def _swapped(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """[sum(sizes), ...]: the rows that all ranks sent here."""
+        data = torch.cat([_bytes(part) for part in parts])
+        out = parts[0].new_empty((sum(sizes), *parts[0].shape[1:]))
+        row_bytes = out.element_size() * out.shape[1:].numel()
+        received, arriving, leaving = _bytes(out), [rows * row_bytes for rows in sizes], [_nbytes(p) for p in parts]
+        start = lambda g: dist.all_to_all_single(received, data, arriving, leaving, group=g, async_op=True)  # noqa: E731
+        self._run("all_to_all", data, start)
+        return out
+
+    def _folded(self, values: Tensor, rows: Sequence[int], op: str) -> Tensor:
+        """[rows[rank], ...]: these rows of all ranks, reduced here."""
+        own = rows[self.rank]
+        parts = self._swapped(torch.split(values, list(rows)), [own] * self.world_size)
+        return fold(parts.view(self.world_size, own * values.shape[1:].numel()), op).view(own, *values.shape[1:])
+
+    # ------------------------------------------------------------------------------------------ checks
+
+    def _reduction(self, values: Tensor, op: str, factor: float | None) -> str:
+        """ "native" or "emulated"."""
+        if (op == "premul_sum") != (factor is not None):
+            raise InvalidInputError(f"op 'premul_sum' takes a factor, and no other does; got {op!r} and {factor!r}")
+        device = self._host if self._is_on_host(values) else self.device
+        how = device.collectives.reduction(op, values.dtype)
+        if how.support == "unsupported":
+            raise UnsupportedError(f"{op} of {_name(values.dtype)} over {self!r}", how.reason)
+        return str(how.support)
+
+    def _agree(self, what: str, values: Tensor, rows: list[int]) -> list[list[int]]:
+        """``rows`` of all ranks, once dtypes, places and shapes of a row are seen to be the same."""
+        own = (f"{_name(values.dtype)} rows of {tuple(values.shape[1:])} on {values.device.type}", rows)
+        told = [msgspec.msgpack.decode(data) for data in self.exchange(msgspec.msgpack.encode(own))]
+        if len({kind for kind, _ in told}) > 1:
+            listed = "; ".join(f"rank {rank} has {kind}" for rank, (kind, _) in enumerate(told))
+            raise CollectiveError(f"{what} of group {self.name!r}: all ranks must have rows of one kind; {listed}")
+        return [rank_rows for _, rank_rows in told]
+
+    def _checked(self, sizes: Sequence[int], values: Tensor) -> list[int]:
+        if len(sizes) != self.world_size or sum(sizes) != values.shape[0] or min(sizes) < 0:
+            raise InvalidInputError(
+                f"sizes of reduce_scatter must be the rows of each of {self.world_size} ranks, {values.shape[0]} in "
+                f"all; got {sizes!r}"
+            )
+        return list(sizes)
+
+    def _check_rank(self, rank: int, what: str, *, is_other: bool = False) -> None:
+        if not 0 <= rank < self.world_size or (is_other and rank == self.rank):
+            other = " and not its own" if is_other else ""
+            raise InvalidInputError(f"{what} must be a rank of {self!r}{other}, got {rank!r}")
+
+    def _dense(self, tensor: Tensor, what: str) -> Tensor:
+        """Contiguous, with a first dimension, out of autograd's sight."""
+        values = self._contiguous(tensor, what)
+        if values.dim() == 0:
+            raise InvalidInputError(f"{what} of {self!r} takes tensors of at least one dimension; give x.reshape(1)")
+        return values
+
+    def _flat(self, tensor: Tensor, what: str) -> Tensor:
+        return self._contiguous(tensor, what).view(-1)
+
+    def _contiguous(self, tensor: Tensor, what: str) -> Tensor:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise InvalidInputError(
+                f"{what} of {self!r} takes plain dense tensors, got {type(tensor).__name__}; "
+                "of a DTensor give its to_local()"
+            )
+        if tensor.device not in (self.device.torch_device, self._host.torch_device):
+            raise InvalidInputError(
+                f"{what} of {self!r} takes tensors on {self.device.torch_device} or on the host, got {tensor.device}"
+            )
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return bool(tensor.device == self._host.torch_device)
+
+
+def _torch_op(op: str, factor: float | None) -> Any:
+    return getattr(dist.ReduceOp, op.upper()) if factor is None else _make_nccl_premul_sum(factor)
+
+
+def _written(tensor: Tensor, flat: Tensor) -> Tensor:
+    """``tensor`` with the values of ``flat``, which shares its memory unless it had to be copied."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+def _nbytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
+
+
+def _rows_of_ranks(rows: int, world_size: int) -> list[int]:
+    least, more = divmod(rows, world_size)
+    return [least + (rank < more) for rank in range(world_size)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
