@@ -50,7 +50,7 @@ class _Connection:
             send(self._socket, claim, deadline=deadline)
             return self._granted(claim.export_id, deadline)
         except (queue.Empty, TimeoutError) as error:
-            raise DeviceError(f"process {self.pid}, the exporter, did not answer within {timeout_s:g} s") from error
+            raise DeviceError(_silent(self.pid, timeout_s)) from error
         except OSError as error:
             raise DeviceError(_ended(self.pid)) from error
 
@@ -225,11 +225,15 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
         connection.connect(path)
         connection.settimeout(None)
         _check_owner(connection, path)
-    except OSError as error:
+    except BaseException as error:
         connection.close()
-        raise DeviceError(f"{_ended(pid_of(path))}: {error}") from error
-    except BaseException:
-        connection.close()
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                raise DeviceError(_ended(pid_of(path))) from error
+            case TimeoutError():
+                raise DeviceError(_silent(pid_of(path), timeout_s)) from error
+            case OSError():
+                raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
         raise
     return connection
 
@@ -250,7 +254,11 @@ def pid_of(path: str) -> str:
 
 
 def _ended(pid: int | str) -> str:
-    return f"process {pid}, which exported this memory, has ended"
+    return f"process {pid}, the exporter, has ended, or refuses this process's user"
+
+
+def _silent(pid: int | str, timeout_s: float) -> str:
+    return f"process {pid}, the exporter, did not answer within {timeout_s:g} s"
 
 
 _abandoned: list[Importer] = []

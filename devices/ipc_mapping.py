@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -11,6 +12,8 @@ import torch
 
 from rlcore.errors import StateError
 from rlcore.types import IpcHandle
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -65,8 +68,12 @@ class Mapping:
     def revoke(self) -> None:
         """The exporter's word has come; called once, in the thread that heard it."""
         self.is_revoked = True
-        if self._on_revoke is not None:
+        if self._on_revoke is None:
+            return
+        try:
             self._on_revoke(self)
+        except Exception:  # the thread that hears the exporter must go on
+            _log.exception("on_revoke of %r failed", self)
 
     def __enter__(self) -> Self:
         return self

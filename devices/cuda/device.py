@@ -9,7 +9,13 @@ import torch
 
 from rlcore.devices.collectives import Collectives
 from rlcore.devices.cuda.collectives import NcclCollectives
+from rlcore.devices.cuda.memory import CudaMemory
+from rlcore.devices.cuda.profiler import CudaProfiler
+from rlcore.devices.cuda.streams import CudaStreams
 from rlcore.devices.generic import GenericTorchDevice
+from rlcore.devices.memory import Memory
+from rlcore.devices.profiler import Profiler
+from rlcore.devices.streams import Streams
 from rlcore.launch import Launch
 from rlcore.types import DeviceProperties, DeviceSpec, Probe
 
@@ -18,7 +24,10 @@ from rlcore.types import DeviceProperties, DeviceSpec, Probe
 class CudaDevice(GenericTorchDevice):
     """One GPU, by its index among the visible ones."""
 
+    memory_class: ClassVar[type[Memory]] = CudaMemory
+    streams_class: ClassVar[type[Streams]] = CudaStreams
     collectives_class: ClassVar[type[Collectives]] = NcclCollectives
+    profiler_class: ClassVar[type[Profiler]] = CudaProfiler
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

@@ -1,0 +1,24 @@
+"""Named phases for NVIDIA's own profilers as well."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import final
+
+import torch
+
+from rlcore.devices.profiler import Profiler
+
+
+@final
+class CudaProfiler(Profiler):
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Mark a phase in torch's traces and, through NVTX, in those of nsys and ncu."""
+        with super().range(name):
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+            try:
+                yield
+            finally:
+                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

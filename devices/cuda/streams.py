@@ -1,0 +1,55 @@
+"""Streams and events of NVIDIA GPUs. An event can be waited for by another process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import final
+
+import torch
+
+from rlcore.devices.streams import Streams
+from rlcore.errors import InvalidInputError
+from rlcore.processes import boot_id
+from rlcore.types import Capability, EventHandle
+
+
+@final
+class CudaStreams(Streams):
+    def limits(self) -> dict[str, Capability]:
+        return {}
+
+    def new(self, priority: int = 0) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device.torch_device, priority=min(priority, 0))  # type: ignore[no-untyped-call]  # 0 is lowest
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device.torch_device)
+
+    def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[torch.Stream]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def event(self, timing: bool = False, interprocess: bool = False) -> torch.cuda.Event:
+        if timing and interprocess:
+            raise InvalidInputError("an interprocess event measures no time; ask for timing=True or interprocess=True")
+        return torch.cuda.Event(enable_timing=timing, interprocess=interprocess)  # type: ignore[no-untyped-call]
+
+    def export_event(self, event: torch.Event) -> EventHandle:
+        if not isinstance(event, torch.cuda.Event):
+            raise InvalidInputError(f"export_event takes what event(interprocess=True) made, got {event!r}")
+        with torch.cuda.device(self._device.index):
+            payload = event.ipc_handle()  # type: ignore[no-untyped-call]
+        return EventHandle(
+            device=self._device.spec.name,
+            device_uuid=self._device.properties().uuid,
+            boot_id=boot_id(),
+            payload=payload,
+        )
+
+    def import_event(self, handle: EventHandle) -> torch.cuda.Event:
+        if not isinstance(handle, EventHandle) or handle.device != self._device.spec.name:
+            raise InvalidInputError(f"import_event takes an EventHandle of {self._device.spec.name}, got {handle!r}")
+        if handle.boot_id != boot_id():
+            raise InvalidInputError("this event is of another machine, or of before this one was restarted")
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
+            self._device.torch_device, handle.payload
+        )
+        return event
