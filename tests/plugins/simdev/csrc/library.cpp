@@ -44,9 +44,22 @@ void forget_pinned(int64_t address) {
   pinned_memory().free(reinterpret_cast<void*>(address));
 }
 
-void release_pool(int64_t index, int64_t pool) {
-  synchronize(index);
-  state(index).memory.release_pool(pool);
+// device, allocated bytes, total bytes of each segment.
+std::vector<int64_t> segments_of_pool(int64_t pool) {
+  std::vector<int64_t> numbers;
+  for (size_t index = 0; index < visible_devices().size() && is_initialized(); ++index) {
+    for (auto [allocated, total] : state(index).memory.segments_of_pool(pool)) {
+      numbers.insert(numbers.end(), {static_cast<int64_t>(index), allocated, total});
+    }
+  }
+  return numbers;
+}
+
+void release_pool(int64_t pool) {
+  for (size_t index = 0; index < visible_devices().size() && is_initialized(); ++index) {
+    synchronize(index);
+    state(index).memory.release_pool(pool);
+  }
 }
 
 TORCH_LIBRARY(simdev, m) {
@@ -64,7 +77,8 @@ TORCH_LIBRARY(simdev, m) {
   m.def("adopt_pinned(int address, int bytes) -> ()", adopt_pinned);
   m.def("forget_pinned(int address) -> ()", forget_pinned);
   m.def("exchange_pool(int pool) -> int", [](int64_t pool) { return exchange_pool(pool); });
-  m.def("release_pool(int index, int pool) -> ()", release_pool);
+  m.def("release_pool(int pool) -> ()", release_pool);
+  m.def("segments_of_pool(int pool) -> int[]", segments_of_pool);
 }
 
 }  // namespace

@@ -235,6 +235,21 @@ void DeviceMemory::release_pool(int64_t pool) {
   trim(pool, false);
 }
 
+std::vector<std::pair<int64_t, int64_t>> DeviceMemory::segments_of_pool(int64_t pool) {
+  std::lock_guard lock(mutex_);
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (Segment& segment : segments_) {
+    if (segment.pool == pool) {
+      int64_t allocated = 0;
+      for (auto& [address, block] : segment.blocks) {
+        allocated += block.is_free ? 0 : block.bytes;
+      }
+      found.emplace_back(allocated, segment.bytes);
+    }
+  }
+  return found;
+}
+
 void DeviceMemory::trim(int64_t pool, bool any_pool) {
   std::lock_guard lock(mutex_);
   for (auto segment = segments_.begin(); segment != segments_.end();) {

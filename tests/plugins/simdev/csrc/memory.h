@@ -60,6 +60,8 @@ class DeviceMemory {
   // Whole free segments go back. The caller has waited for the device.
   void empty_cache();
   void release_pool(int64_t pool);
+  // (allocated, total) bytes of each.
+  std::vector<std::pair<int64_t, int64_t>> segments_of_pool(int64_t pool);
   Segment* segment_of(const void* address);
   Statistics statistics();
   void reset_peak();

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import sys
 import uuid
 from pathlib import Path
@@ -19,6 +21,9 @@ def register() -> None:
     torch.ops.load_library(library)
     torch._register_device_module("simdev", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
+    from rlcore_simdev import simccl  # now, as torch.distributed asks which device types there are
+
+    simccl.register()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,32 @@ def get_rng_state(device=None) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, device=None) -> None:
     _generators()[_index(device)].set_state(state)
+
+
+class MemPool:
+    """Device memory kept apart: ``with use_mem_pool(pool):`` this thread allocates from it."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.id = next(self._ids)
+
+    def snapshot(self) -> list[dict]:
+        numbers = torch.ops.simdev.segments_of_pool(self.id)
+        keys = ("device", "allocated_size", "total_size")
+        return [dict(zip(keys, numbers[i : i + 3], strict=True)) for i in range(0, len(numbers), 3)]
+
+    def __del__(self) -> None:
+        torch.ops.simdev.release_pool(self.id)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device=None):
+    before = torch.ops.simdev.exchange_pool(pool.id)
+    try:
+        yield
+    finally:
+        torch.ops.simdev.exchange_pool(before)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -1,0 +1,86 @@
+"""Simulated collective library: gloo over the host's view of device memory, as a torch.distributed back end."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlcore_simdev.faults import has_fault
+
+OPERATIONS = (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base", "broadcast", "reduce"),
+    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "send", "recv"),
+    "recv_anysource",
+)
+
+
+class SimCcl(dist.ProcessGroup):
+    """Its operations wait on the host for the current stream, then run on gloo's threads in device memory itself."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
+        self._name = self._desc = ""
+
+    def barrier(self, options: Any = None) -> Any:
+        torch.accelerator.synchronize()
+        return self._gloo.barrier(options or dist.BarrierOptions())
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's names
+        return "simccl"
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._gloo.rank()
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._gloo.size()
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def abort(self) -> None:
+        self._gloo.abort()
+
+    def shutdown(self) -> None:
+        self._gloo.shutdown()
+
+
+def _forwarded(name: str) -> Any:
+    def operation(self: SimCcl, *arguments: Any) -> Any:
+        if name == "allreduce" and has_fault("all_reduce_always_sums"):
+            arguments = (arguments[0], dist.AllreduceOptions())
+        return getattr(self._gloo, name)(*map(_on_host, arguments))
+
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(SimCcl, _name, _forwarded(_name))
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_on_host(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "simdev":
+        torch.accelerator.current_stream(value.device).synchronize()
+        return torch.ops.simdev.host_view(value)
+    return value
+
+
+def register() -> None:
+    dist.Backend.register_backend("simccl", SimCcl, devices=["simdev"])
