@@ -90,11 +90,33 @@ def quickstart(
 
 
 @app.command()
-def devices(as_json: AsJson = False) -> None:
-    """List the devices, and the plugins that failed to load."""
-    from rlcore.registry import list_devices, registry
+def devices(
+    name: Annotated[str | None, typer.Argument(help='Such as "cuda" or "cuda:1": show every member of it.')] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the devices and the plugins that failed; or what one device can do, member by member."""
+    from rlcore import inventory
 
-    found = list_devices()
+    if name is None:
+        _list_devices(as_json)
+        return
+    found = inventory.describe(name)
+    if as_json:
+        _print_json(asdict(found))
+        return
+    about = [["name", found.name], ["vendor", found.vendor]]
+    about += [[field, str(value)] for field, value in asdict(found.properties).items() if field != "name"]
+    about.insert(2, ["product", found.properties.name])
+    _print_table(["device", ""], about)
+    rows = [[member, how.support, how.evidence, how.reason] for member, how in found.capabilities.items()]
+    _print_table(["member", "support", "evidence", "reason"], rows)
+
+
+def _list_devices(as_json: bool) -> None:
+    from rlcore.inventory import kinds, summary
+    from rlcore.registry import registry
+
+    found = kinds()
     failed = [record for record in registry().plugins if record.error]
     if as_json:
         plugins = [
@@ -107,15 +129,35 @@ def devices(as_json: AsJson = False) -> None:
             }
             for r in failed
         ]
-        _print_json({"devices": [asdict(info) for info in found], "failed_plugins": plugins})
+        _print_json({"devices": [kind.as_dict() for kind in found], "failed_plugins": plugins})
         return
-    rows = [[info.name, info.vendor, str(info.count), info.plugin, info.reason or "available"] for info in found]
-    _print_table(["device", "vendor", "count", "plugin", "state"], rows)
+    rows = []
+    for kind in found:
+        info, members = kind.info, summary(kind.capabilities) if kind.capabilities else kind.error
+        rows.append([info.name, info.vendor, str(info.count), info.plugin, members, info.reason or "available"])
+    _print_table(["device", "vendor", "count", "plugin", "members", "state"], rows)
     if failed:
         _print_table(
             ["failed plugin", "distribution", "stage", "error"],
             [[r.name, f"{r.distribution} {r.version}", r.stage, r.reason] for r in failed],
         )
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check the machine, the packages, the plugins and each device; say what to do about what is wrong.
+
+    Exit code 1 when a check failed, 0 otherwise, warnings included.
+    """
+    from rlcore.doctor.examine import examine
+
+    report = examine()
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        rows = [[check.check, check.status, check.found, check.fix] for check in report.checks]
+        _print_table(["check", "", "found", "what to do"], rows)
+    raise typer.Exit(int(report.status == "FAIL"))
 
 
 @app.command()
@@ -221,7 +263,9 @@ def ops_explain(
 # ------------------------------------------------------------------------------------------------- printing
 
 
-_GOOD, _BAD, _MISSING = ("available", "pass", "runs"), ("fail", "oom"), ("blocked", "skipped")
+_GOOD = ("available", "native", "OK", "pass", "runs")
+_BAD = ("fail", "FAIL", "oom")
+_MISSING = ("blocked", "emulated", "skipped", "unsupported", "WARN")
 _COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
 
 

@@ -1,0 +1,139 @@
+"""Checks that run code of torch, of plugins and of devices, in a process of their own: it may crash there.
+
+Findings go to the descriptor it is given, a line of JSON each, as soon as they are known; the last line is null.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rlcore.deadline import call_within
+from rlcore.doctor.finding import CHECK_TIMEOUT_S, Finding, Verdict, fail, ok, run_check, warn
+from rlcore.doctor.ipc import Importer, share
+from rlcore.doctor.packages import torch_back_ends
+from rlcore.inventory import summary
+from rlcore.launch import Launch
+from rlcore.plugins import PluginRecord
+from rlcore.registry import get_device, launch, list_devices, registry
+from rlcore.settings import Settings
+from rlcore.types import Capability
+
+
+def main(descriptor: int) -> None:
+    os.set_inheritable(descriptor, False)
+    importer = Importer()
+    with os.fdopen(descriptor, "w", buffering=1) as out:
+        for finding in _findings(importer):
+            print(json.dumps(asdict(finding)), file=out)
+        print("null", file=out)
+    importer.close()
+
+
+def _findings(importer: Importer) -> Iterator[Finding]:
+    yield Finding("import torch", "OK", _import_torch())
+    yield run_check("flash-attn", flash_attn)
+    try:
+        records = list(call_within(CHECK_TIMEOUT_S, lambda: registry().plugins))
+    except Exception as error:
+        yield Finding("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE)
+        return
+    yield from (_plugin(record) for record in records if record.error)
+    yield Finding("plugins", "OK", "; ".join(map(_name, (record for record in records if not record.error))))
+    for kind in registry().devices:
+        timeout_s = Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S
+        yield run_check(f"device {kind}", device, kind, timeout_s=timeout_s)
+    yield run_check("default device", default_device)
+    for kind in registry().devices:
+        if (facts := launch(kind)).visible_devices_variable:
+            yield run_check(f"visible {kind}", visible_devices, facts)
+    for info in list_devices():
+        if info.is_available:
+            yield run_check(f"ipc {info.name}", share, info.name, importer, timeout_s=2 * CHECK_TIMEOUT_S)
+
+
+_DISABLE = "RLCORE_DISABLE_PLUGINS=all, then without one after the other"
+
+
+def _import_torch() -> str:
+    """Outside every deadline but that of the process: nothing goes on without it, and its traceback is the reason."""
+    start = time.perf_counter()
+    importlib.import_module("torch")
+    loaded = ", ".join(torch_back_ends()) or "none"
+    return f"{time.perf_counter() - start:.1f} s; back ends that it loads: {loaded}"
+
+
+def flash_attn() -> Verdict:
+    """It is compiled against one torch, and does not say so before it is imported."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return ok("not installed")
+    version = importlib.metadata.version("flash-attn")
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:
+        rebuild = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps flash-attn"
+        return fail(f"{version} cannot be imported: {type(error).__name__}: {error}", rebuild)
+    return ok(version)
+
+
+def device(kind: str) -> Verdict:
+    """Its probe, and if it is there whether it can be made and says what it can do."""
+    (info,) = (info for info in list_devices() if info.name == kind)
+    if info.is_broken:
+        return fail(info.reason, _leave_out(info.plugin))
+    if not info.is_available:
+        return ok(f"not available: {info.reason}")
+    try:
+        found = get_device(kind).capabilities()
+        wrong = [member for member, how in found.items() if not isinstance(how, Capability)]
+    except Exception as error:
+        return fail(f"capabilities() failed: {type(error).__name__}: {error}", _leave_out(info.plugin))
+    if wrong:
+        return fail(f"capabilities() answered with no Capability for {', '.join(wrong)}", _leave_out(info.plugin))
+    return ok(f"{info.count} of {info.vendor}; members: {summary(found)}")
+
+
+def default_device() -> Verdict:
+    try:
+        return ok(get_device().name)
+    except Exception as error:
+        return fail(str(error), "unset RLCORE_DEVICE, or name a device of `rlcore devices`")
+
+
+def visible_devices(facts: Launch) -> Verdict:
+    variable = facts.visible_devices_variable or ""
+    visible = facts.visible_devices()
+    if visible is None:
+        return ok(f"{variable} is not set: all")
+    value = os.environ[variable]
+    found = f"{variable}={value!r}"
+    if not visible:
+        return warn(f"{found} hides every {facts.spec.name} device", f"unset {variable}, if that is not meant")
+    if len(visible) < len(value.split(",")):
+        ignored = value.split(",")[len(visible)]
+        return warn(f"{found} ends at {ignored!r}, which is no device", f"export {variable}={','.join(visible)}")
+    return ok(found)
+
+
+def _plugin(record: PluginRecord) -> Finding:
+    found = f"{_name(record)} failed at stage {record.stage}: {record.reason}"
+    return Finding(f"plugin {record.name}", "FAIL", found, _leave_out(record.name))
+
+
+def _leave_out(plugin: str) -> str:
+    record: Any = next((record for record in registry().plugins if record.name == plugin), None)
+    return f"pip install --upgrade {record.distribution}, or RLCORE_DISABLE_PLUGINS={plugin}"
+
+
+def _name(record: PluginRecord) -> str:
+    disabled = " (disabled)" if record.stage == "disabled" else ""
+    if record.distribution == "rlcore":
+        return f"{record.name}{disabled}"
+    return f"{record.name} of {record.distribution} {record.version}{disabled}"

@@ -1,0 +1,170 @@
+"""All checks together: those of this machine here, those that could crash in another process meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from rlcore import __version__
+from rlcore.bench.system import installed_versions
+from rlcore.deadline import call_within
+from rlcore.doctor import host, nvidia, packages
+from rlcore.doctor.finding import Finding, Status, run_check
+from rlcore.doctor.secrets import without_secrets
+from rlcore.settings import Settings
+
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from rlcore.doctor.device_process import main
+main(int(sys.argv[1]))
+"""
+_DEVICES_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 2.0
+_ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Exit|Warning)\b.*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What ``rlcore doctor`` found."""
+
+    schema: Literal["rlcore.doctor/1"] = "rlcore.doctor/1"
+    rlcore: str
+    status: Status
+    """The worst of the checks."""
+    seconds: float
+    checks: tuple[Finding, ...]
+
+
+def examine() -> Report:
+    """Run every check. What a check raises, or that it hangs, is its finding."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        process, findings = _start(errors)
+        checks = [*_checks_here(), *_collect(process, findings, errors)]
+    shown = tuple(_safe(finding) for finding in checks)
+    levels: tuple[Status, ...] = ("FAIL", "WARN", "OK")
+    worst = next(level for level in levels if any(finding.status == level for finding in shown))
+    return Report(rlcore=__version__, status=worst, seconds=round(time.perf_counter() - start, 1), checks=shown)
+
+
+def _checks_here() -> Iterator[Finding]:
+    build, versions = packages.torch_build(), installed_versions()
+    yield run_check("python", host.python)
+    yield run_check("torch", packages.torch, build)
+    yield run_check("torch-npu", packages.torch_npu, build, versions)
+    yield run_check("triton", packages.triton, versions)
+    yield run_check("vllm", packages.vllm, versions)
+    yield run_check("driver", nvidia.driver, build)
+    yield run_check("peer access", nvidia.peer_access)
+    yield run_check("shared memory", host.shared_memory)
+    yield run_check("locked memory", host.locked_memory)
+    yield run_check("open files", host.open_files)
+    yield run_check("leftovers", host.leftovers)
+    yield run_check("allocator", host.allocator)
+    yield run_check("environment", host.environment)
+
+
+# -------------------------------------------------------------------------------------- the process of devices
+
+
+def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
+    ours, theirs = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(theirs), json.dumps(sys.path)],
+        # Strict would end it at the first broken plugin; here all of them are wanted.
+        env=os.environ | {"RLCORE_STRICT_PLUGINS": "0"},
+        pass_fds=(theirs,),
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    return process, os.fdopen(ours)
+
+
+def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[Finding]:
+    found: list[Finding] = []
+    timeout_s = _DEVICES_TIMEOUT_S + Settings.from_env().probe_timeout_s
+    try:
+        is_whole = call_within(timeout_s, _read, lines, found)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it; it has said all it had to say
+        how = _how_it_ended(process, errors)
+    except TimeoutError:
+        is_whole, how = False, f"did not end within {timeout_s:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it, and the process it shared memory with
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if is_whole:
+        return found
+    if not found:
+        return [_torch_without_back_ends(how)]
+    last = found[-1].check
+    fix = "RLCORE_DISABLE_PLUGINS=all rlcore doctor, to see whether a plugin does it"
+    return [*found, Finding("devices", "FAIL", f"the process that checks them {how}, after the check {last!r}", fix)]
+
+
+def _read(lines: IO[str], found: list[Finding]) -> bool:
+    """Whether the process said all it had to say."""
+    for line in lines:
+        entry = json.loads(line)
+        if entry is None:
+            return True
+        found.append(Finding(**entry))
+    return False
+
+
+def _how_it_ended(process: subprocess.Popen[bytes], errors: IO[str]) -> str:
+    code = process.poll()
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    errors.seek(0)
+    said = [line.strip() for line in errors if _ERROR_LINE.match(line)]
+    if not said:
+        return f"ended with exit code {code}"
+    cause = f" (caused by {said[0]})" if said[0] != said[-1] else ""
+    return f"failed: {said[-1]}{cause}"
+
+
+def _torch_without_back_ends(how: str) -> Finding:
+    """Why ``import torch`` fails: the same without the back ends that it loads by itself."""
+    command = [sys.executable, "-c", "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import torch"]
+    try:
+        alone = subprocess.run(
+            [*command, json.dumps(sys.path)],
+            env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            capture_output=True,
+            timeout=_DEVICES_TIMEOUT_S,
+            check=False,
+        )
+        works = alone.returncode == 0
+    except subprocess.TimeoutExpired:
+        works = False
+    found = f"it {how}. No device was checked"
+    back_ends = packages.torch_back_ends()
+    if not works or not back_ends:
+        return Finding("import torch", "FAIL", found, "pip install --force-reinstall torch")
+    advice = (
+        f"torch alone works, a back end that it loads does not: install what {', '.join(back_ends)} needs (torch-npu: "
+        f"CANN, and source its set_env.sh), or pip uninstall {' '.join(back_ends)}; meanwhile "
+        "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    )
+    return Finding("import torch", "FAIL", found, advice)
+
+
+def _safe(finding: Finding) -> Finding:
+    found, fix = (without_secrets(text, os.environ) for text in (finding.found, finding.fix))
+    return Finding(finding.check, finding.status, found, fix)

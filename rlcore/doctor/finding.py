@@ -1,0 +1,52 @@
+"""What a check says, and how one is run so that it cannot take the others down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlcore.deadline import call_within
+
+Status = Literal["OK", "WARN", "FAIL"]
+CHECK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``fix`` is the command, or what else to do, where something is wrong."""
+
+    status: Status
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line of the report."""
+
+    check: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def ok(found: str) -> Verdict:
+    return Verdict("OK", found)
+
+
+def warn(found: str, fix: str) -> Verdict:
+    return Verdict("WARN", found, fix)
+
+
+def fail(found: str, fix: str) -> Verdict:
+    return Verdict("FAIL", found, fix)
+
+
+def run_check(name: str, check: Callable[..., Verdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S) -> Finding:
+    """A check that raises, ends the process or hangs has failed."""
+    try:
+        verdict = call_within(timeout_s, check, *arguments)
+    except (Exception, SystemExit) as error:
+        verdict = fail(f"the check itself failed: {type(error).__name__}: {error}", "")
+    return Finding(name, verdict.status, verdict.found, verdict.fix)

@@ -1,0 +1,131 @@
+"""Checks of the machine and of this process's surroundings, which need no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.secrets import shown_environment
+from rlcore.engines.launchers.living import LivingProcess
+from rlcore.processes import runtime_folder, start_time
+
+_LEAST_PYTHON = (3, 11)
+_LEAST_SHARED_BYTES = 1 << 30
+"""Containers have 64 MiB unless told otherwise; gloo, NCCL and data loaders use it too."""
+_LEAST_FILES = 4096
+_LEFT_BY = re.compile(r"(?:store|ipc)-(\d+)-(\d+)\b.*")
+_SEGMENT = re.compile(r"torch_(\d+)_.*")
+_ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+
+
+def python() -> Verdict:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info >= _LEAST_PYTHON:
+        return ok(found)
+    return fail(found, f"install Python {'.'.join(map(str, _LEAST_PYTHON))} or newer")
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Verdict:
+    """Free bytes where POSIX shared memory lives."""
+    enlarge = "mount -o remount,size=16G /dev/shm, or in a container: docker run --shm-size=16g (or --ipc=host)"
+    if not folder.is_dir():
+        return fail(f"there is no {folder}", "mount -t tmpfs -o size=16G tmpfs /dev/shm")
+    if not os.access(folder, os.W_OK):
+        return fail(f"{folder} is not writable by this user", f"chmod 1777 {folder}")
+    space = os.statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    found = f"{_size(free)} free of {_size(total)}"
+    return ok(found) if free >= _LEAST_SHARED_BYTES else warn(found, enlarge)
+
+
+def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> Verdict:
+    """The limit binds InfiniBand; GPU drivers lock pages past it."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ok("unlimited")
+    if infiniband.is_dir() and any(infiniband.iterdir()):
+        remedy = "ulimit -l unlimited, or in a container: docker run --ulimit memlock=-1"
+        return warn(f"{_size(limit)}, and this machine has InfiniBand, which registers memory", remedy)
+    return ok(_size(limit))
+
+
+def open_files() -> Verdict:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= _LEAST_FILES:
+        return ok("unlimited" if limit == resource.RLIM_INFINITY else str(limit))
+    allowed = most if most != resource.RLIM_INFINITY else 65_536
+    return warn(f"{limit}; each shared segment, socket and worker takes some", f"ulimit -n {allowed}")
+
+
+def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
+    """Files, sockets and segments of processes of this user that no longer run."""
+    dead = [path for path in runtime_folder().iterdir() if _is_left_behind(path)]
+    dead += [
+        path
+        for path in (shared.iterdir() if shared.is_dir() else ())
+        if (named := _SEGMENT.fullmatch(path.name)) and start_time(int(named[1])) is None and _is_own(path)
+    ]
+    if not dead:
+        return ok("none")
+    return warn(
+        f"{len(dead)} of dead processes: {', '.join(path.name for path in sorted(dead))}",
+        f"rm -r {' '.join(map(str, sorted(dead)))}",
+    )
+
+
+def allocator(environ: Mapping[str, str] = os.environ) -> Verdict:
+    """torch reads some of the settings from the first name that is set, others from the second."""
+    given = {name: environ[name] for name in _ALLOCATORS if name in environ}
+    shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set"
+    if len(given) > 1:
+        is_refused = "PYTORCH_NPU_ALLOC_CONF" in given
+        return (fail if is_refused else warn)(
+            f"{shown}: {'torch-npu refuses two of them' if is_refused else 'each holds for a part of the settings'}",
+            f"unset {' '.join(name for name in given if name != 'PYTORCH_ALLOC_CONF') or 'one of them'}",
+        )
+    if re.search(r"expandable_segments\s*:\s*true", shown, re.IGNORECASE):
+        return warn(
+            f"{shown}: other processes cannot open expandable segments, so weights cannot be shared by IPC",
+            f"unset {next(iter(given))}, or give it expandable_segments:False",
+        )
+    return ok(shown)
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> Verdict:
+    """The variables that explain most surprises, by an allow-list."""
+    shown = shown_environment(environ)
+    found = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none of the known variables is set"
+    if shown.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        return warn(f"{found}: every kernel is waited for", "unset CUDA_LAUNCH_BLOCKING")
+    return ok(found)
+
+
+def _is_left_behind(path: Path) -> bool:
+    if named := _LEFT_BY.fullmatch(path.name):
+        return str(start_time(int(named[1]))) != named[2]
+    if path.suffix != ".json":
+        return False
+    try:
+        process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
+    except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
+        return False
+    return start_time(process.pid) != process.started
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,110 @@
+"""Whether memory can be shared with another process: by doing it.
+
+The other process is started early (``Importer``), because it has to import torch as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.errors import UnsupportedError
+
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from rlcore.doctor.ipc import serve
+serve()
+"""
+_NUM_VALUES = 1024
+_CONTAINERS = "run both processes as one user in one container, or with: docker run --ipc=host --pid=host"
+
+
+class Importer:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, device: str, handle: bytes) -> dict[str, Any]:
+        """Open the handle there, check what it holds and add 1 to it."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([device, base64.b64encode(handle).decode()]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            return {"error": f"the other process ended with exit code {self._process.wait()}"}
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def share(name: str, importer: Importer) -> Verdict:
+    """Give device memory to the other process, and see it read there and written from there."""
+    import torch
+
+    from rlcore.registry import get_device
+
+    device = get_device(name)
+    support = device.capabilities()["memory.export_ipc"]
+    if support.support == "unsupported":
+        return ok(f"not supported: {support.reason}")
+    values = torch.arange(_NUM_VALUES, dtype=torch.float32, device=device.torch_device)
+    device.synchronize()
+    try:
+        handle = device.memory.export_ipc(values)
+    except UnsupportedError as error:
+        return warn(str(error), "rlcore moves weights through host memory instead; change what the message names")
+    try:
+        answer = importer.ask(device.name, handle.to_bytes())
+    finally:
+        device.memory.revoke(handle, timeout_s=5)
+    if "error" in answer:
+        return fail(answer["error"], _CONTAINERS)
+    if not torch.equal(values.cpu(), torch.arange(1, _NUM_VALUES + 1, dtype=torch.float32)):
+        return fail("the other process read it, but what it wrote did not arrive: it was given a copy", _CONTAINERS)
+    return ok(f"another process opened it in {answer['seconds'] * 1e3:.1f} ms, read it and wrote to it")
+
+
+def serve() -> None:
+    """The other process: one line in, one line out."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what plugins print is no answer
+    import torch  # noqa: F401  (before the first handle comes)
+
+    for line in sys.stdin:
+        device, handle = json.loads(line)
+        try:
+            answer = _open(device, base64.b64decode(handle))
+        except Exception as error:  # whatever it is, it is the answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+
+
+def _open(name: str, data: bytes) -> dict[str, Any]:
+    import torch
+
+    from rlcore.registry import get_device
+    from rlcore.types import IpcHandle
+
+    device = get_device(name)
+    start = time.perf_counter()
+    with device.memory.import_ipc(IpcHandle.from_bytes(data)) as mapping:
+        seconds = time.perf_counter() - start
+        if not torch.equal(mapping.tensor.cpu(), torch.arange(_NUM_VALUES, dtype=torch.float32)):
+            return {"error": "the other process read something else than was written"}
+        mapping.tensor.add_(1)
+        device.synchronize()
+    return {"seconds": seconds}

@@ -1,0 +1,61 @@
+"""Checks of NVIDIA's driver and of the paths between GPUs, through NVML: CUDA is not initialised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlcore.devices.cuda.nvml import Nvml
+from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.packages import TorchBuild
+from rlcore.errors import DeviceError, MissingDependencyError
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def driver(build: TorchBuild | None, path: Path = DRIVER) -> Verdict:
+    """The driver against the CUDA that torch was built with."""
+    if not path.exists():
+        return ok("no NVIDIA driver on this machine")
+    try:
+        with Nvml() as nvml:
+            version, newest = nvml.driver_version(), nvml.cuda_version()
+    except MissingDependencyError as error:
+        return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")
+    except DeviceError as error:
+        return fail(str(error), "nvidia-smi; if that fails too, reboot, or install the driver again")
+    return _suits(build, f"{version}, for CUDA {newest[0]}.{newest[1]} and before", newest[0])
+
+
+def _suits(build: TorchBuild | None, found: str, newest_major: int) -> Verdict:
+    """A driver runs builds of its own major version of CUDA, and of those before."""
+    if build is None:
+        return ok(found)
+    if build.cuda is None:
+        return warn(f"{found}; torch is {build.kind}", "pip install --force-reinstall torch (a CUDA build)")
+    if int(build.cuda.partition(".")[0]) > newest_major:
+        return fail(
+            f"{found}; torch has CUDA {build.cuda}", f"update the driver, or use a torch for CUDA {newest_major}"
+        )
+    return ok(f"{found}; torch has CUDA {build.cuda}")
+
+
+def peer_access(path: Path = DRIVER) -> Verdict:
+    """Which GPUs reach each other's memory without the host."""
+    if not path.exists():
+        return ok("no NVIDIA driver on this machine")
+    try:
+        with Nvml() as nvml:
+            gpus, links = nvml.gpus(), nvml.links()
+    except MissingDependencyError as error:
+        return warn(str(error), "pip install 'rlcore[cuda]'")
+    if not links:
+        return ok(f"{len(gpus)} GPU")
+    apart = [f"{link.first}-{link.second}" for link in links if not link.has_peer_access]
+    num_nvlink = sum(link.has_nvlink for link in links)
+    found = f"{len(gpus)} GPUs, {len(links)} pairs, {num_nvlink} by NVLink"
+    if not apart:
+        return ok(f"{found}; each reaches the other's memory")
+    return warn(
+        f"{found}; no peer access between {', '.join(apart)}: weights go through the host there",
+        "nvidia-smi topo -p2p r; on PCIe, IOMMU and ACS of the host prevent it",
+    )

@@ -1,0 +1,119 @@
+"""Checks of what is installed, from metadata: none of it is imported, so a broken package cannot break them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlcore.doctor.finding import Verdict, fail, ok, warn
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """What torch/version.py says."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+
+    @property
+    def kind(self) -> str:
+        if self.cuda:
+            return f"CUDA {self.cuda}"
+        return f"ROCm {self.hip}" if self.hip else "CPU only"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Versions rlcore works with: the least it accepts, and the newest it was tried with."""
+
+    least: tuple[int, int]
+    newest: tuple[int, int]
+
+
+TORCH = Range((2, 10), (2, 15))
+VLLM = Range((0, 26), (0, 33))
+
+
+def torch_build() -> TorchBuild | None:
+    """Of the torch that would be imported; None when there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
+
+
+def torch(build: TorchBuild | None) -> Verdict:
+    if build is None:
+        return fail("not installed", "pip install torch")
+    found, release = f"{build.version}, {build.kind}", _release(build.version)
+    if release < TORCH.least:
+        return fail(f"{found}; rlcore needs at least {_text(TORCH.least)}", "pip install --upgrade torch")
+    if release > TORCH.newest:
+        newest = _text(TORCH.newest)
+        return warn(f"{found}; rlcore was tried with none newer than {newest}", f"pip install 'torch=={newest}.*'")
+    return ok(found)
+
+
+def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
+    """It is built for one minor version of torch, and for torch's CPU build."""
+    npu = versions.get("torch-npu")
+    if npu is None or build is None:
+        return ok(npu or "not installed")
+    wanted = _text(_release(npu))
+    if _release(npu) != _release(build.version):
+        return fail(f"{npu} is for torch {wanted}, not {build.version}", f"pip install 'torch=={wanted}.*'")
+    if build.kind != "CPU only":
+        return fail(f"{npu} refuses torch's {build.kind} build", "install torch's CPU build, or remove torch-npu")
+    return ok(npu)
+
+
+def torch_back_ends() -> list[str]:
+    """Distributions whose code ``import torch`` runs: entry points of torch.backends."""
+    found = importlib.metadata.entry_points(group="torch.backends")
+    return sorted({entry.dist.name if entry.dist else entry.name for entry in found})
+
+
+def triton(versions: Mapping[str, str]) -> Verdict:
+    """triton and triton-ascend both install a package called ``triton``."""
+    both = {name: versions[name] for name in ("triton", "triton-ascend") if name in versions}
+    found = ", ".join(f"{name} {version}" for name, version in both.items())
+    if len(both) == 2:
+        return fail(
+            f"{found}: one has overwritten files of the other",
+            "pip uninstall -y triton triton-ascend, then pip install the one for your device",
+        )
+    if not both:
+        return ok("not installed: operators run without it")
+    wanted = "triton-ascend" if "torch-npu" in versions else "triton"
+    if wanted in both:
+        return ok(found)
+    (other,) = both
+    return warn(f"{found} builds nothing for this torch", f"pip uninstall -y {other}, then pip install {wanted}")
+
+
+def vllm(versions: Mapping[str, str]) -> Verdict:
+    version = versions.get("vllm")
+    if version is None:
+        return ok("not installed")
+    if VLLM.least <= _release(version) <= VLLM.newest:
+        return ok(version)
+    known = f"{_text(VLLM.least)} to {_text(VLLM.newest)}"
+    return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={_text(VLLM.newest)}.*'")
+
+
+def _release(version: str) -> tuple[int, int]:
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    if parts is None:
+        raise ValueError(f"{version!r} is no version")
+    return int(parts[1]), int(parts[2])
+
+
+def _text(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"

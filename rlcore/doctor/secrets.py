@@ -1,0 +1,42 @@
+"""What of the environment may be shown, and taking out what may not where an error repeats it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+SHOWN = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "RLCORE_DEBUG",
+    "RLCORE_DEVICE",
+    "RLCORE_DISABLE_PLUGINS",
+    "RLCORE_LOG_LEVEL",
+    "RLCORE_PROBE_TIMEOUT_S",
+    "RLCORE_STRICT_PLUGINS",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TRITON_INTERPRET",
+)
+"""Variables whose values are reported, beside the allocators' and those of visible devices. No other is."""
+
+_SECRET_NAME = re.compile(r"token|secret|passw|key|credential|auth|proxy|cookie|session|dsn|url", re.IGNORECASE)
+_CREDENTIALS_IN_URL = re.compile(r"(\w[\w+.-]*://)[^\s/@]+@")
+_SHORTEST = 6  # a shorter value stands in too many words
+
+
+def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in SHOWN if name in environ}
+
+
+def without_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """``text`` without credentials in URLs and without the values of variables that sound like secrets."""
+    for name, value in environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, f"<{name}>")
+    return _CREDENTIALS_IN_URL.sub(r"\1<credentials>@", text)

@@ -1,0 +1,77 @@
+"""What ``rlcore devices`` shows: every kind of device, and every member of one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlcore.registry import get_device, launch, list_devices
+from rlcore.types import Capability, DeviceInfo, DeviceProperties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of device."""
+
+    info: DeviceInfo
+    visible_devices_variable: str | None
+    visible_devices: list[str] | None
+    """Ids that the variable names; None when it is not set."""
+    ray_resource: str | None
+    capabilities: dict[str, Capability] | None
+    """None where the device is not available: what it can do here is not known."""
+    error: str
+    """Why an available device has no capabilities."""
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {**fields.pop("info"), **fields}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """One device."""
+
+    name: str
+    vendor: str
+    properties: DeviceProperties
+    capabilities: dict[str, Capability]
+
+
+def kinds() -> list[Kind]:
+    """In the order of ``list_devices``. No device context is created."""
+    return [_kind(info) for info in list_devices()]
+
+
+def describe(name: str) -> Description:
+    """Raises DeviceError: the device is unknown or not available."""
+    device = get_device(name)
+    return Description(
+        name=device.name,
+        vendor=device.vendor,
+        properties=device.properties(),
+        capabilities=device.capabilities(),
+    )
+
+
+def summary(capabilities: dict[str, Capability]) -> str:
+    """Such as "22 native, 1 emulated, 3 unsupported"."""
+    found = [how.support for how in capabilities.values()]
+    return ", ".join(f"{found.count(kind)} {kind}" for kind in ("native", "emulated", "unsupported") if kind in found)
+
+
+def _kind(info: DeviceInfo) -> Kind:
+    facts, capabilities, error = launch(info.name), None, ""
+    if info.is_available:
+        try:
+            capabilities = get_device(info.name).capabilities()
+        except Exception as failure:  # somebody else's code
+            error = f"capabilities() failed: {type(failure).__name__}: {failure}"
+    return Kind(
+        info=info,
+        visible_devices_variable=facts.visible_devices_variable,
+        visible_devices=facts.visible_devices(),
+        ray_resource=facts.ray_resource,
+        capabilities=capabilities,
+        error=error,
+    )
