@@ -13,6 +13,8 @@ _OPERATORS = ("token_logprob", "linear_logprob", "linear_loss")
 _RECURRENCES = ("gae", "discounted_return")
 _TRITON = (
     ("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),
+    ("linear_logprob", "rows", 20, "linear_rows:linear_logprob_rows", "rows_refusal"),
+    ("linear_loss", "rows", 20, "linear_rows:linear_loss_rows", "rows_refusal"),
     ("linear_logprob", "tiled", 30, "linear_tiled:linear_logprob_tiled", "tiled_refusal"),
     ("linear_loss", "tiled", 30, "linear_tiled:linear_loss_tiled", "tiled_refusal"),
     ("group_advantage", "triton", 20, "triton_advantages:group_advantage_triton", "groups_refusal"),

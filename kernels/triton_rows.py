@@ -39,9 +39,15 @@ _GRADIENT_TILE = {"BLOCK": 2048, "num_warps": 2}
 
 
 @triton.jit
+def _tanh(x):
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    return tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+
+
+@triton.jit
 def _statistics_kernel(
     logits, keep, target, is_ignored, sharpness_T, logprob, entropy, peak, total,
-    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness,
+    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness, softcap,
     WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)  # T * V overflows int32 at 2^31 elements
@@ -62,6 +68,8 @@ def _statistics_kernel(
     for start in range(0, V, LANES * RUN):
         v = start + column
         z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+        if softcap is not None:
+            z = tl.where(v < V, softcap * _tanh(z / softcap), -float("inf"))
         if keep is not None:
             z = tl.where(tl.load(keep + t * V + v, mask=v < V, other=0) != 0, z, -float("inf"))
         higher = tl.maximum(m, tl.max(z, 1))
@@ -77,6 +85,8 @@ def _statistics_kernel(
     shift = tl.maximum((m - highest) * k, LEAST)
     a_row = tl.sum(a * tl.exp2(shift), 0)
     z_y = tl.load(row + y * stride_v).to(tl.float32)
+    if softcap is not None:
+        z_y = softcap * _tanh(z_y / softcap)
     if keep is not None:
         z_y = tl.where(tl.load(keep + t * V + y) != 0, z_y, -float("inf"))
     tl.store(logprob + t, ((z_y - highest) * k - tl.log2(a_row)) * LN_2)
@@ -90,7 +100,7 @@ def _statistics_kernel(
 @triton.jit
 def _gradient_kernel(
     logits, keep, target, is_ignored, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
-    stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness,
+    stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness, softcap,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(V, BLOCK)
@@ -112,6 +122,10 @@ def _gradient_kernel(
         sharpness = tl.load(sharpness_T + t)
     a = tl.load(total + t)
     z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+    slope = 1.0
+    if softcap is not None:
+        tanh = _tanh(z / softcap)
+        z, slope = softcap * tanh, 1.0 - tanh * tanh
     if keep is not None:
         is_kept = tl.load(keep + t * V + v, mask=v < V, other=0) != 0
         z = tl.where(is_kept, z, -float("inf"))
@@ -121,14 +135,16 @@ def _gradient_kernel(
     if g_entropy is not None:
         slant += g_bar * (tl.load(entropy + t) - tl.log2(a) * LN_2)
     dz = (tl.exp2(c) * (1.0 / a)) * -(slant + g_bar * LN_2 * c)
-    dz = tl.where(v == tl.load(target + t), dz + g, dz) * sharpness
+    dz = tl.where(v == tl.load(target + t), dz + g, dz) * (sharpness * slope)
     if keep is not None:
         dz = tl.where(is_kept, dz, 0.0)
     tl.store(out, dz.to(gradient.dtype.element_ty), mask=v < V)
 
 
-def row_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool, keep_mask: Tensor | None = None) -> RowStatistics:
-    """Statistics of logits [T, V] or [N, L, V] of any strides; ``rows`` and the result are flat.
+def row_statistics(
+    logits: Tensor, rows: Rows, *, with_entropy: bool, keep_mask: Tensor | None = None, softcap: float | None = None
+) -> RowStatistics:
+    """Statistics of logits [T, V] or [N, L, V] of any strides, before the softcap; ``rows`` and the result are flat.
 
     Ignored rows have logprob and entropy 0, and no peak and total.
     """
@@ -139,7 +155,7 @@ def row_statistics(logits: Tensor, rows: Rows, *, with_entropy: bool, keep_mask:
         _statistics_kernel[(len(logprob_T),)](
             logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
             logprob_T, entropy_T, peak_T, total_T,
-            stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows),
+            stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows), softcap,
             WITH_ENTROPY=with_entropy, **_STATISTICS_TILE,
         )  # fmt: skip
     return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
@@ -154,6 +170,7 @@ def row_gradient(
     *,
     out: Tensor,
     keep_mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """dz, written to ``out`` (which may be ``logits``); exact zeros in rows that are ignored or whose upstream is 0."""
     rows_per_entry, strides = _row_layout(logits)
@@ -163,7 +180,8 @@ def row_gradient(
         _gradient_kernel[(num_programs,)](
             logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
             statistics.entropy, statistics.peak, statistics.total, _dense(g_logprob_T), _dense(g_entropy_T), out,
-            *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), **_GRADIENT_TILE,
+            *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), softcap,
+            **_GRADIENT_TILE,
         )  # fmt: skip
     return out
 

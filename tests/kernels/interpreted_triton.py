@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,34 @@ def assert_gradients_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) ->
     for gradient, truth in zip(got, want, strict=True):
         assert gradient.isfinite().all()
         assert float((gradient.double() - truth).norm() / truth.norm()) < DROPPED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_linear_operators_of_rows_match_float64(dtype: torch.dtype, softcap: float | None) -> None:
+    inputs, targets, temperature = head_inputs()
+    narrow = [x.to(dtype).requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    g, g_bar = upstream(T)
+    per_token = {"old_logprobs": g * 0.1 - 7, "advantages": g_bar}
+    gradients = []
+    scored = []
+    for (hidden, weight, bias), name in ((narrow, "rows"), (wide, "reference")):
+        options: dict[str, Any] = {"bias": bias, "temperature": temperature, "implementation": name}
+        options |= {"softcap": softcap, "logit_scale": 0.8}
+        found = linear_logprob(hidden, weight, targets, with_entropy=True, **options)
+        tokens = {"per_token": per_token, "token_weight": torch.linspace(0, 2 / T, T)}
+        loss = linear_loss(hidden, weight, targets, combine(ppo_clip(), entropy_bonus(coef=0.01)), **tokens, **options)
+        scored.append([*found, loss.loss])
+        leaves = narrow if name == "rows" else wide
+        outputs, upstreams = [*found, loss.loss], [g.to(found.logprob), g_bar.to(found.logprob), None]
+        gradients.append(torch.autograd.grad(outputs, leaves, upstreams))
+    for got, want in zip(*scored, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-6)
+    for gradient, truth in zip(*gradients, strict=True):
+        assert gradient.isfinite().all()
+        assert float((gradient.double() - truth).norm() / truth.norm()) < (1e-6 if dtype == torch.float32 else 1e-3)
+    assert not gradients[0][0][2].any()
 
 
 # all exponentials kept; strips of 256 columns
