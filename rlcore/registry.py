@@ -161,6 +161,11 @@ def list_devices() -> list[DeviceInfo]:
     return sorted(found, key=lambda info: not info.is_available)
 
 
+def device_info(kind: str) -> DeviceInfo:
+    """The row of ``list_devices()`` for one kind, without probing the others."""
+    return _info(*registry().devices[_spec(kind).name])
+
+
 def get_device(name: str | torch.device | None = None) -> Any:
     """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
 

@@ -1,6 +1,7 @@
 """Checks that run code of torch, of plugins and of devices, in a process of their own: it may crash there.
 
-Findings go to the descriptor it is given, a line of JSON each, as soon as they are known; the last line is null.
+To the descriptor it is given go lines of JSON: the name of a check when it begins, its finding when it ends, and at
+last null.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any
 
 from rlcore.deadline import call_within
 from rlcore.doctor.finding import CHECK_TIMEOUT_S, Finding, Verdict, fail, ok, run_check, warn
@@ -22,7 +23,7 @@ from rlcore.doctor.packages import torch_back_ends
 from rlcore.inventory import summary
 from rlcore.launch import Launch
 from rlcore.plugins import PluginRecord
-from rlcore.registry import get_device, launch, list_devices, registry
+from rlcore.registry import device_info, get_device, launch, list_devices, registry
 from rlcore.settings import Settings
 from rlcore.types import Capability
 
@@ -31,32 +32,52 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     importer = Importer()
     with os.fdopen(descriptor, "w", buffering=1) as out:
-        for finding in _findings(importer):
-            print(json.dumps(asdict(finding)), file=out)
+        _check_all(_Reporter(out), importer)
         print("null", file=out)
     importer.close()
 
 
-def _findings(importer: Importer) -> Iterator[Finding]:
-    yield Finding("import torch", "OK", _import_torch())
-    yield run_check("flash-attn", flash_attn)
+class _Reporter:
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def begin(self, check: str) -> None:
+        """Say what is running, for the case that it ends this process."""
+        print(json.dumps(check), file=self._out)
+
+    def tell(self, finding: Finding) -> None:
+        print(json.dumps(asdict(finding)), file=self._out)
+
+    def run(
+        self, name: str, check: Callable[..., Verdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
+    ) -> None:
+        self.begin(name)
+        self.tell(run_check(name, check, *arguments, timeout_s=timeout_s))
+
+
+def _check_all(report: _Reporter, importer: Importer) -> None:
+    report.begin("import torch")
+    report.tell(Finding("import torch", "OK", _import_torch()))
+    report.run("flash-attn", flash_attn)
+    report.begin("plugins")
     try:
         records = list(call_within(CHECK_TIMEOUT_S, lambda: registry().plugins))
     except Exception as error:
-        yield Finding("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE)
+        report.tell(Finding("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE))
         return
-    yield from (_plugin(record) for record in records if record.error)
-    yield Finding("plugins", "OK", "; ".join(map(_name, (record for record in records if not record.error))))
+    for record in records:
+        if record.error:
+            report.tell(_plugin(record))
+    report.tell(Finding("plugins", "OK", "; ".join(_name(record) for record in records if not record.error)))
     for kind in registry().devices:
-        timeout_s = Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S
-        yield run_check(f"device {kind}", device, kind, timeout_s=timeout_s)
-    yield run_check("default device", default_device)
+        report.run(f"device {kind}", device, kind, timeout_s=Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S)
+    report.run("default device", default_device)
     for kind in registry().devices:
         if (facts := launch(kind)).visible_devices_variable:
-            yield run_check(f"visible {kind}", visible_devices, facts)
+            report.run(f"visible {kind}", visible_devices, facts)
     for info in list_devices():
         if info.is_available:
-            yield run_check(f"ipc {info.name}", share, info.name, importer, timeout_s=2 * CHECK_TIMEOUT_S)
+            report.run(f"ipc {info.name}", share, info.name, importer, timeout_s=2 * CHECK_TIMEOUT_S)
 
 
 _DISABLE = "RLCORE_DISABLE_PLUGINS=all, then without one after the other"
@@ -85,7 +106,7 @@ def flash_attn() -> Verdict:
 
 def device(kind: str) -> Verdict:
     """Its probe, and if it is there whether it can be made and says what it can do."""
-    (info,) = (info for info in list_devices() if info.name == kind)
+    info = device_info(kind)
     if info.is_broken:
         return fail(info.reason, _leave_out(info.plugin))
     if not info.is_available:

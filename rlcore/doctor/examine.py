@@ -96,9 +96,10 @@ def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
 
 def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[Finding]:
     found: list[Finding] = []
+    begun: list[str] = []
     timeout_s = _DEVICES_TIMEOUT_S + Settings.from_env().probe_timeout_s
     try:
-        is_whole = call_within(timeout_s, _read, lines, found)
+        is_whole = call_within(timeout_s, _read, lines, begun, found)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it; it has said all it had to say
         how = _how_it_ended(process, errors)
@@ -112,18 +113,20 @@ def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) 
         return found
     if not found:
         return [_torch_without_back_ends(how)]
-    last = found[-1].check
     fix = "RLCORE_DISABLE_PLUGINS=all rlcore doctor, to see whether a plugin does it"
-    return [*found, Finding("devices", "FAIL", f"the process that checks them {how}, after the check {last!r}", fix)]
+    return [*found, Finding(begun[-1], "FAIL", f"the process of this check {how}; nothing after it was checked", fix)]
 
 
-def _read(lines: IO[str], found: list[Finding]) -> bool:
+def _read(lines: IO[str], begun: list[str], found: list[Finding]) -> bool:
     """Whether the process said all it had to say."""
     for line in lines:
         entry = json.loads(line)
         if entry is None:
             return True
-        found.append(Finding(**entry))
+        if isinstance(entry, str):
+            begun.append(entry)
+        else:
+            found.append(Finding(**entry))
     return False
 
 

@@ -1,0 +1,255 @@
+"""``rlcore doctor`` as a whole, as its users run it: on this machine, and on machines where something is broken.
+
+Broken machines are made of real distributions in a folder on the path: plugins, a torch back end, another torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECRET = "hf_abcdefghijklmnop"
+PASSWORD = "pa55word"
+
+
+class Machine:
+    """Runs ``rlcore doctor --json`` with ``folder`` at the front of the path."""
+
+    def __init__(self, folder: Path, run_python: Any) -> None:
+        self.folder = folder
+        self._run_python = run_python
+
+    def install(self, name: str, code: str, entry_point: str) -> None:
+        """Distribution ``acme-<name>`` with one module; ``entry_point`` is "group/name"."""
+        (self.folder / f"acme_{name}.py").write_text(textwrap.dedent(code))
+        info = self.folder / f"acme_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-{name}\nVersion: 1.2\n")
+        group, _, entry = entry_point.partition("/")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = acme_{name}\n")
+
+    def metadata(self, name: str, version: str) -> None:
+        """A distribution of which nothing but the metadata is there."""
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def plugin(self, name: str, probe: str, body: str = "") -> None:
+        """A plugin with one device, whose probe is ``probe``."""
+        code = f"""
+            from rlcore import DeviceSpec, hookimpl
+            from rlcore.types import Capability, Probe
+            {body}
+
+            @hookimpl
+            def rlcore_register_devices(register):
+                register(DeviceSpec(name="{name}", vendor="Acme", torch_type="cpu", priority=50,
+                                    loader="acme_{name}:Device", collective_backend="gloo", api_version=(1, 0)))
+
+            class Device:
+                def __init__(self, spec, index):
+                    self.name = f"{{spec.name}}:{{index}}"
+
+                @staticmethod
+                def probe(spec):
+                    {probe}
+
+                def capabilities(self):
+                    return {{"memory.export_ipc": Capability("unsupported", "declared", "it has no memory")}}
+        """
+        self.install(name, code, f"rlcore/{name}")
+
+    def run(self, *arguments: str, **env: str) -> Any:
+        defaults = {
+            "PYTHONPATH": str(self.folder),
+            "CUDA_VISIBLE_DEVICES": "",
+            "RLCORE_RUNTIME": str(self.folder / "run"),
+        }
+        return self._run_python(["-m", "rlcore", "doctor", *arguments], env=defaults | env)
+
+    def report(self, code: int = 0, **env: str) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+        result = self.run("--json", **env)
+        assert result.returncode == code, result.stdout + result.stderr
+        report = json.loads(result.stdout)
+        return report, {check["check"]: check for check in report["checks"]}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, run_python: Any) -> Machine:
+    return Machine(tmp_path, run_python)
+
+
+def test_a_sound_machine(machine: Machine) -> None:
+    start = time.perf_counter()
+    report, checks = machine.report()
+    seconds = time.perf_counter() - start
+    assert report["schema"] == "rlcore.doctor/1"
+    assert report["seconds"] < seconds
+    assert {"python", "torch", "torch-npu", "triton", "vllm", "flash-attn", "driver", "peer access", "shared memory",
+            "locked memory", "open files", "leftovers", "allocator", "environment", "import torch", "plugins",
+            "device cpu", "device cuda", "default device", "visible cuda", "ipc cpu"} <= set(checks)  # fmt: skip
+    assert all(check["status"] in ("OK", "WARN") for check in checks.values())
+    assert checks["default device"]["found"] == "cpu:0"
+    assert checks["ipc cpu"]["found"].startswith("another process opened it in ")
+    assert checks["plugins"]["found"] == "cpu; cuda; kernels; engines; bench"
+
+
+def test_the_table_says_the_same(machine: Machine) -> None:
+    result = machine.run()
+    assert result.returncode == 0
+    lines = {line.strip().partition("  ")[0]: line for line in result.stdout.splitlines()}
+    assert " OK " in lines["device cpu"]
+    assert "another process opened it in" in lines["ipc cpu"]
+
+
+def test_a_check_that_warns_leaves_the_exit_code_0(machine: Machine) -> None:
+    report, checks = machine.report(CUDA_VISIBLE_DEVICES="-1")
+    assert report["status"] == "WARN"
+    assert checks["visible cuda"] == {
+        "check": "visible cuda",
+        "status": "WARN",
+        "found": "CUDA_VISIBLE_DEVICES='-1' hides every cuda device",
+        "fix": "unset CUDA_VISIBLE_DEVICES, if that is not meant",
+    }
+    assert "WARN" in machine.run(CUDA_VISIBLE_DEVICES="0,,1").stdout
+
+
+def test_secrets_are_never_printed(machine: Machine) -> None:
+    # The plugin repeats what it should not: the error is shown, what it holds is not.
+    proxy = f"http://someone:{PASSWORD}@proxy:3128"
+    machine.plugin(
+        "leaky", "import os; raise OSError('no route by ' + os.environ['HTTPS_PROXY'] + os.environ['HF_TOKEN'])"
+    )
+    machine.install(
+        "loose", "import os; print(os.environ['HF_TOKEN']); raise OSError('ftp://me:pa55word@x')", "rlcore/loose"
+    )
+    env = {"HF_TOKEN": SECRET, "HTTPS_PROXY": proxy, "WANDB_API_KEY": "0123456789abcdef", "OMP_NUM_THREADS": "1"}
+    for arguments in ((), ("--json",)):
+        result = machine.run(*arguments, **env)
+        assert result.returncode == 1
+        text = result.stdout + result.stderr
+        assert "OSError: no route by <HTTPS_PROXY><HF_TOKEN>" in text
+        assert "OSError: ftp://<credentials>@x" in text
+        assert [value for value in (SECRET, PASSWORD, "0123456789abcdef", "someone") if value in text] == []
+        assert "OMP_NUM_THREADS=1" in text
+
+
+def test_devices_of_plugins_are_checked(machine: Machine) -> None:
+    machine.plugin("fine", "return Probe(3)")
+    machine.plugin("absent", "return Probe(0, 'no card')")
+    machine.plugin("sick", "raise OSError('driver too old')")
+    machine.plugin("quitter", "raise SystemExit('no licence')")
+    machine.plugin("stuck", "import time; time.sleep(600)")
+    machine.plugin("mute", "return Probe(1)", "Capability = lambda *_: 'yes'")
+    machine.install("broken", "import acme_runtime", "rlcore/broken")
+    report, checks = machine.report(1, RLCORE_PROBE_TIMEOUT_S="0.5")
+    assert report["status"] == "FAIL"
+    assert checks["device fine"]["found"] == "3 of Acme; members: 1 unsupported"
+    assert checks["ipc fine"]["found"] == "not supported: it has no memory"
+    assert (checks["device absent"]["status"], checks["device absent"]["found"]) == ("OK", "not available: no card")
+    wrong = {name: check for name, check in checks.items() if check["status"] == "FAIL"}
+    assert {name: check["found"] for name, check in wrong.items() if name.startswith(("device", "plugin"))} == {
+        "device sick": "its probe failed: OSError: driver too old",
+        "device quitter": "its probe failed: SystemExit: no licence",
+        "device stuck": "its probe failed: TimeoutError: it did not end within 0.5 s",
+        "device mute": "capabilities() answered with no Capability for memory.export_ipc",
+        "plugin broken": "broken of acme-broken 1.2 failed at stage import: ModuleNotFoundError: "
+        "No module named 'acme_runtime'",
+    }
+    assert wrong["device sick"]["fix"] == "pip install --upgrade acme-sick, or RLCORE_DISABLE_PLUGINS=sick"
+    assert checks["ipc cpu"]["status"] == "OK"
+
+
+def test_strict_does_not_hide_the_second_broken_plugin(machine: Machine) -> None:
+    for name in ("first", "second"):
+        machine.install(name, f"raise OSError('{name} is broken')", f"rlcore/{name}")
+    _, checks = machine.report(1, RLCORE_STRICT_PLUGINS="1")
+    assert "first is broken" in checks["plugin first"]["found"]
+    assert "second is broken" in checks["plugin second"]["found"]
+
+
+def test_a_plugin_that_crashes_the_process_is_a_finding(machine: Machine) -> None:
+    machine.plugin("violent", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    _, checks = machine.report(1)
+    assert checks["device cuda"]["status"] == "OK"
+    found = "the process of this check was ended by SIGSEGV; nothing after it was checked"
+    assert (checks["device violent"]["status"], checks["device violent"]["found"]) == ("FAIL", found)
+    assert "RLCORE_DISABLE_PLUGINS=all rlcore doctor" in checks["device violent"]["fix"]
+    assert checks["shared memory"]["status"] in ("OK", "WARN")
+
+
+def test_a_wrong_default_device_fails(machine: Machine) -> None:
+    _, checks = machine.report(1, RLCORE_DEVICE="cuda")
+    assert checks["default device"]["status"] == "FAIL"
+    assert checks["default device"]["found"].startswith("RLCORE_DEVICE=cuda: device 'cuda' is not available here: ")
+
+
+# ----------------------------------------------------------------------------- when torch cannot be imported
+
+
+def test_a_back_end_that_breaks_torch_is_named(machine: Machine) -> None:
+    # As the wheel of torch-npu does on a machine without CANN.
+    machine.install("npu", "raise ImportError('libhccl.so: cannot open shared object file')", "torch.backends/acme_npu")
+    report, checks = machine.report(1)
+    assert report["status"] == "FAIL"
+    found = checks["import torch"]
+    assert found["status"] == "FAIL"
+    assert "RuntimeError: Failed to load the backend extension: acme_npu" in found["found"]
+    assert "ImportError: libhccl.so: cannot open shared object file" in found["found"]
+    assert "torch alone works" in found["fix"]
+    assert "pip uninstall acme-npu; meanwhile export TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found["fix"]
+    assert checks["torch"]["found"].partition(",")[0]  # its version is known without importing it
+    assert machine.report(TORCH_DEVICE_BACKEND_AUTOLOAD="0")[1]["import torch"]["status"] == "OK"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("raise ImportError('libtorch.so: no symbol')", "failed: ImportError: libtorch.so: no symbol"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV"),
+    ],
+)  # fmt: skip
+def test_a_torch_that_is_broken_itself(machine: Machine, code: str, found: str) -> None:
+    (machine.folder / "torch").mkdir()
+    (machine.folder / "torch" / "__init__.py").write_text(code)
+    (machine.folder / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\nhip = None\n")
+    _, checks = machine.report(1)
+    assert checks["torch"]["found"] == "2.13.0, CUDA 13.0"
+    assert checks["import torch"]["found"] == f"it {found}. No device was checked"
+    assert checks["import torch"]["fix"] == "pip install --force-reinstall torch"
+
+
+def test_two_tritons_are_found(machine: Machine) -> None:
+    machine.metadata("triton-ascend", "3.2.0")
+    _, checks = machine.report(1)
+    assert checks["triton"]["status"] == "FAIL"
+    assert "triton-ascend 3.2.0: one has overwritten files of the other" in checks["triton"]["found"]
+
+
+def test_an_interrupt_leaves_no_process(machine: Machine, tmp_path: Path) -> None:
+    machine.plugin(
+        "stuck",
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(600)",
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "RLCORE_RUNTIME": str(tmp_path / "run")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlcore", "doctor"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
