@@ -102,6 +102,10 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
+def _gigabytes(per_second: float) -> str:
+    return f"{per_second / 1e9:.1f} GB/s"
+
+
 _LEARNS = "quickstart/learns"
 _MADE_WITH: dict[str, Cell] = {"made with": _software, "commit": _commit}
 _ROWS: dict[str, dict[str, Cell]] = {
@@ -125,6 +129,16 @@ _ROWS: dict[str, dict[str, Cell]] = {
         "`rlcore --help` from start to end, median": _median("startup/help", "time", _seconds),
         "`rlcore.get_device(name)`, median": _median("dispatch/device", "time", _seconds),
         "choosing an operator's implementation, median": _median("dispatch/op", "time", _seconds),
+        **_MADE_WITH,
+    },
+    "workers": {
+        "a call of a worker process and its answer, median": _median("workers/call", "time", _seconds),
+        "a tensor of 256 MiB as argument, median": _median("workers/send", "throughput", _gigabytes),
+        "a tensor of 256 MiB as answer, median": _median("workers/receive", "throughput", _gigabytes),
+        "four workers until all answer, median": _median("workers/start_4", "time", _seconds),
+        "the same, in bare `import torch` processes": _median(
+            "workers/start_4", "ratio_to_bare_import", "{:.2f}".format
+        ),
         **_MADE_WITH,
     },
 }

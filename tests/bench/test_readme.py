@@ -101,7 +101,7 @@ def test_case_that_did_not_pass_makes_no_table(tmp_path: Path) -> None:
 
 
 def test_unknown_table_and_missing_record_are_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"^no table 'speed' for the README; known: quickstart, startup$"):
+    with pytest.raises(BenchError, match=r"^no table 'speed' for the README; known: quickstart, startup, workers$"):
         rewritten(EMPTY.replace("startup", "speed"), tmp_path)
     with pytest.raises(BenchError, match=r"^no record startup-\*\.json in .*; make one with: rlcore bench run -o$"):
         rewritten(EMPTY, tmp_path)
