@@ -46,7 +46,7 @@ def test_files_that_a_page_links_to_exist(path: str) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-SHOWN = sorted(path for table in ("quickstart", "startup") for path in RESULTS.glob(f"{table}-*.json"))
+SHOWN = sorted(path for table in ("quickstart", "startup", "workers") for path in RESULTS.glob(f"{table}-*.json"))
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
