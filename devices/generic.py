@@ -40,11 +40,18 @@ class GenericTorchDevice:
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
         """Whether such devices can be used here. Must not initialise one."""
+        if spec.torch_build and getattr(torch.version, spec.torch_build, None) is None:
+            return Probe(0, f"torch {torch.__version__} is no build for it: torch.version.{spec.torch_build} is None")
         try:
             count = torch.get_device_module(spec.torch_type).device_count()
-        except RuntimeError as error:
-            return Probe(0, f"this torch has no device type {spec.torch_type!r}: {error}")
-        return Probe(count, "" if count else f"torch.{spec.torch_type} counts no device")
+        except RuntimeError:
+            return Probe(
+                0,
+                f"torch {torch.__version__} has no device type {spec.torch_type!r}; install the vendor's extension of "
+                "torch, or a torch that is built for it",
+            )
+        found_none = "there is none, it is hidden, its driver is missing, or torch is not built for it"
+        return Probe(count, "" if count else f"torch.{spec.torch_type} counts no device: {found_none}")
 
     @property
     def name(self) -> str:
