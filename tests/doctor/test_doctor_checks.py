@@ -1,0 +1,371 @@
+"""Each check of the doctor against what it must find: sound, suspicious, broken; with the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.doctor import host, nvidia, packages
+from rlcore.doctor.device_process import visible_devices
+from rlcore.doctor.finding import Verdict, ok, run_check
+from rlcore.doctor.packages import TorchBuild
+from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
+from rlcore.processes import start_time
+from rlcore.registry import launch
+
+CPU = TorchBuild("2.13.0+cpu", None, None)
+CUDA = TorchBuild("2.13.0", "13.0", None)
+
+
+# ------------------------------------------------------------------------------------------- running a check
+
+
+def raises() -> Verdict:
+    raise KeyError("lost")
+
+
+def ends() -> Verdict:
+    sys.exit("enough")
+
+
+def hangs() -> Verdict:
+    time.sleep(600)
+    return ok("never")
+
+
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        (raises, "KeyError: 'lost'"),
+        (ends, "SystemExit: enough"),
+        (hangs, "TimeoutError: it did not end within 0.2 s"),
+    ],
+)
+def test_a_check_that_does_not_answer_has_failed(check: Any, found: str) -> None:
+    start = time.perf_counter()
+    finding = run_check("it", check, timeout_s=0.2)
+    assert time.perf_counter() - start < 5
+    assert (finding.check, finding.status, finding.found) == ("it", "FAIL", f"the check itself failed: {found}")
+
+
+# ----------------------------------------------------------------------------------------------------- host
+
+
+def test_this_python_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.python().status == "OK"
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    assert host.python() == Verdict("FAIL", host.python().found, "install Python 3.11 or newer")
+
+
+def test_the_least_python_is_the_one_of_the_package() -> None:
+    required = importlib.metadata.metadata("rlcore")["Requires-Python"]
+    assert required == f">={'.'.join(map(str, host._LEAST_PYTHON))}"
+
+
+@pytest.mark.parametrize(("free", "status"), [(64 << 20, "WARN"), (8 << 30, "OK")])
+def test_little_shared_memory_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str
+) -> None:
+    blocks = types.SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=(16 << 30) // 4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: blocks)
+    found = host.shared_memory(tmp_path)
+    assert found.status == status
+    assert found.found.endswith(" free of 16.0 GiB")
+    assert status == "OK" or "docker run --shm-size=16g" in found.fix
+
+
+def test_absent_shared_memory_fails(tmp_path: Path) -> None:
+    assert host.shared_memory(tmp_path / "none").status == "FAIL"
+    assert "mount -t tmpfs" in host.shared_memory(tmp_path / "none").fix
+
+
+def test_the_lock_limit_counts_where_there_is_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = (8 << 20, 8 << 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    assert host.locked_memory(tmp_path / "none") == ok("8 MiB")
+    (tmp_path / "mlx5_0").mkdir()
+    found = host.locked_memory(tmp_path)
+    assert (found.status, "ulimit -l unlimited" in found.fix) == ("WARN", True)
+    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert host.locked_memory(tmp_path) == ok("unlimited")
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((1024, 524_288), "WARN", "ulimit -n 524288"),
+        ((1024, resource.RLIM_INFINITY), "WARN", "ulimit -n 65536"),
+        ((65_536, 65_536), "OK", ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "OK", ""),
+    ],
+)
+def test_few_open_files_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, fix: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    assert (host.open_files().status, host.open_files().fix) == (status, fix)
+
+
+@pytest.fixture
+def dead_process() -> tuple[int, int]:
+    """Process id and start time of one that has ended."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        started = start_time(process.pid)
+        process.kill()
+    assert started is not None
+    return process.pid, started
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_what_living_processes_have_is_no_leftover(runtime: Path, tmp_path: Path) -> None:
+    from rlcore.engines.launchers.living import announce, new_store
+
+    new_store()
+    announce(os.getpid(), "cpu:0", ["an engine"])
+    (runtime / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock").touch()
+    (runtime / "notes.txt").touch()
+    (tmp_path / f"torch_{os.getpid()}_1_0").touch()
+    assert host.leftovers(tmp_path) == ok("none")
+
+
+def test_leftovers_of_dead_processes_are_found(runtime: Path, tmp_path: Path, dead_process: tuple[int, int]) -> None:
+    pid, started = dead_process
+    (runtime / f"store-{pid}-{started}-0a1b2c3d").mkdir()
+    (runtime / f"ipc-{pid}-{started}.sock").touch()
+    (runtime / f"ipc-{os.getpid()}-1.sock").touch()  # this process id, another process
+    worker = f'{{"pid":{pid},"started":{started},"parent":1,"device":"cpu:0","engines":[]}}'
+    (runtime / f"{pid}.json").write_text(worker)
+    (tmp_path / f"torch_{pid}_12345_0").touch()
+    found = host.leftovers(tmp_path)
+    assert (found.status, found.found.partition(":")[0]) == ("WARN", "5 of dead processes")
+    subprocess.run(found.fix, shell=True, check=True)
+    assert host.leftovers(tmp_path) == ok("none")
+
+
+@pytest.mark.parametrize(
+    ("environ", "status", "words"),
+    [
+        ({}, "OK", "no variable is set"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "OK", "PYTORCH_ALLOC_CONF=max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "WARN", "cannot open expandable segments"),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}, "WARN", "each holds for a part"),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_NPU_ALLOC_CONF": "a:1"}, "FAIL", "torch-npu refuses two"),
+    ],
+)
+def test_allocator_settings(environ: dict[str, str], status: str, words: str) -> None:
+    found = host.allocator(environ)
+    assert found.status == status
+    assert words in found.found
+    assert status == "OK" or found.fix.startswith("unset PYTORCH_")
+
+
+# ------------------------------------------------------------------------------------------------- packages
+
+
+def test_the_build_is_read_without_importing_torch(run_python: Any) -> None:
+    code = "import sys; from rlcore.doctor.packages import torch_build; print(torch_build(), 'torch' in sys.modules)"
+    import torch
+
+    build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+    assert run_python(code).stdout == f"{build} False\n"
+
+
+@pytest.mark.parametrize(
+    ("build", "status", "found"),
+    [
+        (None, "FAIL", "not installed"),
+        (CPU, "OK", "2.13.0+cpu, CPU only"),
+        (TorchBuild("2.10.0", None, "7.0"), "OK", "2.10.0, ROCm 7.0"),
+        (TorchBuild("2.9.1", "12.8", None), "FAIL", "2.9.1, CUDA 12.8; rlcore needs at least 2.10"),
+        (TorchBuild("2.16.0a0+git", "13.0", None), "WARN", "2.16.0a0+git, CUDA 13.0; rlcore was tried with none newer"),
+    ],
+)
+def test_torch_versions(build: TorchBuild | None, status: str, found: str) -> None:
+    verdict = packages.torch(build)
+    assert verdict.status == status
+    assert verdict.found.startswith(found)
+    assert bool(verdict.fix) == (status != "OK")
+
+
+@pytest.mark.parametrize(
+    ("build", "version", "status", "words"),
+    [
+        (CPU, None, "OK", "not installed"),
+        (CPU, "2.13.0", "OK", "2.13.0"),
+        (CPU, "2.14.0", "FAIL", "2.14.0 is for torch 2.14, not 2.13.0+cpu"),
+        (CUDA, "2.13.0.post1", "FAIL", "2.13.0.post1 refuses torch's CUDA 13.0 build"),
+    ],
+)
+def test_torch_npu_and_torch_must_match(build: TorchBuild, version: str | None, status: str, words: str) -> None:
+    verdict = packages.torch_npu(build, {"torch-npu": version} if version else {})
+    assert (verdict.status, verdict.found) == (status, words)
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "fix"),
+    [
+        ({}, "OK", ""),
+        ({"triton": "3.7.0"}, "OK", ""),
+        ({"triton-ascend": "3.2.0", "torch-npu": "2.13.0"}, "OK", ""),
+        ({"triton": "3.7.0", "torch-npu": "2.13.0"}, "WARN", "pip uninstall -y triton, then pip install triton-ascend"),
+        ({"triton-ascend": "3.2.0"}, "WARN", "pip uninstall -y triton-ascend, then pip install triton"),
+        (
+            {"triton": "3.7.0", "triton-ascend": "3.2.0"},
+            "FAIL",
+            "pip uninstall -y triton triton-ascend, then pip install the one for your device",
+        ),
+    ],
+)  # fmt: skip
+def test_only_one_triton(versions: dict[str, str], status: str, fix: str) -> None:
+    verdict = packages.triton(versions)
+    assert (verdict.status, verdict.fix) == (status, fix)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [(None, "OK"), ("0.25.1", "WARN"), ("0.26.0", "OK"), ("0.33.0", "OK"), ("0.34.0rc1", "WARN"), ("1.0", "WARN")],
+)
+def test_vllm_range(version: str | None, status: str) -> None:
+    verdict = packages.vllm({"vllm": version} if version else {})
+    assert verdict.status == status
+    assert status == "OK" or verdict.fix == "pip install 'vllm==0.33.*'"
+
+
+def test_ranges_begin_where_the_package_says() -> None:
+    required = importlib.metadata.requires("rlcore") or []
+    assert f"torch>={packages._text(packages.TORCH.least)}" in required
+    assert any(line.startswith(f"vllm>={packages._text(packages.VLLM.least)};") for line in required)
+
+
+# --------------------------------------------------------------------------------------------------- NVIDIA
+
+
+class FakeNvml:
+    """Stands in for ``Nvml``: a driver for CUDA 12.8, GPUs of which 0 and 2 do not reach each other."""
+
+    num_gpus = 3
+
+    def __enter__(self) -> FakeNvml:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def driver_version(self) -> str:
+        return "570.1"
+
+    def cuda_version(self) -> tuple[int, int]:
+        return 12, 8
+
+    def gpus(self) -> list[None]:
+        return [None] * self.num_gpus
+
+    def links(self) -> list[Any]:
+        pairs = [(0, 1), (0, 2), (1, 2)] if self.num_gpus == 3 else []
+        return [
+            types.SimpleNamespace(first=a, second=b, has_nvlink=b == 1, has_peer_access=(a, b) != (0, 2))
+            for a, b in pairs
+        ]
+
+
+@pytest.fixture
+def proc_file(tmp_path: Path) -> Path:
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX 570.1\n")
+    return tmp_path / "version"
+
+
+@pytest.mark.parametrize(
+    ("build", "status", "words"),
+    [
+        (TorchBuild("2.13.0", "12.6", None), "OK", "570.1, for CUDA 12.8 and before; torch has CUDA 12.6"),
+        (TorchBuild("2.13.0", "12.9", None), "OK", "torch has CUDA 12.9"),
+        (CUDA, "FAIL", "570.1, for CUDA 12.8 and before; torch has CUDA 13.0"),
+        (CPU, "WARN", "torch is CPU only"),
+        (None, "OK", "570.1"),
+    ],
+)
+def test_the_driver_must_know_torchs_cuda(
+    monkeypatch: pytest.MonkeyPatch, proc_file: Path, build: TorchBuild | None, status: str, words: str
+) -> None:
+    monkeypatch.setattr(nvidia, "Nvml", FakeNvml)
+    verdict = nvidia.driver(build, proc_file)
+    assert verdict.status == status
+    assert words in verdict.found
+    assert bool(verdict.fix) == (status != "OK")
+
+
+def test_pairs_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch, proc_file: Path) -> None:
+    monkeypatch.setattr(nvidia, "Nvml", FakeNvml)
+    verdict = nvidia.peer_access(proc_file)
+    assert verdict.status == "WARN"
+    assert verdict.found.startswith("3 GPUs, 3 pairs, 1 by NVLink; no peer access between 0-2: ")
+    monkeypatch.setattr(FakeNvml, "num_gpus", 1)
+    assert nvidia.peer_access(proc_file) == ok("1 GPU")
+
+
+def test_a_driver_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, proc_file: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    verdict = nvidia.driver(CUDA, proc_file)
+    assert (verdict.status, verdict.fix) == ("WARN", "pip install 'rlcore[cuda]'")
+    assert verdict.found.startswith("NVRM version: NVIDIA UNIX 570.1; ")
+    assert nvidia.driver(CUDA, proc_file.with_name("none")) == ok("no NVIDIA driver on this machine")
+
+
+@pytest.mark.gpu
+def test_this_machines_driver_suits_its_torch() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py, of rlcore[cuda], is not installed")
+    assert nvidia.driver(packages.torch_build()).status == "OK"
+    assert nvidia.peer_access().status in ("OK", "WARN")
+
+
+# --------------------------------------------------------------------------------- what the environment says
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "words"),
+    [
+        (None, "OK", "CUDA_VISIBLE_DEVICES is not set: all"),
+        ("4,6", "OK", "CUDA_VISIBLE_DEVICES='4,6'"),
+        ("", "WARN", "hides every cuda device"),
+        ("4,x,6", "WARN", "CUDA_VISIBLE_DEVICES='4,x,6' ends at 'x', which is no device"),
+        ("4,4", "WARN", "hides every cuda device"),
+    ],
+)
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, status: str, words: str) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    verdict = visible_devices(launch("cuda"))
+    assert verdict.status == status
+    assert words in verdict.found
+
+
+def test_only_listed_variables_are_shown() -> None:
+    environ = {"HF_TOKEN": "hf_abcdef", "OMP_NUM_THREADS": "2", "HOME": "/home/someone", "CUDA_LAUNCH_BLOCKING": "1"}
+    assert shown_environment(environ) == {"CUDA_LAUNCH_BLOCKING": "1", "OMP_NUM_THREADS": "2"}
+    assert host.environment(environ).status == "WARN"
+    assert "someone" not in host.environment(environ).found
+    assert [name for name in SHOWN if "TOKEN" in name or "PROXY" in name or "KEY" in name] == []
+
+
+def test_secrets_are_taken_out_of_texts() -> None:
+    environ = {"HF_TOKEN": "hf_abcdef", "http_proxy": "http://me:pw123@proxy:1", "MY_PASSWORD": "ab", "LANG": "C.UTF-8"}
+    text = "hf_abcdef by http://me:pw123@proxy:1, ssh://you:other@host/x, ab, C.UTF-8, http://host/a@b"
+    assert without_secrets(text, environ) == (
+        "<HF_TOKEN> by <http_proxy>, ssh://<credentials>@host/x, ab, C.UTF-8, http://host/a@b"
+    )
