@@ -31,12 +31,21 @@ def rows_per_chunk(num_rows: int, vocab_size: int, itemsize: int, budget_bytes: 
     Raises:
         InvalidInputError: the budget does not hold one row.
     """
-    row_bytes = _TEMPORARIES * vocab_size * itemsize
-    fitting = (DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes) // row_bytes
+    fitting = fitting_rows(vocab_size, itemsize, DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
     if budget_bytes is not None and fitting == 0:
         raise InvalidInputError(
-            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; the least is {row_bytes}"
+            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; "
+            f"the least is {_TEMPORARIES * vocab_size * itemsize}"
         )
+    return even_rows(num_rows, fitting)
+
+
+def fitting_rows(vocab_size: int, itemsize: int, budget_bytes: int) -> int:
+    return budget_bytes // max(_TEMPORARIES * vocab_size * itemsize, 1)
+
+
+def even_rows(num_rows: int, fitting: int) -> int:
+    """Rows of chunks of nearly equal size, of at most ``fitting`` rows and a quarter of all."""
     most = max(1, min(fitting, max(_FEWEST_ROWS, math.ceil(num_rows / 4))))
     return math.ceil(num_rows / max(1, math.ceil(num_rows / most))) or 1
 

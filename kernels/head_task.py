@@ -22,6 +22,7 @@ from rlcore.kernels.operands import (
     checked_temperature,
 )
 from rlcore.kernels.rows import Rows, wide_dtype
+from rlcore.kernels.vocab_shard import VocabularyShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,8 +47,8 @@ class HeadTask:
     softcap: float | None = None
     with_entropy: bool = False
     memory_budget_bytes: int | None = None
-    group: ProcessGroup | None = None
-    """The weight holds this rank's part of the vocabulary."""
+    shard: VocabularyShard | None = None
+    """The weight is this rank's part of the vocabulary."""
 
     def query(self, inputs: HeadInputs, *options: str) -> Query:
         """For the dispatcher; ``options`` are features in use besides the task's own."""
@@ -56,25 +57,31 @@ class HeadTask:
             "entropy": self.with_entropy,
             "softcap": self.softcap is not None,
             "memory_budget": self.memory_budget_bytes is not None,
-            "group": self.group is not None,
+            "group": self.shard is not None,
         }
         names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
         hidden, weight, _ = inputs
         return Query(hidden.device.type, hidden.dtype, int(hidden.shape[1]), int(weight.shape[0]), names)
 
 
-def head_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> HeadInputs:
-    """What is multiplied: the tensors given, as ``torch.nn.functional.linear`` would lower them under autocast.
+def head_inputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: ProcessGroup | None
+) -> HeadInputs:
+    """What is multiplied: whole tensors, as ``torch.nn.functional.linear`` would lower them under autocast.
 
     Raises:
         InvalidInputError: a shape, dtype or device does not fit.
     """
+    if _is_dtensor(hidden):
+        raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
+    if group is not None and _is_dtensor(weight):
+        raise InvalidInputError("with group= weight must be this rank's rows; got a DTensor: pass weight.to_local()")
     inputs = _lowered(HeadInputs(hidden, weight, bias))
     hidden, weight, bias = inputs
     check_float("hidden", hidden)
     if hidden.dim() != 2:
         raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or len(weight) == 0:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or (len(weight) == 0 and group is None):
         raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
     if weight.dtype != hidden.dtype:
         raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
@@ -88,10 +95,31 @@ def head_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
 
 def _lowered(inputs: HeadInputs) -> HeadInputs:
     device_type = inputs.hidden.device.type
-    if not torch.is_autocast_enabled(device_type) or inputs.hidden.dtype == torch.float64:
-        return inputs
-    dtype = torch.get_autocast_dtype(device_type)
-    return HeadInputs(*(None if x is None else x.to(dtype) for x in inputs))  # type: ignore[arg-type]
+    is_lowered = torch.is_autocast_enabled(device_type) and inputs.hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device_type) if is_lowered else None
+    weight, bias = _whole("weight", inputs.weight, dtype), inputs.bias
+    return HeadInputs(
+        inputs.hidden if dtype is None else inputs.hidden.to(dtype),
+        weight,
+        None if bias is None else _whole("bias", bias, dtype),
+    )
+
+
+def _whole(name: str, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In ``dtype`` (None keeps its own), gathered if it is a DTensor."""
+    if not _is_dtensor(x):
+        return x if dtype is None else x.to(dtype)
+    from rlcore.kernels.sharded import gathered
+
+    return gathered(name, x, x.dtype if dtype is None else dtype)
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    return isinstance(x, DTensor)
 
 
 def head_task(
@@ -115,6 +143,10 @@ def head_task(
         check_positive("softcap", softcap)
     check_positive("logit_scale", logit_scale)
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
-    targets = checked_targets(targets, len(inputs.weight), ignore_index)
-    rows = Rows.of(targets, ignore_index, temperature, logit_scale)
-    return HeadTask(rows, softcap, with_entropy, memory_budget_bytes, group)
+    vocab_size = len(inputs.weight)
+    if group is None:
+        rows = Rows.of(checked_targets(targets, vocab_size, ignore_index), ignore_index, temperature, logit_scale)
+        return HeadTask(rows, softcap, with_entropy, memory_budget_bytes)
+    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden))
+    rows = Rows.of(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, temperature, logit_scale)
+    return HeadTask(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.kernels.rows import wide_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from rlcore.kernels.vocab_shard import VocabularyShard
 
 Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden states, weight and bias; None if not asked for."""
@@ -69,11 +74,15 @@ class LinearHead:
         return (logits_TV / self.softcap).square_().neg_().add_(1)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
+        if not (a.numel() and b.numel()):  # what torch.mm(out_dtype=) does then is not said
+            return torch.zeros(len(a), b.shape[1], dtype=self.wide, device=a.device)
         with self._unlowered():
             return a @ b if self.operand == self.wide else torch.mm(a, b, out_dtype=self.wide)
 
     def accumulate(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a b"""
+        if not (a.numel() and b.numel()):
+            return
         with self._unlowered():
             if self.operand == self.wide:
                 total.addmm_(a, b)
@@ -86,10 +95,15 @@ class LinearHead:
 
 
 class HeadGradients:
-    """The gradients asked for, accumulated over chunks in the wide dtype."""
+    """The gradients asked for, accumulated over chunks in the wide dtype.
 
-    def __init__(self, head: LinearHead, needs: Needs, num_rows: int) -> None:
-        self._head, self._needs = head, needs
+    With a ``shard`` of the vocabulary that of the hidden states is summed over the ranks, while that of the weight is
+    computed.
+    """
+
+    def __init__(self, head: LinearHead, needs: Needs, num_rows: int, shard: VocabularyShard | None = None) -> None:
+        self._head, self._needs, self._shard = head, needs, shard
+        self._sums: list[Work] = []
         new = functools.partial(torch.zeros, dtype=head.wide, device=head.weight_VH.device)
         vocab_size, hidden_size = head.weight_VH.shape
         self.hidden_TH = new(num_rows, hidden_size) if needs.hidden else None
@@ -105,6 +119,8 @@ class HeadGradients:
         operand_TV = dlogits_TV.to(self._head.operand)
         if self.hidden_TH is not None:
             self.hidden_TH[rows] = self._head.product(operand_TV, self._head.weight_VH)
+            if self._shard is not None:
+                self._sums.append(self._shard.sum_begun(self.hidden_TH[rows]))
         if not self._needs.weight:
             return
         factors = operand_TV.T, hidden_TH.to(self._head.operand)
@@ -114,6 +130,9 @@ class HeadGradients:
             self._head.accumulate(self.weight_VH, *factors)
 
     def totals(self) -> Totals:
+        for work in self._sums:
+            work.wait()
+        self._sums.clear()
         return self.hidden_TH, self.weight_VH, self.bias_V
 
 

@@ -13,7 +13,7 @@ Order of this file: reference, chunked implementation, public operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +51,7 @@ def _forward(
     """Four numbers a row are all that is kept; the logits are computed again in the backward."""
     head = LinearHead(weight_VH, bias_V, task.softcap)
     logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
-    for chunk in _chunks(hidden_TH, head, task):
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, head, task)):
         rows = task.rows.at(chunk)
         found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
         logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
@@ -62,7 +62,7 @@ def _forward(
     return Scores(logprob_T, entropy_T if task.with_entropy else None, (peak_T, total_T))
 
 
-def _backward(
+def recomputing_backward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
@@ -72,11 +72,12 @@ def _backward(
     scores: Scores,
     upstream: Upstream,
 ) -> Gradients:
+    """From the peak and the total of each row."""
     head = LinearHead(weight_VH, bias_V, task.softcap)
-    gradients = HeadGradients(head, Needs(*needs), len(hidden_TH))
+    gradients = HeadGradients(head, Needs(*needs), len(hidden_TH), task.shard)
     upstream = Upstream(*(task.rows.known_vector(g_T) for g_T in upstream))
     saved = (scores.logprob, scores.entropy, *scores.residuals)
-    for chunk in _chunks(hidden_TH, head, task):
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, head, task)):
         rows = task.rows.at(chunk)
         known_TH = rows.known(hidden_TH[chunk])
         logits_TV = head.logits(known_TH)
@@ -88,12 +89,12 @@ def _backward(
     return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
 
 
-def _chunks(hidden_TH: Tensor, head: LinearHead, task: HeadTask) -> Iterator[slice]:
-    num_rows, vocab_size = len(hidden_TH), len(head.weight_VH)
-    return row_chunks(num_rows, rows_per_chunk(num_rows, vocab_size, head.wide.itemsize, task.memory_budget_bytes))
+def chunk_rows(hidden_TH: Tensor, head: LinearHead, task: HeadTask) -> int:
+    count = rows_per_chunk if task.shard is None else task.shard.rows_per_chunk
+    return count(len(hidden_TH), len(head.weight_VH), head.wide.itemsize, task.memory_budget_bytes)
 
 
-linear_logprob_chunked = Scorer(_forward, _backward, num_residuals=2)
+linear_logprob_chunked = Scorer(_forward, recomputing_backward, num_residuals=2)
 """Plain torch in chunks of rows, on any device."""
 
 
@@ -136,7 +137,7 @@ def linear_logprob(
         InvalidInputError: a shape, dtype, device or value outside the above.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
-    inputs = head_inputs(hidden, weight, bias, targets)
+    inputs = head_inputs(hidden, weight, bias, targets, group)
     if torch.compiler.is_compiling():
         if group is not None:
             raise InvalidInputError("linear_logprob with group= cannot be compiled; call it outside of torch.compile")

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.chunks import rows_per_chunk
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
-from rlcore.kernels.linear_logprob import linear_logprob_reference
+from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks, sequence_entries
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, refusing_mixed_tokens, weighted_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging
-from rlcore.kernels.rows import RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.vocab_shard import partial_statistics_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,21 +60,26 @@ class _HeadWork:
     """Plain torch, on any device."""
 
     def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:
-        self._head, needs = LinearHead(inputs.weight, inputs.bias, task.softcap), Needs.of(*inputs)
-        self.dtype = self._head.wide
+        self.head, needs = LinearHead(inputs.weight, inputs.bias, task.softcap), Needs.of(*inputs)
+        self.dtype = self.head.wide
         self._hidden_TH, self._task = inputs.hidden.detach(), task
-        self._gradients = HeadGradients(self._head, needs, len(inputs.hidden)) if any(needs) else None
+        self._gradients = HeadGradients(self.head, needs, len(inputs.hidden), task.shard) if any(needs) else None
         self._last: tuple[slice, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None  # room for this chunk
         rows = self._task.rows.at(chunk)
         known_TH = rows.known(self._hidden_TH[chunk])
-        logits_TV = self._head.logits(known_TH)
-        slope_TV = None if self._gradients is None else self._head.softcap_slope(logits_TV)
-        found = statistics_(logits_TV, rows, with_entropy=self._task.with_entropy)
+        logits_TV = self.head.logits(known_TH)
+        slope_TV = None if self._gradients is None else self.head.softcap_slope(logits_TV)
+        found = self._statistics_(logits_TV, rows)
         self._last = (chunk, known_TH, logits_TV, slope_TV, found)
         return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
+
+    def _statistics_(self, logits_TV: Tensor, rows: Rows) -> RowStatistics:
+        if self._task.shard is None:
+            return statistics_(logits_TV, rows, with_entropy=self._task.with_entropy)
+        return self._task.shard.merged(partial_statistics_(logits_TV, rows, with_entropy=self._task.with_entropy), rows)
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
@@ -97,8 +102,7 @@ def linear_loss_chunked(
     """Plain torch in chunks of rows, or of whole sequences, on any device."""
     inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
     work = _HeadWork(inputs, task)
-    rows = rows_per_chunk(len(hidden_TH), len(weight_VH), work.dtype.itemsize, task.memory_budget_bytes)
-    return loss_in_chunks(work, inputs, loss, rows)
+    return loss_in_chunks(work, inputs, loss, chunk_rows(hidden_TH, work.head, task))
 
 
 @_uncompiled
@@ -156,7 +160,7 @@ def linear_loss(
             them.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
-    inputs = head_inputs(hidden, weight, bias, targets)
+    inputs = head_inputs(hidden, weight, bias, targets, group)
     _check_tokens(hidden, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
     task = head_task(

@@ -86,7 +86,7 @@ def check_positive(name: str, value: float) -> None:
         raise InvalidInputError(f"{name} must be a finite number > 0; got {value}")
 
 
-def checked_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+def checked_targets(targets: Tensor, vocab_size: int | Tensor, ignore_index: int) -> Tensor:
     """``targets`` as int64, each a token id or ``ignore_index``."""
     check_token_dtype(targets)
     check_token_range(targets, vocab_size, ignore_index)
@@ -98,7 +98,7 @@ def check_token_dtype(targets: Tensor) -> None:
         raise InvalidInputError(f"targets must be int64 or int32 token ids; got {targets.dtype}")
 
 
-def check_token_range(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_token_range(targets: Tensor, vocab_size: int | Tensor, ignore_index: int) -> None:
     is_valid_T = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
     check_values(
         is_valid_T,

@@ -31,6 +31,10 @@ def rlcore_register_ops(register: RegisterOp) -> None:
             path = f"rlcore.kernels.{op}:{op}_{name}"
             register(op, "*", path, name=name, priority=priority, when=f"{__name__}:{name}_refusal")
     register("group_advantage", "*", "rlcore.kernels.advantages:group_advantage_reference", name="reference")
+    for op in ("linear_logprob", "linear_loss"):
+        path = f"rlcore.kernels.vocab_parallel:{op}_vocab_parallel"
+        when = f"{__name__}:vocab_parallel_refusal"
+        register(op, "*", path, name="vocab_parallel", priority=15, when=when)
     for op in _RECURRENCES:
         for name, priority in (("reference", 0), ("scan", 10)):
             register(op, "*", f"rlcore.kernels.returns:{op}_{name}", name=name, priority=priority)
@@ -48,3 +52,7 @@ def chunked_refusal(query: Query) -> str | None:
     if "group" in query.options:
         return "it needs all vocabulary rows on one rank; gather the weight and leave out group="
     return None
+
+
+def vocab_parallel_refusal(query: Query) -> str | None:
+    return None if "group" in query.options else "it is for a vocabulary split over the ranks of group="

@@ -60,6 +60,8 @@ class Rows:
     """0 in ignored rows."""
     is_ignored: Tensor
     sharpness: float | Tensor
+    is_elsewhere: Tensor | None = None
+    """The target is none of the columns at hand, and ``target`` is 0; None: all are at hand."""
 
     @staticmethod
     def of(target_T: Tensor, ignore_index: int, temperature: float | Tensor, logit_scale: float = 1.0) -> Rows:
@@ -68,7 +70,8 @@ class Rows:
 
     def at(self, index: slice | tuple[int | slice, ...]) -> Rows:
         sharpness = self.sharpness[index] if isinstance(self.sharpness, Tensor) else self.sharpness
-        return Rows(self.target[index], self.is_ignored[index], sharpness)
+        is_elsewhere = None if self.is_elsewhere is None else self.is_elsewhere[index]
+        return Rows(self.target[index], self.is_ignored[index], sharpness, is_elsewhere)
 
     def reshaped(self, shape: Sequence[int]) -> Rows:
         sharpness = self.sharpness.reshape(shape) if isinstance(self.sharpness, Tensor) else self.sharpness
@@ -113,6 +116,8 @@ def gradient_(
     g_entropy_T: Tensor | None,
 ) -> Tensor:
     """dz from exp(c), in its place; exact zeros in rows whose upstream gradients are 0."""
+    if not exp_TV.shape[1]:
+        return exp_TV
     probability_TV = exp_TV.div_(statistics.total[:, None])
     g_logprob_T = torch.zeros_like(statistics.total) if g_logprob_T is None else g_logprob_T * rows.sharpness
     if g_entropy_T is None or statistics.entropy is None:
@@ -122,5 +127,7 @@ def gradient_(
         bent_TV = torch.xlogy(probability_TV, probability_TV).mul_(g_entropy_T[:, None])
         factor_T = g_logprob_T + g_entropy_T * statistics.entropy
         gradient_TV = probability_TV.mul_(-factor_T[:, None]).sub_(bent_TV)
+    if rows.is_elsewhere is not None:
+        g_logprob_T = g_logprob_T.masked_fill(rows.is_elsewhere, 0.0)
     at_target_T1 = gradient_TV.gather(1, rows.target[:, None]) + g_logprob_T[:, None]
     return gradient_TV.scatter_(1, rows.target[:, None], at_target_T1)

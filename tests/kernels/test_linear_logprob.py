@@ -273,9 +273,8 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
         linear_logprob(**(GOOD | change))  # type: ignore[arg-type]
 
 
-def test_a_vocabulary_split_over_ranks_is_refused_with_the_reason() -> None:
-    message = r"linear_logprob for float32 on cpu with group is not supported: .*chunked: it needs all vocabulary rows"
-    with pytest.raises(UnsupportedError, match=message):
+def test_what_is_no_process_group_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"group must be a torch.distributed.ProcessGroup .* in; got object"):
         linear_logprob(**GOOD, group=object())  # type: ignore[arg-type]
 
 

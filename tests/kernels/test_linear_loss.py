@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError
 from rlcore.ops import combine, entropy_bonus, kl, linear_loss, ppo_clip, sequence_level
 
 IMPLEMENTATIONS = ["reference", "chunked"]
@@ -441,7 +441,7 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
         linear_loss(hidden, weight, targets, **arguments)
 
 
-def test_a_vocabulary_split_over_ranks_is_refused_with_the_reason() -> None:
+def test_what_is_no_process_group_is_refused() -> None:
     hidden, weight, targets = random_inputs()
-    with pytest.raises(UnsupportedError, match="chunked: it needs all vocabulary rows on one rank"):
+    with pytest.raises(InvalidInputError, match=r"group must be a torch.distributed.ProcessGroup .* in; got object"):
         linear_loss(hidden, weight, targets, ppo_clip(), group=object(), **random_tokens())  # type: ignore[arg-type]

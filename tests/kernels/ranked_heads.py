@@ -1,0 +1,418 @@
+"""Operators over several ranks: a vocabulary split over a group, and weights that are DTensors.
+
+test_heads_on_ranks.py runs this file once for each rank, in processes that meet at a file; pytest does not collect it
+by itself. Every rank runs every test, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels import vocab_shard
+from rlcore.kernels.linear_head import LinearHead
+from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
+
+RANK, SIZE, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device(os.environ["TEST_DEVICE"])
+T, H, V = 70, 12, 101
+CUTS = {
+    2: [(0, 37, V), (0, 0, V), (0, V, V)],  # uneven; a rank without tokens, first or last
+    3: [(0, 37, 40, V), (0, 0, V, V), (0, 50, 50, V)],
+}[SIZE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    backend = "gloo"
+    if DEVICE.type == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(RANK)
+    store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh(DEVICE.type, (SIZE,))
+
+
+def random_head(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[Tensor]:
+    """Hidden states, weight, bias; the same on every rank for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((T, H), (V, H), (V,))
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def random_targets(*, seed: int = 0) -> Tensor:
+    targets = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(seed))
+    targets[:3] = torch.tensor([0, V - 1, -100])
+    return targets.to(DEVICE)
+
+
+def parts_of(whole: list[Tensor], cuts: tuple[int, ...]) -> list[Tensor]:
+    """This rank's: all hidden states, its rows of weight and bias."""
+    rows = slice(cuts[RANK], cuts[RANK + 1])
+    hidden, *head = whole
+    return [hidden.detach().requires_grad_(), *(x.detach()[rows].clone().requires_grad_() for x in head)]
+
+
+def combined(scores: tuple[Tensor, Tensor | None]) -> Tensor:
+    logprob, entropy = scores
+    slope = torch.linspace(-1, 2, len(logprob), dtype=logprob.dtype, device=DEVICE)
+    return (slope * logprob).sum() + (0 if entropy is None else (slope.cos() * entropy).sum())
+
+
+def assert_close(got: Any, want: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Within a tolerance of the largest true value."""
+    tolerance = max(torch.finfo(dtype).eps * 4, 1e-5)
+    if want is None:
+        assert got is None
+    elif not isinstance(want, Tensor):
+        assert len(got) == len(want)
+        names = want if isinstance(want, dict) else range(len(want))
+        for name in names:
+            assert_close(got[name], want[name], dtype)
+    elif want.numel():
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max()))
+    else:
+        assert got.shape == want.shape
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "with_entropy": True, "memory_budget_bytes": 3 * V * 8 * 20},
+    {"temperature": torch.linspace(0.5, 2, T, device=DEVICE), "softcap": 3.0, "logit_scale": 1.3, "with_entropy": True},
+]
+
+
+# -------------------------------------------------------------------------------------------- a split vocabulary
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_log_probabilities_are_those_of_one_process(
+    cuts: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    whole, targets = random_head(dtype), random_targets()
+    with torch.no_grad():
+        whole[0][2] = math.nan  # an ignored row
+    here = parts_of(whole, cuts)
+    want = linear_logprob(*whole[:2], targets, bias=whole[2], **options)
+    found = linear_logprob(*here[:2], targets, bias=here[2], group=group(), **options)
+    assert_close(found, want)
+    d_hidden, *d_head = torch.autograd.grad(combined(found), here)
+    want_hidden, *want_head = torch.autograd.grad(combined(want), whole)
+    assert_close(d_hidden, want_hidden, dtype)
+    assert not d_hidden[2].any()
+    for got, expected in zip(d_head, want_head, strict=True):
+        assert_close(got, expected[cuts[RANK] : cuts[RANK + 1]], dtype)
+
+
+def policy_loss(*, is_sequence_level: bool) -> Any:
+    loss_fn = combine(ppo_clip(), kl(coef=0.1), entropy_bonus(coef=0.01))
+    return sequence_level(loss_fn) if is_sequence_level else loss_fn
+
+
+def random_tokens(dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(8)
+    old, near, advantages, weight = (torch.randn(T, generator=generator).to(DEVICE, dtype) for _ in range(4))
+    per_token = {"old_logprobs": old - 5, "ref_logprobs": old - 5 + near * 0.3, "advantages": advantages}
+    return {"per_token": per_token, "token_weight": weight.abs() / T, "cu_seqlens": torch.tensor([0, 3, 3, 60, T])}
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "all"])
+@pytest.mark.parametrize("is_sequence_level", [False, True], ids=["tokens", "sequences"])
+def test_losses_are_those_of_one_process(
+    cuts: tuple[int, ...], options: dict[str, Any], is_sequence_level: bool
+) -> None:
+    whole, targets, tokens = random_head(), random_targets(), random_tokens(torch.float32)
+    here = parts_of(whole, cuts)
+    loss_fn = policy_loss(is_sequence_level=is_sequence_level)
+    options = {"with_entropy": True} | options
+    want = linear_loss(*whole[:2], targets, loss_fn, bias=whole[2], **tokens, **options)
+    found = linear_loss(*here[:2], targets, loss_fn, bias=here[2], group=group(), **tokens, **options)
+    assert_close(found, want)
+    d_hidden, *d_head = torch.autograd.grad(found.loss * 3, here)
+    want_hidden, *want_head = torch.autograd.grad(want.loss * 3, whole)
+    assert_close(d_hidden, want_hidden)
+    for got, expected in zip(d_head, want_head, strict=True):
+        assert_close(got, expected[cuts[RANK] : cuts[RANK + 1]])
+    with torch.no_grad():
+        assert_close(linear_loss(*here[:2], targets, loss_fn, bias=here[2], group=group(), **tokens, **options), want)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> None:
+    whole, targets = random_head(), random_targets()
+    here = [x.requires_grad_(needed) for x, needed in zip(parts_of(whole, CUTS[0]), needs, strict=False)]
+    found = linear_logprob(*here, targets, group=group())
+    assert found.logprob.requires_grad == any(needs)
+    if any(needs):
+        want = torch.autograd.grad(combined(linear_logprob(*whole[:2], targets)), whole[:2])
+        (got,) = torch.autograd.grad(combined(found), [x for x in here if x.requires_grad])
+        assert_close(got, want[0] if needs[0] else want[1][CUTS[0][RANK] : CUTS[0][RANK + 1]])
+
+
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(num_rows: int) -> None:
+    here = parts_of(random_head(), CUTS[0])
+    hidden = torch.randn(num_rows, H, device=DEVICE, requires_grad=True)
+    targets = torch.full((num_rows,), -100, device=DEVICE)
+    logprob, entropy = linear_logprob(hidden, here[1], targets, with_entropy=True, group=group())
+    nothing = torch.full((num_rows,), math.nan, device=DEVICE)
+    per_token = dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), nothing)
+    loss = linear_loss(
+        hidden,
+        here[1],
+        targets,
+        policy_loss(is_sequence_level=False),
+        per_token=per_token,
+        token_weight=torch.ones(num_rows, device=DEVICE),
+        group=group(),
+    ).loss
+    (logprob.sum() + entropy.sum() + loss).backward()
+    assert logprob.shape == (num_rows,) and loss == 0 and not logprob.any() and not entropy.any()
+    assert hidden.grad.count_nonzero() == 0 and here[1].grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("size, offset", [(80.0, 0.0), (1.0, 1e4), (1.0, -1e4), (0.0, 0.0)])
+def test_extreme_logits(size: float, offset: float) -> None:
+    hidden, _, bias = random_head()
+    generator = torch.Generator().manual_seed(3)
+    weight = ((torch.rand(V, H, generator=generator) * 2 - 1) * size).to(DEVICE)
+    hidden = torch.nn.functional.one_hot(torch.arange(T) % H, H).float().to(DEVICE)
+    with torch.no_grad():
+        bias.fill_(offset)
+        bias[: CUTS[0][1]] = -math.inf  # all that the first rank has
+    targets = random_targets().clamp(min=CUTS[0][1])
+    whole = [hidden.requires_grad_(), weight.requires_grad_(), bias]
+    here = parts_of(whole, CUTS[0])
+    wide = [x.detach().double().requires_grad_() for x in whole]
+    found = linear_logprob(*here[:2], targets, bias=here[2], with_entropy=True, group=group())
+    want = linear_logprob(*wide[:2], targets, bias=wide[2], with_entropy=True, implementation="reference")
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5 if not offset else 2e-3)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=1e-5 if not offset else 1e-3)
+    d_hidden, d_weight = torch.autograd.grad(combined(found), here[:2])
+    want_hidden, want_weight = torch.autograd.grad(combined(want), wide[:2])
+    scale = float(want_weight.abs().max())
+    torch.testing.assert_close(
+        d_weight.double(), want_weight[CUTS[0][RANK] : CUTS[0][RANK + 1]], rtol=0, atol=2e-3 * scale
+    )
+    torch.testing.assert_close(d_hidden.double(), want_hidden, rtol=0, atol=2e-3 * float(want_hidden.abs().max()))
+
+
+def test_every_rank_gets_the_same_bits_in_every_run() -> None:
+    whole, targets = random_head(), random_targets()
+    here = parts_of(whole, CUTS[0])
+    runs = []
+    for _ in range(2):
+        found = linear_logprob(*here[:2], targets, with_entropy=True, group=group())
+        runs.append([*found, *torch.autograd.grad(combined(found), here[:2])])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    for mine in runs[0][:3]:  # but for its own rows of the weight
+        first = mine.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, mine)
+
+
+def test_the_forward_gathers_four_numbers_a_row_and_the_backward_sums_while_it_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, targets = parts_of(random_head(), CUTS[0]), random_targets()
+    log: list[Any] = []
+
+    class Gather:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        @staticmethod
+        def all_gather(parts: list[Tensor], part: Tensor, group: Any) -> None:
+            log.append((part.dtype, tuple(part.shape)))
+            dist.all_gather(parts, part, group=group)
+
+        @staticmethod
+        def all_reduce(x: Tensor, group: Any, async_op: bool) -> Any:
+            log.append(("sum", len(x)))
+            work = dist.all_reduce(x, group=group, async_op=async_op)
+
+            class Logged:
+                @staticmethod
+                def wait() -> None:
+                    log.append("wait")
+                    work.wait()
+
+            return Logged()
+
+    monkeypatch.setattr(vocab_shard, "dist", Gather())
+    found = linear_logprob(*here[:2], targets, with_entropy=True, group=group())
+    assert log == [(torch.int64, (2,)), (torch.float32, (T, 4))]
+    log.clear()
+    product = LinearHead.product
+    monkeypatch.setattr(LinearHead, "product", lambda self, a, b: log.append("product") or product(self, a, b))
+    accumulate = LinearHead.accumulate
+    monkeypatch.setattr(LinearHead, "accumulate", lambda self, *xs: log.append("product") or accumulate(self, *xs))
+    torch.autograd.grad(combined(found), here[:2])
+    rows = [entry[1] for entry in log if entry[0] == "sum"]
+    assert sum(rows) == T and len(rows) > 1
+    chunk = ["product", "product", "sum", "product"]  # logits, hidden states, weight
+    assert [entry if isinstance(entry, str) else entry[0] for entry in log] == chunk * len(rows) + ["wait"] * len(rows)
+
+
+def test_tokens_are_checked_against_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    here, targets = parts_of(random_head(), CUTS[0]), random_targets()
+    targets[7] = V
+    with pytest.raises(InvalidInputError, match=rf"targets must be token ids in \[0, {V}\) .* got {V} at \[7\]"):
+        linear_logprob(*here[:2], targets, group=group())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("rows", r"ranks of group must score the same rows; they have \[70, 69"),
+        ("budget", r"memory_budget_bytes=\d+ does not hold one row of the logits of every rank of group; this one"),
+        ("nothing", r"weight must be \[V, H\] with V > 0 on some rank of group; it is 0 on all"),
+        ("mesh", r"group must be a torch.distributed.ProcessGroup .*; got DeviceMesh. .* mesh.get_group\(dim\)"),
+        ("dtensor", r"with group= weight must be this rank's rows; got a DTensor: pass weight.to_local\(\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(change: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    hidden, weight, _ = parts_of(random_head(), CUTS[0])
+    targets, options = random_targets(), {"group": group()}
+    if change == "rows" and RANK:
+        hidden, targets = hidden[1:], targets[1:]
+    elif change == "budget":
+        options["memory_budget_bytes"] = 3 * 4 * min(b - a for a, b in zip(CUTS[0], CUTS[0][1:], strict=False))
+    elif change == "nothing":
+        weight = weight[:0]
+    elif change == "mesh":
+        options["group"] = mesh()
+    elif change == "dtensor":
+        weight = DTensor.from_local(weight, mesh(), [Shard(0)], run_check=False)
+    with pytest.raises(InvalidInputError, match=message):
+        linear_logprob(hidden, weight, targets, **options)
+
+
+def test_implementations_that_need_the_whole_vocabulary_say_so() -> None:
+    here, targets = parts_of(random_head(), CUTS[0]), random_targets()
+    with pytest.raises(UnsupportedError, match="chunked: it needs all vocabulary rows on one rank"):
+        linear_logprob(*here[:2], targets, group=group(), implementation="chunked")
+    with pytest.raises(UnsupportedError, match="vocab_parallel: it is for a vocabulary split over the ranks of group="):
+        linear_logprob(*random_head()[:2], targets, implementation="vocab_parallel")
+
+
+# ---------------------------------------------------------------------------------------------- sharded weights
+
+
+def summed_over_ranks(gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_the_gradient_of_a_sharded_weight_is_the_ranks_sum_in_its_own_layout(placement: Any) -> None:
+    _, weight, bias = random_head()
+    hidden, *_ = random_head(seed=1 + RANK)  # each rank has tokens of its own
+    targets = random_targets(seed=1 + RANK)
+    sharded = distribute_tensor(weight.detach(), mesh(), [placement]).requires_grad_()
+    sharded_bias = distribute_tensor(bias.detach(), mesh(), [Replicate()]).requires_grad_()
+    with CommDebugMode() as seen:
+        found = linear_logprob(hidden, sharded, targets, bias=sharded_bias, with_entropy=True)
+    gathers = sum(count for op, count in seen.get_comm_counts().items() if "all_gather" in str(op))
+    assert gathers == (0 if placement.is_replicate() else 1)
+    inputs = [hidden, sharded, sharded_bias]
+    d_hidden, d_weight, d_bias = torch.autograd.grad(combined(found), inputs)
+    want = linear_logprob(hidden, weight, targets, bias=bias, with_entropy=True)
+    want_hidden, want_weight, want_bias = torch.autograd.grad(combined(want), [hidden, weight, bias])
+    assert_close(found, want)
+    assert_close(d_hidden, want_hidden)
+    assert d_weight.placements == (placement,) and d_bias.placements == (Replicate(),)
+    assert d_weight.to_local().shape == sharded.to_local().shape
+    assert_close(d_weight.full_tensor(), summed_over_ranks(want_weight))
+    assert_close(d_bias.full_tensor(), summed_over_ranks(want_bias))
+
+
+class Head(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, hidden: Tensor, targets: Tensor, tokens: Mapping[str, Any]) -> Tensor:
+        return linear_loss(hidden, self.weight, targets, policy_loss(is_sequence_level=False), **tokens).loss
+
+
+def test_a_weight_that_fsdp_sharded_works_inside_its_forward_and_outside() -> None:
+    _, weight, _ = random_head()
+    hidden, *_ = random_head(seed=1 + RANK)
+    targets, tokens = random_targets(seed=1 + RANK), random_tokens(torch.float32)
+    plain = Head(weight)
+    loss = plain(hidden, targets, tokens)
+    loss.backward()
+    want = summed_over_ranks(plain.weight.grad)
+
+    head = fully_shard(Head(weight), mesh=mesh())
+    assert isinstance(head.weight, DTensor) and len(head.weight.to_local()) < V
+    inside = head(hidden, targets, tokens)
+    assert_close(inside, loss)
+    inside.backward()
+    assert_close(head.weight.grad.full_tensor(), want / SIZE)  # FSDP2 divides by the number of ranks
+
+    head.zero_grad()
+    outside = linear_loss(hidden, head.weight, targets, policy_loss(is_sequence_level=False), **tokens).loss
+    assert_close(outside, loss)
+    outside.backward()
+    assert head.weight.grad.placements == head.weight.placements
+    assert_close(head.weight.grad.full_tensor(), want)
+    linear_loss(hidden, head.weight, targets, policy_loss(is_sequence_level=False), **tokens).loss.backward()
+    assert_close(head.weight.grad.full_tensor(), 2 * want)
+
+
+def test_under_autocast_what_is_gathered_is_lowered_and_the_gradient_is_summed_in_the_dtype_of_the_weight() -> None:
+    _, weight, _ = random_head()
+    hidden, *_ = random_head(seed=1 + RANK)
+    targets = random_targets(seed=1 + RANK)
+    sharded = distribute_tensor(weight.detach(), mesh(), [Shard(0)]).requires_grad_()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found, want = linear_logprob(hidden, sharded, targets), linear_logprob(hidden, weight, targets)
+    assert torch.equal(found.logprob, want.logprob)
+    (got,), (true,) = (torch.autograd.grad(combined(x), w) for x, w in ((found, sharded), (want, weight)))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.full_tensor(), summed_over_ranks(true), rtol=1e-6, atol=1e-6)
+
+
+def test_dtensors_that_cannot_be_used_are_refused() -> None:
+    hidden, weight, _ = random_head()
+    targets = random_targets()
+    partial = DTensor.from_local(weight.detach(), mesh(), [Partial()], run_check=False)
+    with pytest.raises(
+        InvalidInputError, match=r"weight has placements .*Partial.*not summed yet; redistribute it first"
+    ):
+        linear_logprob(hidden, partial, targets)
+    rows = DTensor.from_local(hidden.detach(), mesh(), [Shard(0)], run_check=False)
+    with pytest.raises(
+        InvalidInputError, match=r"hidden is a DTensor; pass the rows of this rank: hidden.to_local\(\)"
+    ):
+        linear_logprob(rows, weight, targets)
