@@ -2,48 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from rlcore.bench.case import Case, Work, load_cases, select_cases
-from rlcore.bench.cases import kernels
+from rlcore.bench.cases import kernel_inputs, kernel_scans
 from rlcore.bench.runner import Sampling, run_case
 from rlcore.errors import BenchError
 from rlcore.registry import get_device, registry
 
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
-KERNELS = ["kernels/linear_logprob", "kernels/linear_loss", "kernels/token_logprob"]
+# on a host: at an accelerator's size they are for an accelerator's time
+HEADS = [
+    "kernels/linear_logprob/8b",
+    "kernels/linear_logprob_accuracy",
+    "kernels/linear_logprob_forward/8b",
+    "kernels/linear_loss/8b",
+    "kernels/linear_loss_sequences/8b",
+    "kernels/token_logprob",
+    "kernels/token_logprob_forward",
+]
+SCANS = ["kernels/discounted_return", "kernels/gae", "kernels/group_advantage", "kernels/token_loss"]
+CHECKED = [name for name in (*HEADS, *SCANS) if name != "kernels/linear_loss_sequences/8b"]
 
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows than are checked at a time, and a last slice that is not full.
-    monkeypatch.setattr(kernels, "_HOST", kernels._Size(300, 501, 32, torch.float32))
-    monkeypatch.setattr(kernels, "_ACCELERATOR", kernels._Size(300, 501, 32, torch.bfloat16))
-    monkeypatch.setattr(kernels, "_ACCELERATOR_LOGITS", kernels._Size(300, 501, 32, torch.bfloat16))
+    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(300, 501, 32, torch.float32))
+    monkeypatch.setattr(kernel_scans, "_HOST_TOKENS", 4096)
 
 
 @pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_case_measures_every_implementation(device: Any, name: str) -> None:
-    results = run_case(load_cases()[name], device, ONCE)
+@pytest.mark.parametrize("name", [*HEADS, *SCANS])
+def test_kernel_case_measures_every_implementation(name: str) -> None:
+    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
     measured = [result for result in results if result.status != "blocked"]  # what this device cannot run
-    assert {result.implementation for result in measured} >= {"reference", "chunked"}
     assert [(result.status, result.reason) for result in measured] == [("pass", "")] * len(measured)
-    assert all(result.params["T"] == 300 and result.bytes for result in measured)
+    found = {result.implementation for result in measured}
+    if name in SCANS:
+        assert "copy" in found and len(found) >= 2
+    elif "sequences" in name:
+        assert found == {"grpo", "gspo", "gmpo", "sequence-masked tis"}
+    else:
+        assert found >= {"reference", "chunked"}
+        assert all(result.params["T"] == 300 for result in measured)
 
 
 @pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_case_refuses_a_wrong_result(device: Any, name: str) -> None:
-    work: Work = load_cases()[name].prepare(device)
-    only = work.contenders[0]
+def test_the_accuracy_case_records_errors_of_everything() -> None:
+    results = run_case(load_cases()["kernels/linear_logprob_accuracy"], get_device("cpu"), ONCE)
+    found = next(result for result in results if result.implementation == "chunked")
+    errors = {metric.name: metric.samples[-1] for metric in found.metrics if metric.name.endswith("_error")}
+    names = ("logprob", "peaked_logprob", "entropy", "hidden_gradient", "weight_gradient")
+    assert errors.keys() == {f"{name}_error" for name in names}
+    assert all(0 < error < 1e-4 for error in errors.values())
+
+
+@pytest.mark.parametrize("head", ["0.5b", "14b", "1.7b"])
+def test_other_sizes_are_blocked_on_a_host(head: str) -> None:
+    (result,) = run_case(load_cases()[f"kernels/linear_loss/{head}"], get_device("cpu"), ONCE)
+    assert result.status == "blocked" and "it is for accelerators" in result.reason
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", CHECKED)
+def test_kernel_case_refuses_a_wrong_result(name: str) -> None:
+    work: Work = load_cases()[name].prepare(get_device("cpu"))
+    only = next((one for one in work.contenders if one.implementation == "reference"), work.contenders[0])
     output = only.run()
     only.check(output)
     parts = (output,) if isinstance(output, torch.Tensor) else output
-    for position, part in enumerate(parts):
+    num_checked = 2 if name in {"kernels/linear_logprob_accuracy", "kernels/linear_logprob/8b"} else len(parts)
+    for position, part in enumerate(parts[:num_checked]):
         wrong = part + 0.02 * part.abs().max()
         changed = (*parts[:position], wrong, *parts[position + 1 :])
         with pytest.raises(AssertionError, match=" is wrong: "):
@@ -69,7 +100,9 @@ def test_startup_case_fails_when_the_process_fails(monkeypatch: pytest.MonkeyPat
 
 def test_no_name_means_all_and_a_folder_means_all_in_it() -> None:
     assert [case.name for case in select_cases([])] == sorted(load_cases())
-    assert [case.name for case in select_cases(["kernels"])] == KERNELS
+    heads = {f"kernels/{case}/{head}" for case in ("linear_loss", "linear_logprob") for head in kernel_inputs.HEADS}
+    assert {case.name for case in select_cases(["kernels"])} >= {*HEADS, *SCANS, *heads}
+    assert len(select_cases(["kernels/linear_loss"])) == len(kernel_inputs.HEADS)
     assert [case.name for case in select_cases(["startup/help", "dispatch", "dispatch/op"])] == [
         "startup/help",
         "dispatch/device",

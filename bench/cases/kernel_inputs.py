@@ -1,0 +1,150 @@
+"""Inputs of the kernel cases, and what is true of them: the definition in float64, computed in slices of rows.
+
+Letters: T tokens, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Quantity
+from rlcore.errors import UnsupportedError
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.ops import Logprobs, linear_logprob, linear_loss
+from rlcore.registry import registry
+
+CHECKED_ROWS = 256
+"""Rows of float64 logits held at a time, and rows of a [T, V] gradient that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    T: int
+    V: int
+    H: int
+    dtype: torch.dtype
+
+
+HOST = Size(256, 32_000, 256, torch.float32)
+"""Under a second a run on two cores; there it stands for the first of the sizes below, and there are no others."""
+HEADS = {
+    "8b": Size(8192, 151_936, 4096, torch.bfloat16),
+    "0.5b": Size(32_768, 151_936, 896, torch.bfloat16),
+    "14b": Size(4096, 152_064, 5120, torch.bfloat16),
+    "1.7b": Size(65_536, 151_936, 2048, torch.bfloat16),
+}
+"""Output heads of Qwen models by their number of parameters, under micro-batches that such models are given."""
+LOGITS = Size(16_384, 151_936, 256, torch.bfloat16)
+"""Where the logits are there already; H only makes them."""
+ACCURACY = Size(1024, 151_936, 2048, torch.bfloat16)
+
+
+def size_on(device: Any, size: Size) -> Size:
+    if device.type != "cpu":
+        return size
+    if size not in (HEADS["8b"], LOGITS, ACCURACY):
+        raise UnsupportedError("this size of the case on cpu", "it is for accelerators; the first one has a small size")
+    return HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    size: Size
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    target_T: Tensor
+
+    @classmethod
+    def on(cls, device: Any, size: Size, *, deviation: float = 2.0) -> Inputs:
+        """Logits of this standard deviation: with 2, neither uniform nor decided."""
+        size = size_on(device, size)
+        device.seed(0)
+        at: dict[str, Any] = {"device": device.torch_device}
+        hidden_TH = torch.randn(size.T, size.H, **at).mul_(deviation * size.H**-0.5).to(size.dtype)
+        weight_VH = torch.randn(size.V, size.H, **at).to(size.dtype)
+        return cls(size, hidden_TH, weight_VH, torch.randint(size.V, (size.T,), **at))
+
+    @property
+    def params(self) -> dict[str, int | float | str]:
+        dtype = str(self.size.dtype).removeprefix("torch.")
+        return {"T": self.size.T, "V": self.size.V, "H": self.size.H, "dtype": dtype}
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden_TH.detach().requires_grad_(), self.weight_VH.detach().requires_grad_()
+
+    def slices(self) -> list[slice]:
+        return [slice(start, start + CHECKED_ROWS) for start in range(0, self.size.T, CHECKED_ROWS)]
+
+    def true_scores(self) -> Logprobs:
+        weight_VH = self.weight_VH.double()
+        parts = [
+            linear_logprob(
+                self.hidden_TH[rows].double(),
+                weight_VH,
+                self.target_T[rows],
+                with_entropy=True,
+                implementation="reference",
+            )
+            for rows in self.slices()
+        ]
+        return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def true_gradients(
+        self, loss_fn: LossFn, per_token: Mapping[str, Tensor], token_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss and its gradients for hidden states and weight, of a loss that is a sum over tokens."""
+        hidden_TH, weight_VH = (x.double().requires_grad_() for x in (self.hidden_TH, self.weight_VH))
+        total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
+        for rows in self.slices():
+            loss = linear_loss(
+                hidden_TH[rows],
+                weight_VH,
+                self.target_T[rows],
+                loss_fn,
+                per_token={name: values[rows].double() for name, values in per_token.items()},
+                token_weight=token_weight[rows],
+                implementation="reference",
+            ).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        assert hidden_TH.grad is not None and weight_VH.grad is not None
+        return total, hidden_TH.grad, weight_VH.grad
+
+
+def implementations(op: str, device: Any) -> list[str]:
+    """Registered for this device; on an accelerator not the definition, which holds all logits in float32."""
+    names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
+    return [name for name in names if device.type == "cpu" or name != "reference"]
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Within what one rounding of the result to ``dtype`` may cost, relative to the largest; float64 decides."""
+    scale = want.abs().max().item()
+    tolerance = max(torch.finfo(dtype).eps, 1e-4)
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=0, atol=tolerance * scale, msg=lambda text: f"{name} is wrong: {text}"
+    )
+
+
+def assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torch.dtype) -> None:
+    """Peers round the logits: wrong is what that does not explain."""
+    logprob_T, entropy_T = output[:2]
+    assert logprob_T is not None and true.entropy is not None
+    rows = slice(0, min(len(true.logprob), len(logprob_T)))
+    assert_close("logprob", logprob_T[rows], true.logprob[rows], dtype)
+    if entropy_T is not None:
+        assert_close("entropy", entropy_T[rows], true.entropy[rows], dtype)
+
+
+def greatest(got: Tensor, want: Tensor) -> Quantity:
+    """The greatest absolute error."""
+    return Quantity(max(float((got.double() - want).abs().max()), 1e-30), "1")
+
+
+def relative(got: Tensor, want: Tensor) -> Quantity:
+    return Quantity(max(float((got.double() - want).norm() / want.norm()), 1e-30), "1")

@@ -1,0 +1,144 @@
+"""Advantages, returns and losses of packed tokens, beside one copy of the bytes that they must read and write.
+
+A run on an accelerator is many calls in a row, so that what is timed is the device and not the host; the copy too.
+
+Letters: T tokens, P groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.cases.kernel_inputs import assert_close
+from rlcore.kernels.losses.evaluate import TokenInputs, loss_and_gradients
+from rlcore.ops import combine, discounted_return, entropy_bonus, gae, group_advantage, kl, ppo_clip
+from rlcore.registry import registry
+
+_HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24
+_MEAN_TOKENS = 1024
+"""Of a sequence."""
+_GROUP = 16
+_GAMMA, _LAM = 0.99, 0.95
+_CALLS = 20
+
+Call = Callable[[], Sequence[Tensor]]
+
+
+def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict[str, int | float | str]) -> Work:
+    """The first of ``calls`` is the truth to the others."""
+    truth = next(iter(calls.values()))()
+    num_calls = 1 if tokens.device.type == "cpu" else _CALLS
+
+    def contender(name: str, call: Call) -> Contender:
+        def run() -> Sequence[Tensor]:
+            for _ in range(num_calls - 1):
+                call()
+            return call()
+
+        return Contender(implementation=name, run=run, check=check)
+
+    def check(output: Sequence[Tensor]) -> None:
+        for position, (got, want) in enumerate(zip(output, truth, strict=True)):
+            assert_close(f"output {position}", got, want, torch.float32)
+
+    source = torch.randint(256, (token_bytes * len(tokens) // 2,), dtype=torch.uint8, device=tokens.device)
+    copied = torch.empty_like(source)
+
+    def copies() -> None:
+        for _ in range(num_calls):
+            copied.copy_(source)
+
+    contenders = [contender(*pair) for pair in calls.items()]
+    contenders.append(Contender(implementation="copy", run=copies, check=lambda _: None))
+    num_bytes = num_calls * token_bytes * len(tokens)
+    return Work(contenders=tuple(contenders), params={"T": len(tokens), **params, "calls": num_calls}, bytes=num_bytes)
+
+
+def _by_implementation(op: str, device: Any, call: Callable[..., Any]) -> dict[str, Call]:
+    """Those that need no loop over the tokens on the host, the slowest first."""
+    entries = sorted(registry().ops[op], key=lambda entry: entry.priority)
+    names = [entry.name for entry in entries if entry.device_type in ("*", device.type)]
+    if op != "group_advantage":
+        names.remove("reference")
+
+    def called(name: str) -> Sequence[Tensor]:
+        found = call(implementation=name)
+        return (found,) if isinstance(found, Tensor) else found
+
+    return {name: functools.partial(called, name) for name in names}
+
+
+def _tokens(device: Any, count: int) -> list[Tensor]:
+    device.seed(0)
+    num_tokens = _HOST_TOKENS if device.type == "cpu" else _ACCELERATOR_TOKENS
+    return list(torch.randn(count, num_tokens, device=device.torch_device))
+
+
+def _edges(tokens: Tensor) -> Tensor:
+    lengths = torch.randint(1, 2 * _MEAN_TOKENS, (2 * len(tokens) // _MEAN_TOKENS,), device=tokens.device)
+    edges = torch.nn.functional.pad(lengths.cumsum(0).clamp(max=len(tokens)), (1, 0))
+    return torch.cat((edges, edges.new_tensor([len(tokens)])))
+
+
+def _prepare_gae(device: Any) -> Work:
+    values_T, rewards_T, noise_T = _tokens(device, 3)
+    shape: dict[str, Any] = {"mask": noise_T > -1, "cu_seqlens": _edges(values_T), "gamma": _GAMMA}
+    calls = _by_implementation("gae", device, functools.partial(gae, values_T, rewards_T, lam=_LAM, **shape))
+    return _work(calls, 17, values_T, {"mean_sequence": _MEAN_TOKENS})
+
+
+def _prepare_return(device: Any) -> Work:
+    rewards_T, noise_T = _tokens(device, 2)
+    shape: dict[str, Any] = {"mask": noise_T > -1, "cu_seqlens": _edges(rewards_T), "gamma": _GAMMA}
+    calls = _by_implementation("discounted_return", device, functools.partial(discounted_return, rewards_T, **shape))
+    return _work(calls, 9, rewards_T, {"mean_sequence": _MEAN_TOKENS})
+
+
+def _prepare_groups(device: Any) -> Work:
+    (rewards_T,) = _tokens(device, 1)
+    call = functools.partial(group_advantage, rewards_T.view(-1, _GROUP))
+    return _work(_by_implementation("group_advantage", device, call), 8, rewards_T, {"group": _GROUP})
+
+
+def _prepare_loss(device: Any) -> Work:
+    """Its value, both gradients; plain, and compiled as its user may."""
+    noise, advantages_T, drift_T, other_T = _tokens(device, 4)
+    logprob_T, entropy_T = -noise.abs(), noise.abs()
+    per_token = {
+        "old_logprobs": logprob_T + 0.05 * drift_T.clamp(-1, 1),  # within the clip range, where it is smooth
+        "ref_logprobs": logprob_T + 0.05 * other_T,
+        "advantages": advantages_T,
+    }
+    weight_T = torch.full_like(noise, 1 / len(noise))
+    tokens = TokenInputs.of(per_token, weight_T, torch.ones_like(noise, dtype=torch.bool))
+    plain = combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
+
+    def call(loss_fn: Any) -> Sequence[Tensor]:
+        loss, _, g_logprob_T, g_entropy_T = loss_and_gradients(loss_fn, logprob_T, entropy_T, tokens, {})
+        assert g_logprob_T is not None and g_entropy_T is not None
+        return loss, g_logprob_T, g_entropy_T
+
+    calls: dict[str, Call] = {"plain": functools.partial(call, plain)}
+    if device.type != "cpu":
+        calls["torch.compile"] = functools.partial(call, torch.compile(plain))
+    return _work(calls, 33, noise, {})
+
+
+gae_case = Case(name="kernels/gae", description="generalised advantages of packed sequences", prepare=_prepare_gae)
+return_case = Case(
+    name="kernels/discounted_return", description="discounted returns of packed sequences", prepare=_prepare_return
+)
+groups_case = Case(
+    name="kernels/group_advantage", description="advantages within groups of rewards", prepare=_prepare_groups
+)
+token_loss_case = Case(
+    name="kernels/token_loss",
+    description="clipped policy loss with k3 and entropy terms of log-probabilities, with its gradients",
+    prepare=_prepare_loss,
+)
