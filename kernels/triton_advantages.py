@@ -15,7 +15,7 @@ from torch import Tensor
 from rlcore.kernels.advantages import Mode
 from rlcore.kernels.operands import check_values
 
-_TILE_ITEMS = 2048
+_TILE_ITEMS = 512
 """Rewards of a program: several groups, unless a group is longer."""
 
 
@@ -29,15 +29,15 @@ def _advantage_kernel(
     inside = (p < P)[:, None] & (i < N)[None, :]
     at = p[:, None] * N + i[None, :]
     reward = tl.load(rewards + at, mask=inside, other=0.0)
-    is_right = tl.abs(reward) < float("inf")
     x = reward.to(tl.float64)
     num_rewards = N.to(tl.float64)
     num_others = tl.maximum(num_rewards - 1.0, 1.0)
     if lengths is None:
+        num_negative = 0
         baseline = tl.sum(x, 1) / num_rewards
     else:
         weight = tl.load(lengths + at, mask=inside, other=0.0)
-        is_right &= weight >= 0.0
+        num_negative = tl.sum((weight < 0.0).to(tl.int32))
         baseline = tl.sum(x * weight, 1) / tl.maximum(tl.sum(weight, 1), 1.0)
     centred = tl.where(inside, x - tl.where(N > 1, baseline, 0.0)[:, None], 0.0)
     if LEAVES_OUT:
@@ -46,7 +46,9 @@ def _advantage_kernel(
         deviation = tl.sqrt(tl.sum(centred * centred, 1) / num_others)
         centred *= (1.0 / (tl.where(N > 1, deviation, 1.0) + epsilon))[:, None]
     tl.store(advantages + at, centred.to(tl.float32), mask=inside)
-    tl.store(is_valid + tl.program_id(0), tl.sum((is_right == 0).to(tl.int32)) == 0)
+    # One reward that is not finite makes its baseline so: float64 holds every sum of others.
+    num_wrong = tl.sum((tl.abs(baseline) < float("inf")).to(tl.int32) ^ 1) + num_negative
+    tl.store(is_valid + tl.program_id(0), num_wrong == 0)
 
 
 def group_advantage_triton(
