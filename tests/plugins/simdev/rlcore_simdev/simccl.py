@@ -10,11 +10,18 @@ import torch.distributed as dist
 
 from rlcore_simdev.faults import has_fault
 
-OPERATIONS = (
-    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base", "broadcast", "reduce"),
-    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "send", "recv"),
-    "recv_anysource",
+_SAME_NAME = (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "broadcast", "reduce", "reduce_scatter"),
+    *("alltoall", "gather", "scatter", "send", "recv", "recv_anysource"),
+    *("_allgather_base", "_reduce_scatter_base", "alltoall_base"),
 )
+_RENAMED = {  # by torch 2.13, for process groups but not for their back ends
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+OPERATIONS = dict(zip(_SAME_NAME, _SAME_NAME, strict=True)) | _RENAMED
+"""Of a process group -> what gloo calls it."""
 
 
 class SimCcl(dist.ProcessGroup):
@@ -31,6 +38,9 @@ class SimCcl(dist.ProcessGroup):
     def barrier(self, options: Any = None) -> Any:
         torch.accelerator.synchronize()
         return self._gloo.barrier(options or dist.BarrierOptions())
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._gloo  # torch asks it what more it can do
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's names
         return "simccl"
@@ -69,8 +79,8 @@ def _forwarded(name: str) -> Any:
     return operation
 
 
-for _name in OPERATIONS:
-    setattr(SimCcl, _name, _forwarded(_name))
+for _operation, _name in OPERATIONS.items():
+    setattr(SimCcl, _operation, _forwarded(_name))
 
 
 def _on_host(value: Any) -> Any:

@@ -1,0 +1,6 @@
+"""What every device does, as tests that anyone can run on theirs.
+
+    pytest --pyargs rlcore.conformance --device NAME [--require ipc,pool] [--conformance-json FILE]
+
+A plugin that passes is a device of rlcore. See docs/plugins.md.
+"""

@@ -1,0 +1,141 @@
+"""What each rank does in tests of collectives. Everything is checked where it happened, against plain torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from rlcore.collectives.groups import Group, new_group
+from rlcore.conformance.work import BusyWork
+from rlcore.errors import UnsupportedError
+
+_groups: dict[str, Group] = {}
+_SHAPE = (3, 4)
+
+
+def form(device: Any, rank: int, world_size: int, folder: str) -> None:
+    _groups["one"] = new_group(device, rank=rank, world_size=world_size, rendezvous=Path(folder), timeout_s=60)
+
+
+def destroy(device: Any) -> None:
+    _groups.pop("one").destroy()
+
+
+def reductions(device: Any) -> dict[str, str]:
+    """ "op dtype" -> "ok", what was wrong, or "unsupported", for every operator and dtype that the device declares."""
+    pairs = [(op, dtype) for op in device.collectives.reduce_ops() for dtype in device.collectives.dtypes()]
+    return {f"{op} {str(dtype).removeprefix('torch.')}": _reduction(device, op, dtype) for op, dtype in pairs}
+
+
+def movements(device: Any) -> dict[str, bool]:
+    """Operation -> whether its result is right."""
+    group, where = _groups["one"], device.torch_device
+    rank, size = group.rank, group.world_size
+    mine = torch.full((rank + 1, 2), float(rank), device=where)
+    gathered = group.all_gather(mine)
+    sent = group.broadcast(torch.arange(5.0, device=where) * (1 if rank == size - 1 else 0), size - 1)
+    swapped = group.all_to_all([torch.full((rank + to + 1,), 10.0 * rank + to, device=where) for to in range(size)])
+    scattered = group.reduce_scatter(torch.arange(2.0 * size, device=where).view(size, 2) * (rank + 1))
+    total = size * (size + 1) / 2
+    if size > 1 and rank == 0:
+        group.send(torch.full((3,), 42.0, device=where), 1)
+    received = group.recv(torch.zeros(3, device=where), 0) if rank == 1 else torch.full((3,), 42.0)
+    group.barrier()
+    return {
+        "all_gather": [part.tolist() for part in gathered] == [[[float(r)] * 2] * (r + 1) for r in range(size)],
+        "broadcast": sent.tolist() == [0, 1, 2, 3, 4],
+        "all_to_all": [part.tolist() for part in swapped] == [[10.0 * r + rank] * (r + rank + 1) for r in range(size)],
+        "reduce_scatter": scattered.flatten().tolist() == [2 * rank * total, (2 * rank + 1) * total],
+        "send and recv": received.tolist() == [42] * 3,
+        "exchange": group.exchange(bytes([rank]) * 3000) == [bytes([r]) * 3000 for r in range(size)],
+    }
+
+
+def collective_follows_the_stream(device: Any) -> list[float]:
+    """The sum over ranks of what was queued, and not waited for, just before."""
+    values = torch.zeros(1 << 20, device=device.torch_device)
+    busy = BusyWork(device)
+    device.synchronize()
+    busy.queue()
+    values.fill_(3)
+    _groups["one"].all_reduce(values)
+    values.mul_(2)
+    return list(values.unique().tolist())
+
+
+def default_group(device: Any, rank: int, world_size: int, folder: str) -> list[float]:
+    """A sum over torch's default group, made with ``init_kwargs``."""
+    device.activate()
+    dist.init_process_group(
+        **device.collectives.init_kwargs(timeout_s=60),
+        store=FileStore(f"{folder}/default", world_size),
+        rank=rank,
+        world_size=world_size,
+    )
+    values = torch.arange(3.0, device=device.torch_device) + rank
+    dist.all_reduce(values)
+    dist.destroy_process_group()
+    return list(values.tolist())
+
+
+def rebuild(device: Any) -> list[float]:
+    group = _groups["one"]
+    group.destroy()
+    group.rebuild()
+    return list(group.all_reduce(torch.ones(2, device=device.torch_device)).tolist())
+
+
+def _reduction(device: Any, op: str, dtype: torch.dtype) -> str:
+    group = _groups["one"]
+    ranks = [_values(rank, op, dtype) for rank in range(group.world_size)]
+    factor = 0.5 if op == "premul_sum" else None
+    mine = ranks[group.rank].to(device.torch_device, copy=True)
+    how = device.collectives.reduction(op, dtype)
+    try:
+        group.all_reduce(mine, op, factor=factor)
+    except UnsupportedError as error:
+        return "unsupported" if how.support == "unsupported" and error.reason == how.reason else f"refused: {error}"
+    if how.support == "unsupported":
+        return "was said to be unsupported, and worked"
+    expected = _expected(ranks, op, factor).to(dtype)
+    found = mine.cpu()
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        tolerance = 0.3 if dtype.itemsize == 1 else 0.02
+        is_right = torch.allclose(found.to(wide), expected.to(wide), rtol=tolerance, atol=tolerance)
+    else:
+        is_right = torch.equal(found.to(torch.int64), expected.to(torch.int64))
+    return "ok" if is_right else f"{how.support}: {found.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
+
+
+def _values(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, which every dtype holds, and in which operators differ."""
+    base = torch.arange(12).view(_SHAPE)
+    return ((base + rank) % 2 if dtype == torch.bool else (base * (rank + 2)) % 5 + 1).to(dtype)
+
+
+def _expected(ranks: list[torch.Tensor], op: str, factor: float | None) -> torch.Tensor:
+    stacked = torch.stack(ranks)
+    if op in ("band", "bor", "bxor"):
+        return functools.reduce(getattr(torch, f"bitwise_{op.removeprefix('b')}"), ranks)
+    if stacked.dtype == torch.bool:
+        return stacked.all(0) if op in ("product", "min") else stacked.any(0)
+    is_whole = not (stacked.is_floating_point() or stacked.is_complex())
+    wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
+    if op == "avg":
+        return wide.mean(0).trunc() if is_whole else wide.mean(0)
+    if op == "premul_sum" and factor is not None:
+        return (wide * factor).sum(0)
+    reduce: dict[str, Callable[..., torch.Tensor]] = {
+        "sum": torch.sum,
+        "product": torch.prod,
+        "min": torch.amin,
+        "max": torch.amax,
+    }
+    return reduce[op](wide, 0)

@@ -1,0 +1,71 @@
+"""What the other process does in tests of IPC. Values are read after all work of its device is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlcore.types import EventHandle, IpcHandle
+
+_mappings: dict[int, Any] = {}
+_tensors: dict[int, torch.Tensor] = {}
+_handles: dict[int, IpcHandle] = {}
+
+
+def open_handle(device: Any, key: int, handle: bytes, close_on_revoke: bool = False) -> list[float]:
+    """Import under ``key``; its values."""
+    on_revoke = (lambda mapping: mapping.close()) if close_on_revoke else None
+    _mappings[key] = device.memory.import_ipc(IpcHandle.from_bytes(handle), on_revoke)
+    return read(device, key)
+
+
+def read(device: Any, key: int) -> list[float]:
+    values: list[float] = _mappings[key].tensor.float().flatten().tolist()
+    device.synchronize()
+    return values
+
+
+def write(device: Any, key: int, value: float) -> None:
+    _mappings[key].tensor.fill_(value)
+    device.synchronize()
+
+
+def close(device: Any, key: int) -> None:
+    device.synchronize()
+    _mappings.pop(key).close()
+
+
+def is_revoked(device: Any, key: int) -> bool:
+    return bool(_mappings[key].is_revoked)
+
+
+def address(device: Any, key: int) -> int:
+    return int(_mappings[key].tensor.untyped_storage().data_ptr())
+
+
+def allocated(device: Any) -> int:
+    device.synchronize()
+    return int(device.memory.stats().allocated_bytes)
+
+
+def export(device: Any, key: int, values: list[float]) -> bytes:
+    _tensors[key] = torch.tensor(values, device=device.torch_device)
+    device.synchronize()
+    _handles[key] = device.memory.export_ipc(_tensors[key])
+    return _handles[key].to_bytes()
+
+
+def read_exported(device: Any, key: int) -> list[float]:
+    device.synchronize()
+    return list(_tensors[key].tolist())
+
+
+def wait_and_read(device: Any, key: int, event: bytes) -> list[float]:
+    """The values that the importer's stream finds behind another process's event."""
+    stream = device.streams.new()
+    device.streams.import_event(EventHandle.from_bytes(event)).wait(stream)
+    with device.streams.use(stream):
+        found = _mappings[key].tensor.clone()
+    stream.synchronize()
+    return list(found.flatten().tolist())

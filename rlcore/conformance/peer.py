@@ -1,0 +1,114 @@
+"""Another process with the device under test, which runs functions by name when it is asked to.
+
+``Peer`` is the asking side; ``python -m rlcore.conformance.peer NAME`` the other. Requests and answers are msgpack.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import IO, Any, Self
+
+import msgspec
+
+from rlcore.registry import get_device
+
+_START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 10.0
+
+
+class Peer:
+    """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns what it returned."""
+
+    def __init__(self, device_name: str, environment: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlcore.conformance.peer", device_name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | (environment or {}),
+        )
+        self.pid = self._process.pid
+
+    def ask(self, function: str, *arguments: Any, timeout_s: float = _START_TIMEOUT_S) -> Any:
+        self.begin(function, *arguments)
+        return self.answer(timeout_s)
+
+    def begin(self, function: str, *arguments: Any) -> None:
+        """As ``ask``, without waiting for the answer."""
+        _send(self._process.stdin, [function, arguments])
+
+    def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
+        """Raises PeerError with what was raised there, or when it does not answer in time."""
+        watchdog = threading.Timer(timeout_s, self._process.kill)
+        watchdog.start()
+        found = _receive(self._process.stdout)
+        watchdog.cancel()
+        if found is None:
+            raise PeerError(f"process {self.pid} ended without an answer (or did not give one within {timeout_s:g} s)")
+        kind, value = found
+        if kind:
+            raise PeerError(f"in process {self.pid}: {kind}: {value}")
+        return value
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class PeerError(Exception):
+    """What happened in the other process."""
+
+
+def _send(pipe: IO[bytes] | None, message: Any) -> None:
+    assert pipe is not None
+    data = msgspec.msgpack.encode(message)
+    pipe.write(len(data).to_bytes(8, "little") + data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes] | None) -> Any:
+    """None at the end."""
+    assert pipe is not None
+    head = pipe.read(8)
+    data = pipe.read(int.from_bytes(head, "little"))
+    return msgspec.msgpack.decode(data) if data else None
+
+
+def _serve(device_name: str) -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed here goes where errors go
+    requests = os.fdopen(0, "rb", closefd=False)
+    device = get_device(device_name)
+    while (request := _receive(requests)) is not None:
+        (path, arguments) = request
+        module, _, function = path.partition(":")
+        try:
+            _send(answers, ["", getattr(importlib.import_module(module), function)(device, *arguments)])
+        except Exception as error:  # whoever asked raises it
+            _send(answers, [type(error).__name__, str(error)])
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

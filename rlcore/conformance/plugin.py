@@ -1,0 +1,111 @@
+"""The suite's pytest plugin: its options, the device under test, skips that name the capability, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.conformance.members import required_members, support_of
+from rlcore.conformance.peer import Peer
+from rlcore.conformance.report import Report
+from rlcore.errors import RlcoreError
+from rlcore.registry import get_device
+
+REPORT = pytest.StashKey[Report]()
+REQUIRED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rlcore conformance")
+    group.addoption("--device", metavar="NAME", help='the device to test, such as "cuda" or "cuda:1"')
+    group.addoption(
+        "--require",
+        default="",
+        metavar="MEMBERS",
+        help="fail, not skip, where the device says that it does not have these: ipc, pool, memory.host_alloc, ...",
+    )
+    group.addoption("--conformance-json", type=Path, metavar="FILE", help="write what was found about each member")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "covers(*members): the members of a device that the test is about")
+    name = config.getoption("--device")
+    if not name:
+        raise pytest.UsageError("name the device to test: --device NAME; `rlcore devices` lists them")
+    try:
+        device = get_device(name)
+        support = support_of(device)
+        required = config.getoption("--require").split(",") if config.getoption("--require") else []
+        config.stash[REQUIRED] = required_members(required, support)
+    except RlcoreError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[REPORT] = Report(device, support)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    report = item.config.stash[REPORT]
+    for member in _members(item):
+        how = report.support[member]
+        if how.support != "unsupported":
+            continue
+        if member in item.config.stash[REQUIRED]:
+            pytest.fail(f"{member} is required, and unsupported on {report.device_name}: {how.reason}", pytrace=False)
+        pytest.skip(f"{member} is unsupported on {report.device_name}: {how.reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    phase = yield
+    item.config.stash[REPORT].add(item.nodeid, _members(item), phase)
+    return phase
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    report = config.stash[REPORT]
+    terminalreporter.section(f"conformance of {report.device_name}")
+    for line in report.summary():
+        terminalreporter.line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    path = config.getoption("--conformance-json")
+    if path is not None and REPORT in config.stash:
+        config.stash[REPORT].write(path)
+
+
+def _members(item: pytest.Item) -> list[str]:
+    return [member for mark in item.iter_markers("covers") for member in mark.args]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Any:
+    """The device under test."""
+    return get_device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def _peers() -> Iterator[list[Peer]]:
+    peers: list[Peer] = []
+    yield peers
+    for peer in peers:
+        peer.__exit__(None, None, None)
+
+
+@pytest.fixture
+def peer(device: Any, _peers: list[Peer]) -> Peer:
+    """Another process with the same device, the one of the test before unless that one has ended it."""
+    _peers[:] = [peer for peer in _peers if peer.is_alive]
+    while len(_peers) < 2:  # the second takes its time to start while the first works
+        _peers.append(Peer(device.name))
+    return _peers[0]
+
+
+@pytest.fixture
+def other_peer(peer: Peer, _peers: list[Peer]) -> Peer:
+    """A third process."""
+    return _peers[1]

@@ -1,0 +1,93 @@
+"""What a run of the suite found, member by member: ``rlcore.conformance/1``."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.atomic import write_file
+from rlcore.types import Capability
+
+SCHEMA = "rlcore.conformance/1"
+_WORST_FIRST = ("failed", "passed", "skipped")
+
+
+@dataclass(slots=True)
+class _Outcome:
+    result: str
+    members: list[str]
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """One run on one device."""
+
+    device: Any
+    support: Mapping[str, Capability]
+    outcomes: dict[str, _Outcome] = field(default_factory=dict)
+
+    @property
+    def device_name(self) -> str:
+        return str(self.device.name)
+
+    def add(self, test: str, members: list[str], phase: pytest.TestReport) -> None:
+        """One phase of one test; a failure in any of them is the test's."""
+        if phase.when != "call" and phase.passed:
+            return
+        if test not in self.outcomes or phase.failed:
+            self.outcomes[test] = _Outcome(phase.outcome, members, _reason(phase))
+
+    def results(self) -> dict[str, str]:
+        """Member -> "passed", "failed", "skipped", or "untested" where the tests run were not about it."""
+        found = {}
+        for member in self.support:
+            results = {outcome.result for outcome in self.outcomes.values() if member in outcome.members}
+            found[member] = next((result for result in _WORST_FIRST if result in results), "untested")
+        return found
+
+    def summary(self) -> Iterator[str]:
+        for member, result in self.results().items():
+            how = self.support[member]
+            reason = f": {how.reason}" if how.reason else ""
+            yield f"{result:9}{member:34}{how.support}{reason}"
+
+    def as_json(self) -> dict[str, Any]:
+        device, results = self.device, self.results()
+        return {
+            "schema": SCHEMA,
+            "device": {"name": device.name, "vendor": device.vendor, "product": device.properties().name},
+            "versions": {"rlcore": rlcore.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "members": {
+                member: {
+                    "support": how.support,
+                    "reason": how.reason,
+                    "evidence": how.evidence,
+                    "result": results[member],
+                }
+                for member, how in self.support.items()
+            },
+            "tests": {
+                test: {"result": outcome.result, "members": outcome.members, "reason": outcome.reason}
+                for test, outcome in self.outcomes.items()
+            },
+        }
+
+    def write(self, path: Path) -> None:
+        write_file(path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
+
+
+def _reason(phase: pytest.TestReport) -> str:
+    """Of a skip or failure, in one line."""
+    if phase.skipped and isinstance(phase.longrepr, tuple):
+        return phase.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(phase.longrepr, "reprcrash", None)
+    return crash.message.splitlines()[0] if crash else str(phase.longrepr or "").strip().rpartition("\n")[2]

@@ -1,0 +1,88 @@
+"""The table of docs/devices.md, member x device, from reports of the suite.
+
+python -m rlcore.conformance.table cpu.json cuda.json [--into docs/devices.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rlcore.atomic import write_file
+from rlcore.conformance.report import SCHEMA
+from rlcore.errors import InvalidInputError
+
+BEGIN, END = "<!-- members -->", "<!-- /members -->"
+
+
+def table(reports: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each member; a reason that several members share is a footnote.
+
+    Raises:
+        InvalidInputError: something else than reports of the suite.
+    """
+    for report in reports:
+        if report.get("schema") != SCHEMA:
+            raise InvalidInputError(f"a report of the suite has schema {SCHEMA!r}, this one {report.get('schema')!r}")
+    reasons: dict[str, int] = {}
+    members = dict.fromkeys(member for report in reports for member in report["members"])
+    head = "| member | " + " | ".join(report["device"]["name"].partition(":")[0] for report in reports) + " |"
+    lines = [head, "| --- |" + " --- |" * len(reports)]
+    for member in members:
+        cells = [_cell(report["members"].get(member), reasons) for report in reports]
+        lines.append(f"| `{member}` | " + " | ".join(cells) + " |")
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    versions = [_provenance(report) for report in reports]
+    return "\n".join([*lines, "", *notes, "", *versions])
+
+
+def into(document: str, text: str) -> str:
+    """``document`` with ``text`` between the marks.
+
+    Raises:
+        InvalidInputError: it does not have the marks.
+    """
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise InvalidInputError(f"the document needs a line {BEGIN} and after it a line {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
+    if member is None:
+        return "absent"
+    text = member["support"] if member["result"] != "failed" else f"{member['support']}, **failed**"
+    if member["result"] == "untested":
+        text += ", untested"
+    if not member["reason"]:
+        return text
+    return f"{text} ({reasons.setdefault(member['reason'], len(reasons) + 1)})"
+
+
+def _provenance(report: dict[str, Any]) -> str:
+    results = [member["result"] for member in report["members"].values()]
+    evidence = sorted({member["evidence"] for member in report["members"].values()})
+    return (
+        f"* {report['device']['name']}: {report['device']['product']}, torch {report['versions']['torch']}, "
+        f"evidence {' and '.join(evidence)}; {results.count('passed')} members passed, "
+        f"{results.count('failed')} failed, {results.count('skipped')} skipped, {results.count('untested')} untested"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m rlcore.conformance.table", description=__doc__)
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help=f"put it between {BEGIN} and {END} of this file")
+    options = parser.parse_args(arguments)
+    text = table([json.loads(path.read_text()) for path in options.reports])
+    if options.into is None:
+        print(text)
+    else:
+        write_file(options.into, into(options.into.read_text(), text).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Groups of ranks on the device's own collective library, each rank in a process and on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.conformance.peer import Peer
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.types import Capability
+
+TASKS = "rlcore.conformance.collective_tasks"
+WORLD_SIZE = 2
+
+
+class Ranks:
+    """Processes that are asked the same at once."""
+
+    def __init__(self, peers: list[Peer], folder: Path) -> None:
+        self._peers = peers
+        self._folder = folder
+
+    def ask(self, task: str) -> list[Any]:
+        """Answers by rank."""
+        return self._all(task, lambda rank: ())
+
+    def form(self, task: str) -> list[Any]:
+        return self._all(task, lambda rank: (rank, len(self._peers), str(self._folder)))
+
+    def _all(self, task: str, arguments: Any) -> list[Any]:
+        for rank, peer in enumerate(self._peers):
+            peer.begin(f"{TASKS}:{task}", *arguments(rank))
+        return [peer.answer() for peer in self._peers]
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    device = get_device(request.config.getoption("--device"))
+    if device.count() < WORLD_SIZE:
+        pytest.skip(f"{WORLD_SIZE} ranks need a device each; there is {device.count()} {device.spec.name} device")
+    peers = [Peer(f"{device.spec.name}:{rank}") for rank in range(WORLD_SIZE)]
+    ranks = Ranks(peers, tmp_path_factory.mktemp("rendezvous"))
+    ranks.form("form")
+    yield ranks
+    ranks.ask("destroy")
+    for peer in peers:
+        peer.__exit__(None, None, None)
+
+
+@pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")
+def test_every_reduction_is_right_or_refused_as_declared(ranks: Ranks) -> None:
+    for found in ranks.ask("reductions"):
+        wrong = {pair: result for pair, result in found.items() if result not in ("ok", "unsupported")}
+        assert not wrong
+
+
+@pytest.mark.covers("collectives.backend")
+def test_every_movement_of_tensors_is_right(ranks: Ranks) -> None:
+    for found in ranks.ask("movements"):
+        assert all(found.values()), found
+
+
+@pytest.mark.covers("collectives.backend")
+def test_a_collective_comes_after_what_was_queued_before_it(ranks: Ranks) -> None:
+    assert ranks.ask("collective_follows_the_stream") == [[3.0 * WORLD_SIZE * 2]] * WORLD_SIZE
+
+
+@pytest.mark.covers("collectives.backend")
+def test_a_group_can_be_destroyed_and_rebuilt(ranks: Ranks) -> None:
+    assert ranks.ask("rebuild") == [[WORLD_SIZE] * 2] * WORLD_SIZE
+
+
+@pytest.mark.covers("collectives.init_kwargs")
+def test_torchs_default_group_is_made_with_init_kwargs(ranks: Ranks) -> None:
+    total = WORLD_SIZE * (WORLD_SIZE - 1) / 2
+    expected = [WORLD_SIZE * value + total for value in range(3)]
+    assert ranks.form("default_group") == [expected] * WORLD_SIZE
+
+
+@pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")
+def test_operators_and_dtypes_are_declared_each_with_a_reason_where_not_native(device: Any) -> None:
+    ops, dtypes = device.collectives.reduce_ops(), device.collectives.dtypes()
+    assert {"sum", "min", "max"} <= {op for op, how in ops.items() if how.support != "unsupported"}
+    assert {torch.float32, torch.bfloat16, torch.int64} <= {
+        d for d, how in dtypes.items() if how.support != "unsupported"
+    }
+    for how in [*ops.values(), *dtypes.values()]:
+        assert isinstance(how, Capability)
+        assert how.support == "native" or how.reason
+
+
+@pytest.mark.covers("collectives.init_kwargs")
+def test_a_timeout_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s must be more than 0 seconds, got 0"):
+        device.collectives.init_kwargs(timeout_s=0)
+
+
+@pytest.mark.covers("collectives.init_kwargs")
+def test_a_high_priority_stream_is_given_or_refused_with_the_reason(device: Any) -> None:
+    try:
+        assert "pg_options" in device.collectives.init_kwargs(is_high_priority=True)
+    except UnsupportedError as error:
+        assert device.name in error.feature
+        assert error.reason

@@ -1,0 +1,115 @@
+"""Host memory to copy from and to, and many copies in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.conformance.work import MB, BusyWork
+from rlcore.errors import InvalidInputError, StateError
+
+
+@pytest.mark.covers("memory.host_alloc", "memory.host_free")
+@pytest.mark.parametrize("nbytes", [1, 4097, 3 * MB + 5])  # smallest, one past a page, no round number
+def test_a_host_buffer_has_exactly_its_size_and_travels_there_and_back(device: Any, nbytes: int) -> None:
+    buffer = device.memory.host_alloc(nbytes)
+    assert buffer.nbytes == nbytes
+    assert buffer.is_pinned == device.memory.can_pin
+    host = buffer.tensor
+    assert (host.dtype, tuple(host.shape), host.device.type) == (torch.uint8, (nbytes,), "cpu")
+    host.copy_(torch.arange(nbytes) % 251)
+    there = torch.empty_like(host, device=device.torch_device).copy_(host, non_blocking=True)
+    host.copy_(there + 1, non_blocking=True)
+    device.synchronize()
+    assert torch.equal(host, (torch.arange(nbytes) % 251 + 1).to(torch.uint8))
+    del host
+    device.memory.host_free(buffer)
+
+
+@pytest.mark.covers("memory.host_free")
+def test_a_host_buffer_is_freed_once_and_not_while_a_tensor_looks_at_it(device: Any) -> None:
+    buffer = device.memory.host_alloc(4096)
+    tensor = buffer.tensor
+    with pytest.raises(StateError, match="cannot be freed while a tensor looks at it"):
+        device.memory.host_free(buffer)
+    tensor.fill_(1)
+    del tensor
+    device.memory.host_free(buffer)
+    for use in (lambda: device.memory.host_free(buffer), lambda: buffer.tensor):
+        with pytest.raises(StateError, match="was freed"):
+            use()
+
+
+@pytest.mark.covers("memory.host_free")
+def test_a_host_buffer_waits_for_the_copies_that_use_it(device: Any) -> None:
+    busy = BusyWork(device)
+    buffer = device.memory.host_alloc(MB)
+    buffer.tensor.fill_(7)
+    there = torch.zeros(MB, dtype=torch.uint8, device=device.torch_device)
+    busy.queue()
+    there.copy_(buffer.tensor, non_blocking=True)
+    device.memory.host_free(buffer)
+    assert there.min().item() == 7
+
+
+@pytest.mark.covers("memory.host_alloc")
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "1", True])
+def test_a_size_that_is_none_is_refused(device: Any, nbytes: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"at least 1 byte, got {nbytes!r}"):
+        device.memory.host_alloc(nbytes)
+
+
+@pytest.mark.covers("memory.copy_batch")
+def test_a_batch_copies_every_pair_whatever_its_direction_dtype_and_strides(device: Any) -> None:
+    host = [torch.randn(size + 1).to(dtype) for size, dtype in zip(range(300), _dtypes(), strict=False)]
+    there = [torch.zeros_like(tensor, device=device.torch_device) for tensor in host]
+    device.memory.copy_batch(there, host)
+    beside = [torch.zeros_like(tensor) for tensor in there]
+    device.memory.copy_batch(beside, there)
+    back = [torch.zeros_like(tensor) for tensor in host]
+    device.memory.copy_batch(back, beside)
+    device.synchronize()
+    assert all(map(torch.equal, back, host))
+
+
+@pytest.mark.covers("memory.copy_batch")
+def test_a_batch_of_strided_tensors(device: Any) -> None:
+    source = torch.arange(96.0, device=device.torch_device).view(8, 12)
+    target = torch.zeros(12, 8, device=device.torch_device)
+    device.memory.copy_batch([target.t()[::2], target.t()[1::2]], [source[::2], source[1::2]])
+    assert torch.equal(target.t().cpu(), source.cpu())
+
+
+@pytest.mark.covers("memory.copy_batch")
+def test_a_batch_is_queued_on_the_stream_it_is_given(device: Any) -> None:
+    busy, stream = BusyWork(device), device.streams.new()
+    source = torch.zeros(MB, device=device.torch_device)
+    target = torch.zeros_like(source)
+    device.synchronize()
+    with device.streams.use(stream):
+        busy.queue()
+        source.fill_(5)
+    device.memory.copy_batch([target], [source], stream=stream)
+    stream.synchronize()
+    assert target.min().item() == 5
+
+
+@pytest.mark.covers("memory.copy_batch")
+def test_pairs_that_differ_or_overlap_are_refused(device: Any) -> None:
+    values = torch.zeros(8, device=device.torch_device)
+    for dst, src, message in (
+        ([values], [], "a source for each destination, got 1 and 0"),
+        ([values], [values[:4].clone()], r"pairs of equal shape and dtype, got float32 \[8\] from float32 \[4\]"),
+        ([values], [values.double()], r"float32 \[8\] from float64 \[8\] as pair 0"),
+        ([values[:6], values[2:]], [torch.ones(6), torch.ones(6)], "destinations that do not overlap"),
+        ([values[:4]], [values[2:6]], "sources that no destination overlaps"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            device.memory.copy_batch(dst, src)
+    device.memory.copy_batch([], [])
+
+
+def _dtypes() -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16, torch.bool] * 50

@@ -1,0 +1,159 @@
+"""That the books of memory are true: they follow what is allocated, freed, remembered and given back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.conformance.peer import Peer
+from rlcore.conformance.work import MB, filled
+from rlcore.errors import InvalidInputError
+
+NUM_BYTES = 128 * MB
+SLACK = 16 * MB
+"""What an allocator rounds up to, and what the interpreter moves by itself where the books are the process's own."""
+HOLD = "rlcore.conformance.memory_tasks:hold"
+
+
+def allocated(device: Any) -> int:
+    device.synchronize()
+    return int(device.memory.stats().allocated_bytes)
+
+
+@pytest.fixture(autouse=True)
+def _warm(device: Any) -> None:
+    filled(device, 1)  # the first tensor makes the context
+    device.synchronize()
+    device.memory.empty_cache()
+
+
+@pytest.mark.covers("memory.stats")
+def test_allocated_and_reserved_bytes_follow_a_tensor(device: Any) -> None:
+    before = allocated(device)
+    tensor = filled(device, NUM_BYTES)
+    assert allocated(device) - before == pytest.approx(NUM_BYTES, abs=SLACK)
+    stats = device.memory.stats()
+    assert stats.reserved_bytes >= stats.allocated_bytes
+    del tensor
+    device.synchronize()
+    device.memory.empty_cache()
+    assert allocated(device) - before == pytest.approx(0, abs=SLACK)
+
+
+@pytest.mark.covers("memory.stats")
+def test_each_of_several_tensors_counts(device: Any) -> None:
+    before = allocated(device)
+    tensors = [filled(device, NUM_BYTES // 4) for _ in range(4)]
+    for left in range(4, 0, -1):
+        assert allocated(device) - before == pytest.approx(left * NUM_BYTES // 4, abs=SLACK)
+        tensors.pop()
+        device.memory.empty_cache()
+
+
+@pytest.mark.covers("memory.stats", "memory.reset_peak")
+def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Any) -> None:
+    device.memory.reset_peak()
+    before = device.memory.stats().peak_allocated_bytes
+    filled(device, NUM_BYTES)
+    device.synchronize()
+    device.memory.empty_cache()
+    assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(NUM_BYTES, abs=SLACK)
+    device.memory.reset_peak()
+    assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(0, abs=SLACK)
+
+
+@pytest.mark.covers("memory.empty_cache", "memory.stats")
+def test_empty_cache_gives_freed_memory_back_and_keeps_what_is_used(device: Any) -> None:
+    before = device.memory.stats().reserved_bytes
+    tensors = [filled(device, MB // 16) for _ in range(NUM_BYTES // (MB // 16))]
+    last = tensors[-1]  # an allocator keeps what was freed below it
+    tensors.clear()
+    assert device.memory.stats().reserved_bytes - before > NUM_BYTES / 2
+    device.memory.empty_cache()
+    assert device.memory.stats().reserved_bytes - before == pytest.approx(0, abs=SLACK)
+    assert last.sum().item() == MB // 16
+
+
+@pytest.mark.covers("memory.info")
+def test_info_is_of_a_device_with_room(device: Any) -> None:
+    info = device.memory.info()
+    assert 0 < info.free_bytes <= info.total_bytes
+    assert device.memory.stats().allocated_bytes <= info.total_bytes
+
+
+@pytest.mark.covers("memory.info")
+def test_free_bytes_fall_when_another_process_takes_memory(device: Any, peer: Peer) -> None:
+    peer.ask(HOLD, 1)
+    falls = []
+    for _ in range(5):  # others may use the device too
+        before = device.memory.info().free_bytes
+        peer.ask(HOLD, NUM_BYTES)
+        for _ in range(10):  # a kernel counts its pages now and then
+            falls.append(before - device.memory.info().free_bytes)
+            if abs(falls[-1] - NUM_BYTES) < NUM_BYTES / 2:
+                return
+            time.sleep(0.1)
+        peer.ask(HOLD, 1)
+    pytest.fail(f"another process took {NUM_BYTES} bytes, but free_bytes fell by {falls}")
+
+
+@pytest.mark.covers("memory.stats")
+def test_too_large_an_allocation_is_an_out_of_memory_error_that_one_recovers_from(device: Any) -> None:
+    if device.spec.is_host:
+        pytest.skip("the host may promise memory that it does not have")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * device.memory.info().total_bytes, dtype=torch.uint8, device=device.torch_device)
+    assert filled(device, MB).sum().item() == MB
+
+
+@pytest.mark.covers("memory.stats")
+def test_a_storage_can_give_up_its_memory_in_place_and_get_new(device: Any) -> None:
+    tensor = filled(device, NUM_BYTES)
+    before = allocated(device)
+    tensor.untyped_storage().resize_(0)
+    device.memory.empty_cache()
+    assert before - allocated(device) == pytest.approx(NUM_BYTES, abs=SLACK)
+    tensor.untyped_storage().resize_(NUM_BYTES)
+    tensor.fill_(3)
+    assert tensor[-1].item() == 3
+    assert allocated(device) == pytest.approx(before, abs=SLACK)
+
+
+@pytest.mark.covers("memory.pool")
+def test_a_pool_has_the_memory_allocated_in_it_and_no_other(device: Any) -> None:
+    with device.memory.pool("conformance") as pool:
+        inside = filled(device, NUM_BYTES)
+    outside = filled(device, NUM_BYTES)
+    stats = pool.stats()
+    assert stats.allocated_bytes == pytest.approx(NUM_BYTES, abs=SLACK)
+    assert stats.reserved_bytes >= stats.allocated_bytes
+    assert device.memory.pool("conformance").stats() == stats
+    del inside
+    assert pool.stats().allocated_bytes == 0
+    device.synchronize()
+    device.memory.empty_cache()
+    assert pool.stats().reserved_bytes == 0
+    assert outside.sum(dtype=torch.int64).item() == NUM_BYTES
+
+
+@pytest.mark.covers("memory.pool")
+def test_pools_of_two_tags_are_apart(device: Any) -> None:
+    with device.memory.pool("conformance a") as a:
+        first = filled(device, MB)
+        with device.memory.pool("conformance b") as b:
+            second = filled(device, 2 * MB)
+        third = filled(device, MB)
+    assert (a.stats().allocated_bytes, b.stats().allocated_bytes) == (2 * MB, 2 * MB)
+    del first, second, third
+    device.synchronize()
+    device.memory.empty_cache()
+
+
+@pytest.mark.covers("memory.pool")
+@pytest.mark.parametrize("tag", ["", 7])
+def test_a_tag_that_is_none_is_refused(device: Any, tag: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"pool takes a tag such as 'weights', got {tag!r}"):
+        device.memory.pool(tag)

@@ -1,0 +1,174 @@
+"""Order between streams. Where the device runs ahead of the host, a race is provoked first: so a lost wait shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.conformance.work import MB, BusyWork, is_asynchronous
+from rlcore.errors import InvalidInputError, UnsupportedError
+
+ROUNDS = 5
+
+
+@pytest.fixture
+def busy(device: Any) -> BusyWork:
+    return BusyWork(device)
+
+
+Order = Callable[[Any, Any, Any], None]
+"""(device, producer, consumer): what is queued on the consumer from now on comes after the producer's work so far."""
+
+
+def _nothing(device: Any, producer: Any, consumer: Any) -> None:
+    pass
+
+
+def _wait_stream(device: Any, producer: Any, consumer: Any) -> None:
+    consumer.wait_stream(producer)
+
+
+def _wait_event(device: Any, producer: Any, consumer: Any) -> None:
+    consumer.wait_event(producer.record_event())
+
+
+def _event_wait(device: Any, producer: Any, consumer: Any) -> None:
+    event = device.streams.event()
+    event.record(producer)
+    event.wait(consumer)
+
+
+def _synchronize_stream(device: Any, producer: Any, consumer: Any) -> None:
+    producer.synchronize()
+
+
+def _synchronize_event(device: Any, producer: Any, consumer: Any) -> None:
+    event = device.streams.event()
+    event.record(producer)
+    event.synchronize()
+
+
+def _synchronize_device(device: Any, producer: Any, consumer: Any) -> None:
+    device.synchronize()
+
+
+def rounds_in_order(device: Any, busy: BusyWork, order: Order, producer: Any, consumer: Any) -> list[bool]:
+    """In each round, whether the consumer saw what the producer wrote behind a lot of work."""
+    value = torch.zeros(MB, device=device.torch_device)
+    seen = torch.zeros_like(value)
+    found = []
+    for number in range(1, ROUNDS + 1):
+        device.synchronize()
+        producer.synchronize()
+        consumer.synchronize()
+        with device.streams.use(producer):
+            busy.queue()
+            value.fill_(number)
+        order(device, producer, consumer)
+        with device.streams.use(consumer):
+            seen.copy_(value)
+        consumer.synchronize()
+        found.append(bool((seen == number).all().item()))
+        producer.synchronize()
+    return found
+
+
+@pytest.mark.covers("streams.new", "streams.use", "streams.event", "identity.synchronize")
+@pytest.mark.parametrize("towards", ["a new stream", "the first stream"])
+@pytest.mark.parametrize(
+    "order",
+    [_wait_stream, _wait_event, _event_wait, _synchronize_stream, _synchronize_event, _synchronize_device],
+    ids=lambda order: order.__name__.strip("_"),
+)
+def test_what_waits_sees_what_it_waited_for(device: Any, busy: BusyWork, order: Order, towards: str) -> None:
+    producer, consumer = device.streams.new(), device.streams.new()
+    if towards == "the first stream":
+        consumer = device.streams.current()
+    if is_asynchronous(device, busy):
+        unordered = rounds_in_order(device, busy, _nothing, producer, consumer)
+        assert not all(unordered), "no race could be provoked without a wait: this test could not see a lost one"
+    assert all(rounds_in_order(device, busy, order, producer, consumer))
+
+
+@pytest.mark.covers("streams.new", "streams.use")
+def test_work_on_one_stream_is_done_in_order(device: Any, busy: BusyWork) -> None:
+    value = torch.ones(MB, device=device.torch_device)
+    device.synchronize()
+    stream = device.streams.new()
+    with device.streams.use(stream):
+        busy.queue()
+        for _ in range(20):
+            value.mul_(2).add_(1)
+    stream.synchronize()
+    assert value.max().item() == value.min().item() == 2**21 - 1
+
+
+@pytest.mark.covers("identity.synchronize", "streams.new")
+def test_synchronize_leaves_no_stream_with_work(device: Any, busy: BusyWork) -> None:
+    streams = [device.streams.new() for _ in range(3)] + [device.streams.current()]
+    for stream in streams:
+        with device.streams.use(stream):
+            busy.queue()
+    device.synchronize()
+    assert all(stream.query() for stream in streams)
+
+
+@pytest.mark.covers("streams.current", "streams.use")
+def test_use_sets_the_current_stream_and_puts_the_last_one_back(device: Any) -> None:
+    before = device.streams.current()
+    stream = device.streams.new()
+    with device.streams.use(stream):
+        if device.capabilities()["streams.use"].support == "native":
+            assert device.streams.current() == stream != before
+    assert device.streams.current() == before
+
+
+@pytest.mark.covers("streams.new")
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_stream_of_any_priority_works(device: Any, priority: int) -> None:
+    stream = device.streams.new(priority=priority)
+    with device.streams.use(stream):
+        value = torch.ones(8, device=device.torch_device) * 3
+    stream.synchronize()
+    assert value.sum().item() == 24
+
+
+@pytest.mark.covers("streams.event")
+def test_an_event_is_reached_when_the_work_before_it_is_done(device: Any, busy: BusyWork) -> None:
+    stream = device.streams.new()
+    event = device.streams.event()
+    with device.streams.use(stream):
+        busy.queue()
+        event.record(stream)
+        was_reached = event.query()
+    event.synchronize()
+    assert event.query()
+    if is_asynchronous(device, busy):
+        assert not was_reached
+
+
+@pytest.mark.covers("streams.event")
+def test_elapsed_time_grows_with_the_work_between(device: Any, busy: BusyWork) -> None:
+    short, long = (min(_milliseconds(device, busy, times) for _ in range(3)) for times in (1, 4))
+    assert short > 0
+    assert 2 * short < long < 12 * short  # four times the work; a machine has others to do too
+
+
+@pytest.mark.covers("streams.event")
+def test_an_event_for_other_processes_tells_no_time(device: Any) -> None:
+    is_native = device.capabilities()["streams.export_event"].support == "native"
+    with pytest.raises(InvalidInputError if is_native else (InvalidInputError, UnsupportedError)):
+        device.streams.event(timing=True, interprocess=True)
+
+
+def _milliseconds(device: Any, busy: BusyWork, times: int) -> float:
+    begin, end = device.streams.event(timing=True), device.streams.event(timing=True)
+    stream = device.streams.current()
+    begin.record(stream)
+    busy.queue(times)
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end))

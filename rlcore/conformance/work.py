@@ -1,0 +1,49 @@
+"""Work for a device that takes a while, and memory of it that is really there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+MB = 2**20
+_BUSY_S = 0.03
+
+
+def filled(device: Any, num_bytes: int) -> torch.Tensor:
+    """Written, because a page that was never written may not be there."""
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
+
+
+class BusyWork:
+    """About 30 ms of work, so that what is queued behind it has not happened when the host looks."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._values = torch.ones(4 * MB // 4, device=device.torch_device)
+        self.num_steps = 8
+        while self.num_steps < 1 << 14 and self._seconds() < _BUSY_S:
+            self.num_steps *= 2
+
+    def queue(self, times: int = 1) -> None:
+        """On the current stream."""
+        for _ in range(self.num_steps * times):
+            self._values.mul_(1.0)
+
+    def _seconds(self) -> float:
+        self._device.synchronize()
+        began = time.perf_counter()
+        self.queue()
+        self._device.streams.current().synchronize()
+        return time.perf_counter() - began
+
+
+def is_asynchronous(device: Any, busy: BusyWork) -> bool:
+    """Whether the host gets ahead of the device."""
+    stream = device.streams.new()
+    with device.streams.use(stream):
+        busy.queue()
+        is_ahead = not stream.query()
+    stream.synchronize()
+    return is_ahead
