@@ -186,8 +186,8 @@ class _Operator:
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
 
     def _backward(self, ctx: Any, upstream: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-        count = len(ctx.constants)
-        tensors, scores = ctx.saved_tensors[:count], list(ctx.saved_tensors[count:])
+        count, saved = len(ctx.constants), ctx.saved_tensors
+        tensors, scores = saved[:count], list(saved[count:])
         arguments = [constant if x is None else x for x, constant in zip(tensors, ctx.constants, strict=True)]
         g_entropy = upstream[1] if self._call(*arguments).with_entropy else None
         needs = list(ctx.needs_input_grad[: self._num_tensors])

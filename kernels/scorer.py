@@ -71,8 +71,8 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors[: ctx.num_tensors]
-        logprob, entropy, *residuals = ctx.saved_tensors[ctx.num_tensors :]
+        saved = ctx.saved_tensors  # once: an activation checkpoint computes them again on the first look
+        tensors, (logprob, entropy, *residuals) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         scores = Scores(logprob, entropy, tuple(residuals), ctx.spare)
         ctx.spare = ()
         needs, upstream = ctx.needs_input_grad[3:], Upstream(g_logprob, g_entropy)

@@ -1,0 +1,130 @@
+"""The ways in which training code calls operators: recomputed, without gradients, with a weight that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.ops import combine, entropy_bonus, linear_logprob, linear_loss, ppo_clip, token_logprob
+
+T, H, V = 40, 8, 50
+
+
+def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(T, H, generator=generator, requires_grad=True)
+    weight = torch.randn(V, H, generator=generator, requires_grad=True)
+    return hidden, weight, torch.randint(0, V, (T,), generator=generator)
+
+
+def combined(scores: tuple[Tensor, Tensor | None]) -> Tensor:
+    logprob, entropy = scores
+    assert entropy is not None
+    slope = torch.arange(len(logprob), dtype=logprob.dtype) / T
+    return (slope * logprob).sum() + (slope.cos() * entropy).sum()
+
+
+def from_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return combined(token_logprob(hidden.tanh() @ weight.T, targets, with_entropy=True))
+
+
+def from_hidden(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return combined(linear_logprob(hidden.tanh(), weight, targets, with_entropy=True))
+
+
+def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    slope = torch.arange(len(targets)) / T
+    return linear_loss(
+        hidden.tanh(),
+        weight,
+        targets,
+        combine(ppo_clip(), entropy_bonus(coef=0.1)),
+        per_token={"old_logprobs": slope - 4, "advantages": slope - 0.3},
+        token_weight=slope,
+    ).loss
+
+
+OPERATORS: list[Callable[..., Tensor]] = [from_logits, from_hidden, loss]
+
+
+def run(function: Callable[..., Tensor]) -> list[Tensor]:
+    hidden, weight, targets = random_inputs()
+    value = function(hidden, weight, targets)
+    return [value, *torch.autograd.grad(value, (hidden, weight))]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_inside_an_activation_checkpoint(operator: Callable[..., Tensor], use_reentrant: bool) -> None:
+    def checkpointed(*inputs: Tensor) -> Tensor:
+        value: Tensor = checkpoint(operator, *inputs, use_reentrant=use_reentrant)
+        return value
+
+    hidden, weight, targets = random_inputs()
+    found = checkpointed(hidden, weight, targets)
+    found.backward()  # a reentrant checkpoint refuses torch.autograd.grad
+    want = run(operator)
+    assert all(torch.equal(one, other) for one, other in zip((found, hidden.grad, weight.grad), want, strict=True))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(operator: Callable[..., Tensor], context: Any) -> None:
+    with context():
+        value = operator(*random_inputs())
+    assert not value.requires_grad
+    torch.testing.assert_close(value, run(operator)[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_weight_used_twice_gets_both_gradients(operator: Callable[..., Tensor]) -> None:
+    def twice(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return operator(hidden, weight, targets) + 2 * operator(hidden.flip(0), weight, targets.flip(0))
+
+    def again(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return operator(hidden.flip(0), weight, targets.flip(0))
+
+    for both, first, second in zip(run(twice), run(operator), run(again), strict=True):
+        torch.testing.assert_close(both, first + 2 * second, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_tied_weight_gets_both_gradients(operator: Callable[..., Tensor]) -> None:
+    _, weight, targets = random_inputs()
+
+    def tied(weight: Tensor, head: Tensor) -> Tensor:
+        return operator(torch.nn.functional.embedding(targets.flip(0), weight), head, targets)
+
+    (both,) = torch.autograd.grad(tied(weight, weight), weight)
+    (as_embedding,) = torch.autograd.grad(tied(weight, weight.detach()), weight)
+    (as_head,) = torch.autograd.grad(tied(weight.detach(), weight), weight)
+    assert as_embedding.any() and as_head.any()
+    torch.testing.assert_close(both, as_embedding + as_head, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_micro_batches_accumulate_into_existing_gradients(operator: Callable[..., Tensor]) -> None:
+    hidden, weight, targets = random_inputs()
+    weight.grad = before = torch.ones_like(weight)
+    for part in (slice(0, 15), slice(15, T)):
+        operator(hidden[part], weight, targets[part]).backward()
+    assert weight.grad is before  # added to in place
+    parts = (slice(0, 15), slice(15, T))
+    sums = [torch.autograd.grad(operator(hidden[part], weight, targets[part]), weight)[0] for part in parts]
+    torch.testing.assert_close(weight.grad, 1 + sums[0] + sums[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_autocast_region_around_the_backward_changes_nothing(operator: Callable[..., Tensor]) -> None:
+    hidden, weight, targets = random_inputs()
+    value = operator(hidden, weight, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(value, (hidden, weight))
+    tolerance = 2e-2 if operator is from_logits else 0.0  # the backward of its own product is torch's, and lowered
+    for got, want in zip(found, run(operator)[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
