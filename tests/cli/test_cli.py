@@ -60,13 +60,40 @@ def test_json_is_all_there_is_on_stdout(rlcore_command: Run, arguments: list[str
     assert expected.items() <= json.loads(result.stdout).items()
 
 
-def test_devices_as_json_holds_every_device(rlcore_command: Run) -> None:
+def test_devices_as_json_holds_every_device_with_its_capabilities(rlcore_command: Run) -> None:
     found = json.loads(rlcore_command("devices", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)
     cpu, cuda = found["devices"]
     assert cpu.pop("count") >= 8, "slots for worker processes"
-    assert cpu == {"name": "cpu", "vendor": "host", "is_available": True, "reason": "", "plugin": "cpu"}
-    assert (cuda["name"], cuda["is_available"]) == ("cuda", False)
+    capabilities = cpu.pop("capabilities")
+    assert {how["support"] for how in capabilities.values()} <= {"native", "emulated", "unsupported"}
+    assert capabilities["memory.info"] == {"support": "native", "evidence": "hardware", "reason": ""}
+    assert cpu == {
+        "name": "cpu",
+        "vendor": "host",
+        "is_available": True,
+        "reason": "",
+        "plugin": "cpu",
+        "is_broken": False,
+        "visible_devices_variable": None,
+        "visible_devices": None,
+        "ray_resource": "CPU",
+        "error": "",
+    }
+    assert (cuda["name"], cuda["is_available"], cuda["capabilities"]) == ("cuda", False, None)
+    assert (cuda["visible_devices_variable"], cuda["visible_devices"]) == ("CUDA_VISIBLE_DEVICES", [])
     assert cuda["reason"]
+
+
+def test_devices_with_a_name_shows_every_member(rlcore_command: Run) -> None:
+    found = json.loads(rlcore_command("devices", "cpu:1", "--json").stdout)
+    assert (found["name"], found["vendor"]) == ("cpu:1", "host")
+    assert found["properties"]["cores"] == len(os.sched_getaffinity(0))
+    table = rlcore_command("devices", "cpu:1").stdout
+    for member, how in found["capabilities"].items():
+        assert re.search(
+            rf"^ ?{re.escape(member)} +{how['support']} +{how['evidence']} *{re.escape(how['reason'])}", table, re.M
+        )
+    assert str(found["properties"]["total_bytes"]) in table
 
 
 def test_log_goes_to_stderr(rlcore_command: Run) -> None:
@@ -99,7 +126,7 @@ def test_pipe_gets_whole_lines_without_colour(rlcore_command: Run) -> None:
     result = rlcore_command("devices", env={"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "40"})
     assert not ANSI.search(result.stdout)
     (line,) = [line for line in result.stdout.splitlines() if "cuda" in line]
-    assert "install a CUDA build of torch" in line or "see nvidia-smi" in line
+    assert "install a CUDA build of torch" in line or "hides all GPUs from this process" in line
 
 
 @pytest.mark.parametrize(("env", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False)])
@@ -147,6 +174,8 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        (["devices", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
+        (["devices", "cuda"], "device 'cuda' is not available here: "),
         (["ops", "explain", "matmul"], "no operator 'matmul'; registered: "),
         (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be a torch dtype such as bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
@@ -176,7 +205,9 @@ def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
 
 def test_help_names_every_command(rlcore_command: Run) -> None:
     text = rlcore_command("--help").stdout
-    assert [name for name in ("quickstart", "devices", "version", "bench", "ops") if name not in text] == []
+    assert [
+        name for name in ("quickstart", "devices", "doctor", "ps", "version", "bench", "ops") if name not in text
+    ] == []
 
 
 # ------------------------------------------------------------------------------------------------------- bench
