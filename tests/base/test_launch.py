@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +152,15 @@ def test_facts_of_an_unknown_device_are_refused() -> None:
         launch("tpu")
     with pytest.raises(InvalidInputError, match="the name of a device is a str such as 'cuda' or 'cuda:1', got 0"):
         launch(0)  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_documentation_gives_what_it_says() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    setup, _, lines = example.partition("\n\n")
+    exec(f"{setup}\n{lines.splitlines()[0]}", names)
+    shown = [line.partition("  #") for line in lines.splitlines()[1:]]
+    assert len(shown) == 4
+    for code, _, result in shown:
+        assert eval(code, names) == eval(result.partition(";")[0])

@@ -242,6 +242,11 @@ def test_a_broken_probe_is_fatal_when_strict(site: Any, body: str) -> None:
     assert "PluginError: plugin 'sick' of acme-sick 1.2 failed at stage probe: " in result.stderr
 
 
+def test_a_device_that_cannot_say_what_it_can_do_is_listed_with_the_reason(site: Any) -> None:
+    result = site.run("from rlcore.inventory import kinds; print(*(k.error for k in kinds() if k.info.name == 'good'))")
+    assert result.stdout == "capabilities() failed: AttributeError: 'Device' object has no attribute 'capabilities'\n"
+
+
 def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> None:
     site.install("lost", registering("register(spec('lost', 'acme_lost:Devise'))"))
     result = site.run("import rlcore; rlcore.get_device('lost')")

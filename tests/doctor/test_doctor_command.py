@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,9 @@ def test_a_sound_machine(machine: Machine) -> None:
     assert checks["default device"]["found"] == "cpu:0"
     assert checks["ipc cpu"]["found"].startswith("another process opened it in ")
     assert checks["plugins"]["found"] == "cpu; cuda; kernels; engines; bench"
+    documented = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    names = {re.sub("^(device|visible|ipc) .*", r"\1 NAME", name) for name in checks}
+    assert [name for name in names if f"`{name}`" not in documented] == []
 
 
 def test_the_table_says_the_same(machine: Machine) -> None:
