@@ -8,6 +8,7 @@ synchronises: export after the work that fills the tensor is done, or order it b
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 OnRevoke = Callable[[Mapping], None]
+
+_requests = itertools.count(1)
 
 
 class Ipc:
@@ -54,7 +57,7 @@ class Ipc:
 
     def import_tensor(self, handle: IpcHandle, on_revoke: OnRevoke | None, timeout_s: float) -> Mapping:
         self._check_importable(handle)
-        claim = Claim(handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
+        claim = Claim(next(_requests), handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
 
         def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None]) -> Mapping:
             return Mapping(handle, _view(handle, storage), release=release, on_revoke=on_revoke)

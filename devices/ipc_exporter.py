@@ -251,10 +251,10 @@ class Exporter:
             export = self._exports.get(claim.export_id)
             reason = "was revoked" if export is None else export.refusal(claim)
             descriptor = None
-            reply: Message = Refused(claim.export_id, reason)
+            reply: Message = Refused(claim.request, reason)
             if export is not None and not reason:
                 export.claims[importer] += 1
-                reply, descriptor = Granted(claim.export_id), export.memory.descriptor
+                reply, descriptor = Granted(claim.request, claim.export_id), export.memory.descriptor
             return _tell(importer, reply, time.monotonic() + _REPLY_TIMEOUT_S, descriptor)
 
     def _release(self, importer: _Importer, export_id: str) -> None:

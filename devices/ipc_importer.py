@@ -36,7 +36,8 @@ class _Connection:
         """Held by the one thread that asks for something."""
         self.is_lost = False
         self._lock = threading.Lock()
-        self._answers: queue.SimpleQueue[tuple[Message | None, int | None]] = queue.SimpleQueue()
+        self._awaited = 0
+        self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
         self._socket = _connect(path, timeout_s)
@@ -46,32 +47,21 @@ class _Connection:
     def claim(self, claim: Claim, timeout_s: float) -> int | None:
         """Ask for an export; its descriptor, if it has one, is the caller's."""
         deadline = time.monotonic() + timeout_s
+        self._awaited = claim.request
         try:
             send(self._socket, claim, deadline=deadline)
-            return self._granted(claim.export_id, deadline)
+            answer, descriptor = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except (queue.Empty, TimeoutError) as error:
             raise DeviceError(_silent(self.pid, timeout_s)) from error
         except OSError as error:
             raise DeviceError(_ended(self.pid)) from error
-
-    def _granted(self, export_id: str, deadline: float) -> int | None:
-        while True:
-            answer, descriptor = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            match answer:
-                case None:
-                    raise DeviceError(_ended(self.pid))
-                case Granted() if answer.export_id == export_id:
-                    return descriptor
-                case Refused() if answer.export_id == export_id:
-                    raise StateError(refusal(export_id, self.pid, answer.reason))
-            self._decline(answer, descriptor)
-
-    def _decline(self, answer: Message, descriptor: int | None) -> None:
-        """An answer that came after its deadline: nobody opens what it grants."""
-        if descriptor is not None:
-            os.close(descriptor)
-        if isinstance(answer, Granted):
-            self.release(answer.export_id)
+        finally:
+            self._give_up()
+        if answer is None:
+            raise DeviceError(_ended(self.pid))
+        if isinstance(answer, Refused):
+            raise StateError(refusal(claim.export_id, self.pid, answer.reason))
+        return descriptor
 
     def release(self, export_id: str) -> None:
         with contextlib.suppress(OSError):  # an exporter that has ended needs no word
@@ -100,11 +90,34 @@ class _Connection:
     def _listen(self) -> None:
         while (received := self._receive()) is not None:
             message, descriptor = received
-            if isinstance(message, Revoke):
-                self._revoke(message.export_id)
-            else:
-                self._answers.put((message, descriptor))
+            match message:
+                case Revoke():
+                    self._revoke(message.export_id)
+                case Granted() | Refused():
+                    self._answer(message, descriptor)
         self._lose()
+
+    def _answer(self, answer: Granted | Refused, descriptor: int | None) -> None:
+        with self._lock:
+            if answer.request == self._awaited:
+                self._answers.put((answer, descriptor))
+                return
+        self._decline(answer, descriptor)  # it came after its deadline
+
+    def _give_up(self) -> None:
+        """Nobody waits any more; an answer that came at the last moment is declined too."""
+        with self._lock:
+            self._awaited = 0
+        while not self._answers.empty():
+            answer, descriptor = self._answers.get()
+            if answer is not None:
+                self._decline(answer, descriptor)
+
+    def _decline(self, answer: Granted | Refused, descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(answer, Granted):
+            self.release(answer.export_id)
 
     def _receive(self) -> tuple[Message, int | None] | None:
         try:

@@ -23,6 +23,8 @@ _PEER = struct.Struct("3i")
 class Claim(msgspec.Struct, frozen=True, tag=True):
     """Importer: let me open this export. What its handle says of it is compared with the ledger."""
 
+    request: int
+    """The importer's number, which the answer repeats."""
     export_id: str
     device_uuid: str
     payload: bytes
@@ -38,11 +40,14 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """Exporter: open it. A descriptor comes along where the memory has one."""
 
+    request: int
     export_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    export_id: str
+    """Exporter: it cannot be opened; why."""
+
+    request: int
     reason: str
 
 

@@ -1,0 +1,121 @@
+"""Host buffers: their size, that they are pinned where that helps, and that they end when they are told to."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.devices.host_memory import map_pages
+from rlcore.errors import DeviceError, InvalidInputError, StateError
+
+MB = 2**20
+
+
+def mapped_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[0]) * mmap.PAGESIZE
+
+
+def test_a_buffer_has_exactly_the_bytes_asked_for(device: Any) -> None:
+    for nbytes in (1, mmap.PAGESIZE, 3 * MB + 1):
+        buffer = device.memory.host_alloc(nbytes)
+        tensor = buffer.tensor
+        assert (tensor.dtype, tensor.shape, tensor.device.type) == (torch.uint8, (nbytes,), "cpu")
+        assert tensor.data_ptr() % mmap.PAGESIZE == 0
+        assert buffer.nbytes == nbytes
+        assert buffer.is_pinned == tensor.is_pinned() == (device.type != "cpu")
+        tensor.fill_(7)
+        assert buffer.tensor[-1].item() == 7
+        del tensor
+        device.memory.host_free(buffer)
+
+
+def test_all_of_a_buffer_is_there_before_it_is_used(device: Any) -> None:
+    """What is not resident would be found missing, slowly or never, in the first copy."""
+    device.memory.host_free(device.memory.host_alloc(1))
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    buffer = device.memory.host_alloc(256 * MB + 5)
+    after = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    assert after - before == pytest.approx(256 * MB, abs=16 * MB)
+    device.memory.host_free(buffer)
+
+
+def test_free_gives_the_memory_back(device: Any) -> None:
+    device.memory.host_free(device.memory.host_alloc(1))
+    before = mapped_bytes()
+    buffer = device.memory.host_alloc(256 * MB)
+    assert mapped_bytes() - before >= 256 * MB
+    device.memory.host_free(buffer)
+    assert mapped_bytes() - before < 64 * MB
+
+
+def test_a_freed_buffer_cannot_be_used(device: Any) -> None:
+    buffer = device.memory.host_alloc(100)
+    device.memory.host_free(buffer)
+    assert repr(buffer) == "<freed host buffer of 100 bytes>"
+    with pytest.raises(StateError, match=r"^this host buffer of 100 bytes was freed; host_alloc another$"):
+        _ = buffer.tensor
+    with pytest.raises(StateError, match=r"^this host buffer of 100 bytes was freed; host_alloc another$"):
+        device.memory.host_free(buffer)
+
+
+def test_a_buffer_in_use_cannot_be_freed(device: Any) -> None:
+    buffer = device.memory.host_alloc(MB)
+    view = buffer.tensor[10:].view(torch.int16)
+    with pytest.raises(StateError, match=r"^a host buffer of 1048576 bytes cannot be freed while a tensor looks at it"):
+        device.memory.host_free(buffer)
+    view.fill_(5)
+    assert buffer.tensor.is_pinned() == buffer.is_pinned
+    del view
+    device.memory.host_free(buffer)
+
+
+def test_forgotten_buffers_are_given_back(device: Any) -> None:
+    device.memory.host_free(device.memory.host_alloc(1))
+    before = mapped_bytes()
+    for _ in range(8):
+        device.memory.host_alloc(64 * MB)
+    assert mapped_bytes() - before < 128 * MB
+
+
+def test_a_view_outlives_a_forgotten_buffer(device: Any) -> None:
+    tensor = device.memory.host_alloc(MB).tensor
+    assert tensor.is_pinned() == (device.type != "cpu")
+    tensor.fill_(3)
+    assert tensor.to(device.torch_device).sum().item() == 3 * MB
+
+
+def test_leaked_buffers_end_with_the_process(device: Any, run_python: Any) -> None:
+    code = (
+        "import rlcore, torch\n"
+        f"device = rlcore.get_device({device.name!r})\n"
+        "kept = [device.memory.host_alloc(2**20) for _ in range(3)]\n"
+        "view = kept[0].tensor; view.to(device.torch_device, non_blocking=True)\n"
+        "print('done')"
+    )
+    done = run_python(code)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "1", True])
+def test_a_size_that_is_none_is_refused(device: Any, nbytes: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match=rf"^host_alloc takes a whole number of at least 1 byte, got {nbytes!r}$"
+    ):
+        device.memory.host_alloc(nbytes)
+
+
+def test_more_than_there_is_is_an_error() -> None:
+    with pytest.raises(
+        DeviceError, match=r"^1152921504606846976 bytes of host memory could not be had: .*; ask for less"
+    ):
+        map_pages(2**60)
+
+
+def test_only_buffers_are_freed(device: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^host_free takes what host_alloc returned, got Tensor$"):
+        device.memory.host_free(torch.zeros(1))

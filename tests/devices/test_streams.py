@@ -1,0 +1,170 @@
+"""Streams and events: the same calls on every device, and that they order what is asynchronous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.types import EventHandle
+
+from .conftest import Peer
+
+SIZE = 1 << 24
+
+
+def long_work(device: Any) -> torch.Tensor:
+    """Takes a GPU some ten milliseconds."""
+    factor = torch.full((4096, 4096), 1 / 4096, device=device.torch_device)
+    product = torch.ones_like(factor)
+    for _ in range(10 if device.type != "cpu" else 0):
+        product = product @ factor
+    return product
+
+
+def test_a_stream_waits_for_another(device: Any) -> None:
+    first, second = device.streams.new(), device.streams.new(priority=-1)
+    tensor = torch.zeros(SIZE, device=device.torch_device)
+    device.synchronize()
+    for value in range(1, 5):
+        with device.streams.use(first):
+            kept = long_work(device)
+            tensor.fill_(value)
+        second.wait_stream(first)
+        with device.streams.use(second):
+            copied = tensor.clone()
+        first.wait_stream(second)
+        second.synchronize()
+        assert copied.eq(value).all()
+        del kept
+
+
+def test_a_stream_waits_for_an_event_and_not_for_what_follows(device: Any) -> None:
+    first, second = device.streams.new(), device.streams.new()
+    tensor = torch.zeros(8, device=device.torch_device)
+    device.synchronize()
+    event = device.streams.event()
+    with device.streams.use(first):
+        kept = [long_work(device)]
+        tensor.fill_(1)
+    event.record(first)
+    with device.streams.use(first):
+        kept += [long_work(device) for _ in range(5)]
+    second.wait_event(event)
+    with device.streams.use(second):
+        seen = tensor.clone()
+    second.synchronize()
+    assert event.query()
+    assert seen.eq(1).all()
+    if device.type != "cpu":
+        assert not first.query()
+    first.synchronize()
+    assert first.query()
+
+
+def test_an_unordered_read_would_be_seen(device: Any) -> None:
+    """That the tests above can fail: without a wait the second stream reads too early."""
+    if device.type == "cpu":
+        pytest.skip("every order holds on the CPU")
+    first, second = device.streams.new(), device.streams.new()
+    tensor = torch.zeros(8, device=device.torch_device)
+    device.synchronize()
+    with device.streams.use(first):
+        kept = [long_work(device) for _ in range(5)]
+        tensor.fill_(1)
+    with device.streams.use(second):
+        seen = tensor.clone()
+    device.synchronize()
+    assert kept and not seen.any()
+
+
+def test_use_makes_a_stream_current_and_gives_it_back(device: Any) -> None:
+    stream, before = device.streams.new(), device.streams.current()
+    with device.streams.use(stream):
+        if device.type != "cpu":
+            assert device.streams.current() == stream != before
+    assert device.streams.current() == before
+
+
+def test_two_timing_events_measure_what_is_between(device: Any) -> None:
+    start, end = device.streams.event(timing=True), device.streams.event(timing=True)
+    stream = device.streams.current()
+    start.record(stream)
+    kept = long_work(device)
+    end.record(stream)
+    end.synchronize()
+    assert 0 <= start.elapsed_time(end) < 10_000
+    assert kept is not None
+    if device.type != "cpu":
+        assert start.elapsed_time(end) > 1
+
+
+def test_an_event_waits_in_a_stream(device: Any) -> None:
+    event = device.streams.current().record_event()
+    event.wait(device.streams.new())
+    event.synchronize()
+    assert event.query()
+
+
+def test_cpu_events_measure_only_when_asked(device: Any) -> None:
+    if device.type != "cpu":
+        pytest.skip("torch's own events on a GPU")
+    timed = device.streams.event(timing=True)
+    with pytest.raises(InvalidInputError, match=r"^elapsed_time takes two events made with timing=True$"):
+        device.streams.event().elapsed_time(timed)
+    with pytest.raises(StateError, match=r"^elapsed_time takes two events that were recorded; call record\(\) on both"):
+        timed.elapsed_time(timed)
+
+
+def test_interprocess_events_are_there_or_say_why_not(device: Any) -> None:
+    how = device.capabilities()["streams.import_event"]
+    if how.support == "native":
+        assert device.streams.event(interprocess=True) is not None
+        return
+    for call in (
+        lambda: device.streams.event(interprocess=True),
+        lambda: device.streams.export_event(device.streams.event()),
+        lambda: device.streams.import_event(None),
+    ):
+        with pytest.raises(UnsupportedError, match=how.reason):
+            call()
+
+
+@pytest.mark.gpu
+def test_another_process_waits_for_an_event(runtime_folder: object) -> None:
+    from rlcore.registry import get_device
+
+    device = get_device("cuda")
+    peer = Peer("cuda", {})
+    try:
+        event = device.streams.event(interprocess=True)
+        data = device.streams.export_event(event).to_bytes()
+        assert EventHandle.from_bytes(data).device_uuid == device.properties().uuid
+        tensor = torch.zeros(8, device="cuda")
+        device.synchronize()
+        handle = device.memory.export_ipc(tensor)
+        peer.run(
+            "mapping = device.memory.import_ipc(handle_of(text)); event = device.streams.import_event(event_of(data))",
+            text=handle.to_bytes().hex(),
+            data=data.hex(),
+        )
+        stream = device.streams.new()
+        with device.streams.use(stream):
+            kept = [long_work(device) for _ in range(100)]
+            tensor.fill_(1)
+            event.record(stream)
+        seen = peer.run(
+            "early = event.query()\n"
+            "event.wait(device.streams.current())\n"
+            "result = [early, mapping.tensor.clone().tolist(), event.query()]"
+        )
+        assert seen == [False, [1.0] * 8, True]
+        assert kept
+        with pytest.raises(InvalidInputError, match=r"^an interprocess event measures no time"):
+            device.streams.event(timing=True, interprocess=True)
+        with pytest.raises(InvalidInputError, match=r"^these 2 bytes are no EventHandle: "):
+            EventHandle.from_bytes(data[:2])
+    finally:
+        peer.close()
