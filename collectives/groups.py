@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import Peers
-from rlcore.collectives.process_group import make_process_group, unmake_process_group
+from rlcore.collectives.process_group import TorchGroups
 from rlcore.collectives.rendezvous import Meeting
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
@@ -76,7 +76,7 @@ class Group(Operations):
         self._timeout_s: float = options["timeout_s"]
         cpu = get_device("cpu")
         self._host = device if device.torch_device == cpu.torch_device else cpu
-        self._group: Any = None
+        self._groups: TorchGroups | None = None
         self._form()
 
     def _form(self) -> None:
@@ -88,19 +88,19 @@ class Group(Operations):
             library=self.device.collectives.backend,
             timeout_s=self._timeout_s,
         )
+        self._error = ""
         self._peers = Peers(meeting, repr(self))
-        options = self._options | {"is_one_host": meeting.is_one_host}
         try:
-            self._group, self._host_group = self._made(meeting, options)
+            self._groups = self._made(meeting)
         except BaseException:
             self._peers.close()
             raise
-        self._error = ""
 
-    def _made(self, meeting: Meeting, options: dict[str, Any]) -> tuple[Any, Any]:
+    def _made(self, meeting: Meeting) -> TorchGroups:
+        options = self._options | {"is_one_host": meeting.is_one_host}
         try:
-            return make_process_group(self._host, self.device, meeting.store, options)
-        except UnsupportedError:
+            return TorchGroups(self._host, self.device, meeting.store, options)
+        except UnsupportedError:  # a RuntimeError too, and not of the other ranks
             raise
         except RuntimeError as error:
             raise self._peers.explain(error, "forming") from error
@@ -111,13 +111,12 @@ class Group(Operations):
 
         Name other ranks by ``group_src=`` and ``group_dst=``. Do not keep it beyond ``destroy()``.
         """
-        self._check_usable("process_group")
-        return self._group
+        return self._usable("process_group").for_device
 
     @property
     def is_alive(self) -> bool:
         """It has been formed and not destroyed."""
-        return self._group is not None
+        return self._groups is not None
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -127,14 +126,11 @@ class Group(Operations):
         Raises:
             StateError: it was destroyed before.
         """
-        if not self.is_alive:
+        if self._groups is None:
             raise StateError(f"{self!r} was destroyed already; rebuild() forms it again")
-        groups = {id(group): group for group in (self._group, self._host_group)}
-        self._group = self._host_group = None
+        groups, self._groups = self._groups, None
+        groups.close(is_broken=bool(self._error))
         self._peers.close()
-        while groups:
-            unmake_process_group(groups.popitem()[1], is_broken=bool(self._error))
-        del self._peers  # the last user of the store: its file goes when all ranks have done so
 
     def rebuild(self) -> None:
         """Form the group again after ``destroy()``; all ranks call it together. Raises as ``new_group`` does."""
@@ -168,11 +164,11 @@ class Group(Operations):
         timeout_s: float | None = None,
     ) -> None:
         """Start work on the group that serves ``tensor``, and wait for it as that kind of tensor asks."""
-        self._check_usable(what)
+        groups = self._usable(what)
         is_on_host = self._is_on_host(tensor)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            work = self._started(what, start, self._host_group if is_on_host else self._group)
+            work = self._started(what, start, groups.for_host if is_on_host else groups.for_device)
             if not is_on_host:
                 work.wait()
             elif peer is None:
@@ -189,10 +185,11 @@ class Group(Operations):
         except RuntimeError as error:
             raise self._peers.explain(error, what) from error
 
-    def _check_usable(self, what: str) -> None:
-        if not self.is_alive:
+    def _usable(self, what: str) -> TorchGroups:
+        if self._groups is None:
             raise StateError(f"{what} of {self!r}, which was destroyed; call rebuild() on all ranks first")
         if self._error:
             raise StateError(
                 f"{what} of {self!r}, which has failed ({self._error}); call destroy(), then rebuild() on all ranks"
             )
+        return self._groups

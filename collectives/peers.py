@@ -35,6 +35,8 @@ class Peers:
         }
 
     def close(self) -> None:
+        """Leave the meeting."""
+        self._meeting.close()
         while self._processes:
             os.close(self._processes.popitem()[1])
 

@@ -7,57 +7,90 @@ functional collectives. A standalone group is entered into these two, with its o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 _c10d: Any = distributed_c10d
 _numbers = itertools.count(1)
 
 
-def make_process_group(host: Any, device: Any, store: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The group for tensors of the device, and the one for host tensors: one object unless the library forbids it.
+class TorchGroups:
+    """The group for tensors of a device and the one for host tensors: one object, unless the library forbids it."""
 
-    Args:
-        host, device: devices; equal where the device is the host.
-        options: of ``new_backend`` of their collectives.
-    """
-    rank, world_size, name = options["rank"], options["world_size"], f"{options['name']} {next(_numbers)}"
-    on_host = options | {"is_high_priority": options["is_high_priority"] and host is device}
-    host_backend = host.collectives.new_backend(PrefixStore("host", store), **on_host)
-    if host is device:
-        group = host_backend if isinstance(host_backend, dist.ProcessGroup) else _shell(store, rank, world_size, host)
-        if group is not host_backend:
-            _add(group, host, host_backend)
-        return _named(group, name), group
-    group = _shell(store, rank, world_size, device)
-    group.bound_device_id = device.torch_device
-    _add(group, host, host_backend)
-    backend = device.collectives.new_backend(PrefixStore("device", store), **options)
-    if isinstance(backend, dist.ProcessGroup):  # torch has such a group stand alone
-        return _named(backend, name), _named(group, f"{name} host")
-    _add(group, device, backend)
-    _named(group, name)
-    if backend.supports_splitting:
-        backend.eager_connect_single_device(device.torch_device)
-    return group, group
+    def __init__(self, host: Any, device: Any, store: Store, options: dict[str, Any]) -> None:
+        """Every rank makes one together.
 
+        Args:
+            host, device: devices; the same object where the device is the host.
+            options: of ``new_backend`` of their collectives.
+        """
+        self._rank, self._world_size = options["rank"], options["world_size"]
+        self._named: dict[str, Any] = {}
+        name = f"{options['name']} {next(_numbers)}"
+        if host is device:
+            backend = device.collectives.new_backend(store, **options)
+            self.for_device = self.for_host = self._entered(self._with_backend(device, store, backend), name)
+            return
+        host_backend = host.collectives.new_backend(PrefixStore("host", store), **options | {"is_high_priority": False})
+        shell = self._shell(device, store)
+        shell.bound_device_id = device.torch_device
+        _add(shell, host, host_backend)
+        backend = device.collectives.new_backend(PrefixStore("device", store), **options)
+        if isinstance(backend, dist.ProcessGroup):  # written in Python: torch has it stand alone
+            self.for_device, self.for_host = self._entered(backend, name), self._entered(shell, f"{name} host")
+            return
+        _add(shell, device, backend)
+        self.for_device = self.for_host = self._entered(shell, name)
+        if backend.supports_splitting:
+            backend.eager_connect_single_device(device.torch_device)
 
-def unmake_process_group(group: Any, *, is_broken: bool) -> None:
-    """End a group and take it out of torch's tables. A broken one does not wait for the other ranks."""
-    _c10d._unregister_process_group(group.group_name)
-    _c10d._world.pg_group_ranks.pop(group, None)
-    group.abort() if is_broken else group.shutdown()
+    def close(self, *, is_broken: bool) -> None:
+        """End them and take them out of torch's tables. Broken ones do not wait for the other ranks."""
+        for name, group in self._named.items():
+            _c10d._unregister_process_group(name)
+            _c10d._world.pg_group_ranks.pop(group, None)
+            if is_broken:
+                group.abort()
+        if is_broken and self._world_size > 1:
+            self._break_connections()
+        for group in self._named.values():
+            group.shutdown()
+        self._named.clear()
+        del self.for_device, self.for_host
 
+    def _break_connections(self) -> None:
+        """Gloo's ``abort()`` leaves operations waiting, and its end waits for them; one receive that times out ends all."""
+        other = (self._rank + 1) % self._world_size
+        with contextlib.suppress(RuntimeError):
+            work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
+            work.wait(timedelta(milliseconds=1))
 
-def _shell(store: Any, rank: int, world_size: int, device: Any) -> Any:
-    group = dist.ProcessGroup(store, rank, world_size)
-    group._set_default_backend(_backend_type(device))
-    return group
+    def _with_backend(self, device: Any, store: Store, backend: Any) -> Any:
+        if isinstance(backend, dist.ProcessGroup):
+            return backend
+        group = self._shell(device, store)
+        _add(group, device, backend)
+        return group
+
+    def _shell(self, device: Any, store: Store) -> Any:
+        group: Any = dist.ProcessGroup(store, self._rank, self._world_size)
+        group._set_default_backend(_backend_type(device))
+        return group
+
+    def _entered(self, group: Any, name: str) -> Any:
+        group._set_group_name(name)
+        group._set_group_desc(name)
+        _c10d._register_process_group(name, group)
+        _c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self._world_size)}
+        self._named[name] = group
+        return group
 
 
 def _add(group: Any, device: Any, backend: Any) -> None:
@@ -66,11 +99,3 @@ def _add(group: Any, device: Any, backend: Any) -> None:
 
 def _backend_type(device: Any) -> Any:
     return dist.Backend.backend_type_map[device.collectives.backend]
-
-
-def _named(group: Any, name: str) -> Any:
-    group._set_group_name(name)
-    group._set_group_desc(name)
-    _c10d._register_process_group(name, group)
-    _c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-    return group

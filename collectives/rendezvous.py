@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
@@ -54,7 +56,8 @@ class Meeting:
         """
         self._rank = rank
         self._label = f"group {name!r}"
-        self.store = _open(rendezvous, name, rank, world_size, timeout_s)
+        self._folder = _new_folder(rendezvous, name)
+        self.store = self._folder_store(timeout_s) if self._folder else _part_of_store(rendezvous, name, rank)
         self.cards = {rank: _own_card(world_size, library)}
         if self.store.add(f"joined/{rank}", 1) > 1:
             raise CollectiveError(
@@ -62,8 +65,32 @@ class Meeting:
                 "same rank, or a run before has ended there without destroying it; give each run a new folder or name",
                 ranks=(rank,),
             )
-        self.store.set(f"card/{rank}", msgspec.json.encode(self.cards[rank]).decode())
-        self._read_cards(set(range(world_size)) - {rank}, timeout_s)
+        try:
+            self.store.set(f"card/{rank}", msgspec.json.encode(self.cards[rank]).decode())
+            self._read_cards(set(range(world_size)) - {rank}, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave; the last rank to do so removes what was written to the folder. Notes cannot be read any more."""
+        del self.store
+        if self._folder is None:
+            return
+        self._member.unlink()
+        if not list(self._folder.glob("member-*")):
+            (self._folder / "store").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another rank has just removed it, or has just come
+                self._folder.rmdir()
+
+    def _folder_store(self, timeout_s: float) -> Store:
+        # Torch's own way of removing the file can leave it when two ranks end at once.
+        assert self._folder
+        self._member = self._folder / f"member-{self._rank}"
+        self._member.touch(mode=0o600)
+        store = FileStore(str(self._folder / "store"))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
 
     @property
     def is_one_host(self) -> bool:
@@ -114,22 +141,24 @@ class Meeting:
                 )
 
 
-def _open(rendezvous: Path | str | Store, name: str, rank: int, world_size: int, timeout_s: float) -> Store:
+def _new_folder(rendezvous: Any, name: str) -> Path | None:
+    """A folder for one group, as often as this process has joined one of that name; None where there is a store."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidInputError(f"name of a group must be letters, digits, '_', '.' and '-', got {name!r}")
+    if isinstance(rendezvous, Store):
+        return None
     if not isinstance(rendezvous, Path | str):
-        if not isinstance(rendezvous, Store):
-            raise InvalidInputError(f"rendezvous must be a folder or a torch.distributed Store, got {rendezvous!r}")
-        number = rendezvous.add(f"rlcore/{name}/num_joined/{rank}", 1)
-        return PrefixStore(f"rlcore/{name}/{number}", rendezvous)
-    folder = Path(rendezvous)
+        raise InvalidInputError(f"rendezvous must be a folder or a torch.distributed Store, got {rendezvous!r}")
+    place = str(Path(rendezvous).resolve())
+    _num_met[place, name] += 1
+    folder = Path(place, f"{name}-{_num_met[place, name]}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _num_met[str(folder.resolve()), name] += 1
-    # A file of its own for each group, which the last rank to leave removes.
-    path = folder / f"{name}-{_num_met[str(folder.resolve()), name]}"
-    store = FileStore(str(path), world_size)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+    return folder
+
+
+def _part_of_store(store: Any, name: str, rank: int) -> Store:
+    number = store.add(f"rlcore/{name}/num_joined/{rank}", 1)
+    return PrefixStore(f"rlcore/{name}/{number}", store)
 
 
 def _own_card(world_size: int, library: str) -> Card:

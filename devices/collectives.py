@@ -167,9 +167,7 @@ def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_hos
     # Its default device listens on an address that the network reaches.
     listen = library.create_device(hostname="127.0.0.1") if is_one_host else library.create_default_device()
     options._devices = [listen]
-    made = library(store, rank, world_size, options)
-    made._set_sequence_number_for_group()
-    return made
+    return library(store, rank, world_size, options)
 
 
 def _from_plugin(plugin: Any, store: Store, *, rank: int, world_size: int, timeout_s: float, name: str) -> Any:

@@ -1,0 +1,155 @@
+"""Real processes that run bodies of tests as the ranks of a group. One set serves all tests; the dead are replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+import cloudpickle, traceback, warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from rlcore.collectives.groups import new_group
+
+class Rank:
+    def __init__(self, rank, folder):
+        self.rank, self.folder, self._groups = rank, Path(folder), {}
+
+    def move_to(self, folder):
+        """After another rank was replaced: what was shared with it is over."""
+        for group in self._groups.values():
+            group._error = "a rank was replaced"
+            group.destroy()
+        self.folder, self._groups = Path(folder), {}
+
+    def new_group(self, device, world_size, name, **options):
+        options = {"rendezvous": self.folder, "timeout_s": 30.0} | options
+        return new_group(f"{device}:{self.rank}", rank=self.rank, world_size=world_size, name=name, **options)
+
+    def group(self, device, world_size):
+        key = f"shared-{device}-{world_size}"
+        if key not in self._groups:
+            self._groups[key] = self.new_group(device, world_size, key)
+        return self._groups[key]
+
+connection = Connection(int(sys.argv[2]))
+rank = None
+while True:
+    try:
+        body, arguments, number, folder = cloudpickle.loads(connection.recv_bytes())
+    except EOFError:
+        break
+    rank = rank or Rank(number, folder)
+    try:
+        if str(rank.folder) != folder:
+            rank.move_to(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            answer = True, body(rank, *arguments)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    connection.send_bytes(cloudpickle.dumps(answer))
+"""
+
+OnRanks = Callable[..., list[Any]]
+
+
+class Ranks:
+    """Processes by rank, started when they are first needed."""
+
+    def __init__(self, folders: Callable[[], Path]) -> None:
+        self._folders = folders
+        self._folder = folders()
+        self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
+
+    def run(
+        self, body: Callable[..., Any], world_size: int, *arguments: Any, may_end: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """``body(rank, *arguments)`` on each rank; what they return, None for one whose process ended."""
+        cloudpickle.register_pickle_by_value(sys.modules[body.__module__])
+        self._start_missing(world_size)
+        for rank, (_, connection) in enumerate(self._processes[:world_size]):
+            connection.send_bytes(cloudpickle.dumps((body, arguments, rank, str(self._folder))))
+        answers = [self._answer(rank) for rank in range(world_size)]
+        failures = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(answers) if not succeeded]
+        ended = {rank for rank, (_, value) in enumerate(answers) if value is EOFError}
+        if failures or not ended <= set(may_end):
+            self.stop()  # groups that they share may be broken
+        assert not failures, "\n".join(failures)
+        assert ended <= set(may_end), f"the processes of ranks {ended} ended"
+        return [None if value is EOFError else value for _, value in answers]
+
+    def _start_missing(self, world_size: int) -> None:
+        dead = [rank for rank, (process, _) in enumerate(self._processes) if process.poll() is not None]
+        if dead:
+            self._folder = self._folders()
+        for rank in dead:
+            self._end(rank)
+            self._processes[rank] = self._start()
+        while len(self._processes) < world_size:
+            self._processes.append(self._start())
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        import json
+
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, "rank", str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo"},
+            )
+        return process, Connection(ours.detach())
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        _, connection = self._processes[rank]
+        if not connection.poll(120):
+            return False, "it did not answer within 120 s"
+        try:
+            answer: tuple[bool, Any] = cloudpickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return True, EOFError
+        return answer
+
+    def _end(self, rank: int) -> None:
+        process, connection = self._processes[rank]
+        connection.close()
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for rank in range(len(self._processes)):
+            self._end(rank)
+        self._processes = []
+        self._folder = self._folders()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(lambda: tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def on_ranks(ranks: Ranks) -> OnRanks:
+    """``on_ranks(body, world_size, *arguments)``: what ``body(rank, *arguments)`` returns on each rank."""
+    return ranks.run
+
+
+@pytest.fixture(params=["cpu-2", "cpu-3", pytest.param("cuda-2", marks=pytest.mark.multigpu)])
+def world(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """(kind of device, world size)."""
+    device, _, size = request.param.partition("-")
+    return device, int(size)
