@@ -7,6 +7,13 @@ from rlcore.hookspecs import RegisterBenchmark, hookimpl
 _CASES = (
     "dispatch:device_lookup_case",
     "dispatch:op_choice_case",
+    "host_memory:alloc_case",
+    "host_memory:batch_to_device_case",
+    "host_memory:batch_to_host_case",
+    "host_memory:to_device_case",
+    "host_memory:to_host_case",
+    "ipc:copy_case",
+    "ipc:open_case",
     "kernel_losses:linear_loss_05b",
     "kernel_losses:linear_loss_14b",
     "kernel_losses:linear_loss_17b",

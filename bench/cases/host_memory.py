@@ -1,0 +1,115 @@
+"""Moving memory between host and device: buffers of exact size beside torch's, batches beside one large copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlcore.bench.case import Case, Contender, Work
+
+_BUFFER_BYTES = 2 << 30
+_NUM_TENSORS = 5000
+_LARGEST_BYTES = 512 << 10
+
+
+def _pinned(device: Any, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.memory.can_pin)
+
+
+def _prepare_alloc(device: Any) -> Work:
+    def exact() -> int:
+        buffer = device.memory.host_alloc(_BUFFER_BYTES)
+        nbytes = int(buffer.tensor.numel())
+        device.memory.host_free(buffer)
+        return nbytes
+
+    def check(nbytes: int) -> None:
+        assert nbytes == _BUFFER_BYTES, f"{nbytes} bytes were allocated"
+
+    return Work(
+        contenders=(Contender(implementation="host_alloc", run=exact, check=check),), params={"bytes": _BUFFER_BYTES}
+    )
+
+
+def _prepare_copies(to_device: bool, device: Any) -> Work:
+    on_device = torch.randint(0, 256, (_BUFFER_BYTES,), dtype=torch.uint8, device=device.torch_device)
+    buffers = {
+        "host_alloc": device.memory.host_alloc(_BUFFER_BYTES).tensor,
+        "torch_pinned": _pinned(device, _BUFFER_BYTES),
+    }
+
+    def contender(name: str, host: torch.Tensor) -> Contender:
+        host.copy_(on_device)
+        to, from_ = (on_device, host) if to_device else (host, on_device)
+
+        def check(copied: torch.Tensor) -> None:
+            assert torch.equal(copied.cpu(), from_.cpu()), "other bytes arrived"
+
+        return Contender(implementation=name, run=lambda: to.copy_(from_, non_blocking=True), check=check)
+
+    return Work(
+        contenders=tuple(contender(name, host) for name, host in buffers.items()),
+        params={"bytes": _BUFFER_BYTES},
+        bytes=_BUFFER_BYTES,
+    )
+
+
+def _prepare_batch(to_device: bool, device: Any) -> Work:
+    """Tensors of uneven size, one behind the other in one buffer on the host, anywhere on the device."""
+    sizes = [1 + (number * 7919) % _LARGEST_BYTES for number in range(_NUM_TENSORS)]
+    host = device.memory.host_alloc(sum(sizes)).tensor
+    on_host = list(host.split(sizes))
+    on_device = [torch.full((size,), size % 251, dtype=torch.uint8, device=device.torch_device) for size in sizes]
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device.torch_device)
+    whole_host = device.memory.host_alloc(sum(sizes)).tensor
+    torch.cat(on_device, out=whole)
+    host.copy_(whole)
+    whole_host.copy_(whole)
+    dst, src = (on_device, on_host) if to_device else (on_host, on_device)
+    one_dst, one_src = (whole, whole_host) if to_device else (whole_host, whole)
+
+    def check(_: Any) -> None:
+        device.synchronize()
+        assert torch.equal(torch.cat(on_device).cpu(), host) and torch.equal(whole.cpu(), host), "other bytes arrived"
+
+    def contender(name: str, run: Callable[[], Any]) -> Contender:
+        return Contender(implementation=name, run=run, check=check)
+
+    return Work(
+        contenders=(
+            contender("copy_batch", lambda: device.memory.copy_batch(dst, src)),
+            contender("foreach", lambda: torch._foreach_copy_(dst, src, non_blocking=True)),
+            contender("one_copy", lambda: one_dst.copy_(one_src, non_blocking=True)),
+        ),
+        params={"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
+        bytes=sum(sizes),
+    )
+
+
+alloc_case = Case(
+    name="host_memory/alloc",
+    description="allocate and free 2 GiB of host memory that the device copies from",
+    prepare=_prepare_alloc,
+)
+to_device_case = Case(
+    name="host_memory/to_device",
+    description="copy 2 GiB to the device, from host_alloc and from torch's pinned memory",
+    prepare=lambda device: _prepare_copies(True, device),
+)
+to_host_case = Case(
+    name="host_memory/to_host",
+    description="copy 2 GiB to the host, to host_alloc and to torch's pinned memory",
+    prepare=lambda device: _prepare_copies(False, device),
+)
+batch_to_device_case = Case(
+    name="host_memory/batch_to_device",
+    description="copy 5,000 tensors to the device: copy_batch, torch's foreach, and as many bytes at once",
+    prepare=lambda device: _prepare_batch(True, device),
+)
+batch_to_host_case = Case(
+    name="host_memory/batch_to_host",
+    description="copy 5,000 tensors to the host: copy_batch, torch's foreach, and as many bytes at once",
+    prepare=lambda device: _prepare_batch(False, device),
+)
