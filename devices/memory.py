@@ -152,7 +152,8 @@ class Memory(Part):
         """A handle by which other processes of this user on this machine open the memory of ``tensor``.
 
         Its whole storage is kept alive, and in the ledger, until ``revoke``. Tensors of one storage share one export.
-        Do not free or resize the storage in place before that. Nothing is synchronised: the work that fills the
+        Do not free or resize the storage in place before that; on the CPU torch cannot grow it afterwards either, because
+        its memory has moved. Nothing is synchronised: the work that fills the
         tensor must be done before another process reads it, or ordered by an interprocess event.
 
         Raises:
