@@ -367,11 +367,11 @@ def _stored(x_TV: Tensor | None) -> TensorDescriptor | None:
 def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
     """One for each core, or for each tile if those are fewer."""
     num_tiles: int = triton.cdiv(num_rows, TILE_T) * triton.cdiv(num_columns, TILE_V)
-    return min(num_cores(device), num_tiles)
+    return min(_num_cores(device), num_tiles)
 
 
 @functools.cache
-def num_cores(device: torch.device) -> int:
+def _num_cores(device: torch.device) -> int:
     if INTERPRETS.value:
         return 2
     count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
