@@ -25,8 +25,9 @@ from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_tas
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks, sequence_entries
-from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, refusing_mixed_tokens, weighted_loss
+from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, weighted_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
+from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging
 from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
 from rlcore.kernels.vocab_shard import partial_statistics_
@@ -176,7 +177,7 @@ def linear_loss(
     )
     is_sequence_level = isinstance(loss_fn, sequence_level)
     loss = LossTask(
-        loss_fn if is_sequence_level or not is_debugging() else refusing_mixed_tokens(loss_fn),
+        refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
         TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~task.rows.is_ignored),
         _sequence_edges(cu_seqlens, per_token, len(hidden)) if is_sequence_level else None,
     )

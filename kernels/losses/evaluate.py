@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn
+from rlcore.kernels.losses.interface import LossFn, sequence_level
 
 _ENDINGS = ("_mean", "_sum", "_min", "_max")
 
@@ -54,12 +54,12 @@ def weighted_loss(
         InvalidInputError: the loss function returned something else than [t] vectors.
     """
     value_T, stats = loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra})
-    _check_vector("its value", value_T, logprob_T, loss_fn)
+    check_vector("its value", value_T, logprob_T, loss_fn)
     for name, values_T in stats.items():
-        _check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
+        check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
         if not name.endswith(_ENDINGS):
             raise InvalidInputError(
-                f"{_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_ENDINGS)}, "
+                f"{loss_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_ENDINGS)}, "
                 "which says how it is reduced over tokens"
             )
     if entropy_T is not None:
@@ -81,7 +81,7 @@ def loss_and_gradients(
         loss, stats = weighted_loss(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
         if not loss.requires_grad:
             raise InvalidInputError(
-                f"{_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be "
+                f"{loss_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be "
                 "learnt; was one of them detached?"
             )
         found = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -118,38 +118,15 @@ def _reduced(name: str, values_T: Tensor, weight_T: Tensor, is_counted_T: Tensor
     return (kept_T * weight_T).sum() / weight_T.sum() if name.endswith("_mean") else kept_T.sum()
 
 
-def refusing_mixed_tokens(loss_fn: LossFn) -> LossFn:
-    """``loss_fn``, run on half of the tokens alone too: a token's value must not change with its company.
-
-    A loss that looks at other tokens would depend on where chunks end. ``RLCORE_DEBUG`` turns this on.
-    """
-
-    def checked(
-        logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        value, stats = loss_fn(logprob, entropy, per_token)
-        half = (len(logprob) + 1) // 2
-        few = {name: values[:half] for name, values in per_token.items()}
-        alone, _ = loss_fn(logprob[:half], None if entropy is None else entropy[:half], few)
-        if not torch.allclose(alone, value[:half], rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise InvalidInputError(
-                f"{_name(loss_fn)}: a token's value depends on other tokens, so it would change with the "
-                "chunks; mark it with @sequence_level if it needs whole sequences, else compute such values "
-                "beforehand and pass them in per_token"
-            )
-        return value, stats
-
-    return checked
-
-
-def _check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:
+def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:
     if not isinstance(values, Tensor) or values.shape != logprob_T.shape:
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InvalidInputError(
-            f"{_name(loss_fn)}: {what} must be a vector like logprob, {list(logprob_T.shape)}; got {got}. "
+            f"{loss_name(loss_fn)}: {what} must be a vector like logprob, {list(logprob_T.shape)}; got {got}. "
             "Return the loss of each token; linear_loss weights and sums it"
         )
 
 
-def _name(loss_fn: LossFn) -> str:
-    return f"loss function {getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}"
+def loss_name(loss_fn: LossFn) -> str:
+    function = loss_fn.function if isinstance(loss_fn, sequence_level) else loss_fn
+    return f"loss function {getattr(function, '__qualname__', type(function).__name__)}"

@@ -10,7 +10,9 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import linear_logprob
 
 IMPLEMENTATIONS = ["reference", "chunked"]
-SHAPES = [(1, 3, 1), (1, 8, 7), (127, 13, 1000), (70, 20, 4097)]  # smallest, one row, odd everywhere, off-block
+# smallest, one row, odd everywhere, off-block, real vocabularies, more rows than 16 bits count
+SHAPES = [(1, 3, 1), (1, 8, 7), (127, 13, 1000), (70, 20, 4097), (3, 5, 151936), (2, 4, 152064), (1, 3, 262144)]
+SHAPES += [(65537, 3, 7)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -36,7 +38,9 @@ def random_inputs(T: int, H: int, V: int, dtype: torch.dtype = torch.float32) ->
     generator = torch.Generator().manual_seed(T + 100 * H + 10000 * V)
     hidden = torch.randn(T, H, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(V, H, generator=generator) / H**0.5 * 2).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(0, V, (T,), generator=generator)
+    targets = torch.randint(0, V, (T,), generator=generator)
+    targets[0], targets[-1] = 0, V - 1
+    return hidden, weight, targets
 
 
 def gradients(outputs: tuple[Tensor, Tensor | None], inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -262,7 +266,20 @@ GOOD = {
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must be one token .* = \[4\]; got \[3\]"),
         ({"targets": torch.tensor([0, 1, 2, 5])}, r"token ids in \[0, 5\) .* got 5 at \[3\]"),
         ({"bias": torch.zeros(4)}, r"bias must be one value for each row of weight = \[5\]; got \[4\]"),
+        ({"targets": torch.tensor([0, 1, -7, 4])}, r"token ids in \[0, 5\) or ignore_index=-100; got -7 at \[2\]"),
+        ({"targets": torch.zeros(4)}, "targets must be int64 or int32 token ids; got torch.float32"),
+        ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets is on meta but hidden is on cpu"),
+        ({"weight": torch.zeros(5)}, r"weight must be \[V, H\] with H = 3; got \[5\]"),
+        ({"bias": torch.zeros(5, device="meta")}, "bias is on meta but hidden is on cpu"),
+        ({"bias": torch.zeros(5, dtype=torch.int64)}, "bias must be float32, .*; got torch.int64"),
         ({"temperature": -1.0}, "temperature must be a finite number > 0; got -1.0"),
+        ({"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
+        ({"temperature": math.nan}, "temperature must be a finite number > 0; got nan"),
+        ({"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])}, r"finite and > 0; got 0 at \[1\]"),
+        ({"temperature": torch.tensor([1.0, 1.0, math.nan, 1.0])}, r"finite and > 0; got nan at \[2\]"),
+        ({"temperature": torch.ones(3)}, r"temperature must be a float, or one value .* = \[4\]; got \[3\]"),
+        ({"temperature": torch.ones(4, device="meta")}, "temperature is on meta but targets is on cpu"),
+        ({"temperature": torch.ones(4, requires_grad=True)}, r"temperature requires grad, .* temperature.detach"),
         ({"softcap": 0.0}, "softcap must be a finite number > 0; got 0.0"),
         ({"logit_scale": math.inf}, "logit_scale must be a finite number > 0; got inf"),
         ({"memory_budget_bytes": 59}, r"memory_budget_bytes=59 does not hold one row of 5 logits; the least is 60"),

@@ -100,6 +100,21 @@ def test_linear_loss_passes_gradcheck(implementation: str) -> None:
     assert torch.autograd.gradcheck(run, (hidden, weight))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size, offset", [(80.0, 0.0), (1.0, 1e4), (0.0, 0.0), (1.0, -1e4)])
+def test_extreme_logits(size: float, offset: float, implementation: str) -> None:
+    hidden = torch.nn.functional.one_hot(torch.arange(T) % H, H).float().requires_grad_()
+    weight = ((torch.rand(V, H, generator=torch.Generator().manual_seed(0)) * 2 - 1) * size + offset).requires_grad_()
+    targets, tokens = torch.arange(T) % V, random_tokens()
+    tokens["per_token"]["old_logprobs"] = tokens["per_token"]["ref_logprobs"] = torch.full((T,), -3.0 - size)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found = linear_loss(hidden, weight, targets, policy_loss(), implementation=implementation, **tokens)
+    want = linear_loss(*wide, targets, policy_loss(), implementation="reference", **widened(tokens))
+    torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-4, atol=1e-6)
+    d_weight, true = gradients(found.loss, weight)[0], gradients(want.loss, wide[1])[0]
+    torch.testing.assert_close(d_weight.double(), true, rtol=0, atol=1e-4 * float(true.abs().max()))
+
+
 def test_chunked_statistics_match_the_reference() -> None:
     hidden, weight, targets = random_inputs()
     tokens = random_tokens()
@@ -404,15 +419,61 @@ def test_a_loss_function_that_returns_the_wrong_thing_is_named(loss_fn: Any, mes
         linear_loss(hidden, weight, targets, loss_fn, **random_tokens())
 
 
-def test_under_debug_a_loss_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, a: x - x.mean(),
+        lambda x, a: x.cumsum(0),  # the first half does not change
+        lambda x, a: x * (a - a.mean()) / a.std(),
+        lambda x, a: x.flip(0),
+    ],
+    ids=["mean", "sum of what came before", "normalised advantage", "order"],
+)
+def test_under_debug_a_loss_that_mixes_tokens_is_refused(mix: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = random_inputs()
-    mixing = loss_returning(lambda x: x - x.mean())
+
+    def mixing(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        return mix(logprob, per_token["advantages"]), {}
+
     linear_loss(hidden, weight, targets, mixing, **random_tokens())
     monkeypatch.setenv("RLCORE_DEBUG", "1")
-    linear_loss(hidden, weight, targets, policy_loss(), **random_tokens())
-    linear_loss(hidden, weight, targets, gspo, cu_seqlens=CU_SEQLENS, **random_tokens())
-    with pytest.raises(InvalidInputError, match=r"value depends on other tokens.*mark it with @sequence_level"):
+    with pytest.raises(InvalidInputError, match=r"mixing: a token's value depends on other tokens.*@sequence_level"):
         linear_loss(hidden, weight, targets, mixing, **random_tokens())
+
+
+def test_under_debug_a_loss_that_mixes_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = random_inputs()
+
+    @sequence_level
+    def mixing(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        return logprob * len(per_token["cu_seqlens"]), {}
+
+    pairs = torch.tensor([*range(0, T, 2), T])
+    linear_loss(hidden, weight, targets, mixing, cu_seqlens=pairs, **random_tokens())
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    with pytest.raises(
+        InvalidInputError, match=r"mixing: a sequence's values depend on other sequences, .* in per_"
+    ):
+        linear_loss(hidden, weight, targets, mixing, cu_seqlens=pairs, **random_tokens())
+
+
+def test_under_debug_losses_that_mix_nothing_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = random_inputs()
+    few = torch.tensor([0, 3, 3, 7, 20, 29, T])
+    for loss_fn in (policy_loss(), gspo):
+        plain = linear_loss(hidden, weight, targets, loss_fn, cu_seqlens=few, **random_tokens())
+        with monkeypatch.context() as debugging:
+            debugging.setenv("RLCORE_DEBUG", "1")
+            found = linear_loss(hidden, weight, targets, loss_fn, cu_seqlens=few, **random_tokens())
+        assert torch.equal(found.loss, plain.loss)
+        pairs = zip(gradients(found.loss, hidden, weight), gradients(plain.loss, hidden, weight), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_under_debug_a_value_of_the_wrong_shape_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    with pytest.raises(InvalidInputError, match=r"custom_loss: its value must be a vector like logprob, .*; got \[\]"):
+        linear_loss(*random_inputs(), loss_returning(lambda x: x.sum()), **random_tokens())
 
 
 @pytest.mark.parametrize(

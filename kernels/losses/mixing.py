@@ -1,0 +1,69 @@
+"""A loss must not mix what chunks keep apart: tokens, or with ``@sequence_level`` sequences.
+
+``linear_loss`` runs a loss function chunk by chunk, and where chunks end depends on memory. A function that looks
+beyond, such as one that normalises advantages or sums over the batch, would give other numbers on another device, and
+nobody would see why. ``RLCORE_DEBUG=1`` runs each chunk's halves alone too, and compares.
+
+Letters: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.losses.evaluate import check_vector, loss_name
+from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, sequence_level
+
+_OF_TOKENS = (
+    "a token's value depends on other tokens, so it would change with the chunks; mark it with @sequence_level if it "
+    "needs whole sequences, else compute such values beforehand and pass them in per_token"
+)
+_OF_SEQUENCES = (
+    "a sequence's values depend on other sequences, so they would change with the chunks; compute what needs them all "
+    "beforehand and pass it in per_token"
+)
+
+
+def refusing_mixtures(loss_fn: LossFn) -> LossFn:
+    """``loss_fn``, which raises InvalidInputError where a value changes with the company of its token or sequence.
+
+    It runs twice. What changes gradients alone, such as ``x * (x.mean() / x.mean().detach())``, is not found.
+    """
+    is_sequence_level = isinstance(loss_fn, sequence_level)
+
+    def checked(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
+        value, stats = loss_fn(logprob, entropy, per_token)
+        check_vector("its value", value, logprob, loss_fn)
+        with torch.no_grad():
+            for half, entries in _halves(per_token, len(logprob), is_sequence_level):
+                alone, _ = loss_fn(logprob[half], None if entropy is None else entropy[half], entries)
+                if not torch.allclose(alone, value[half], rtol=1e-4, atol=1e-6, equal_nan=True):
+                    raise InvalidInputError(
+                        f"{loss_name(loss_fn)}: {_OF_SEQUENCES if is_sequence_level else _OF_TOKENS}"
+                    )
+        return value, stats
+
+    return sequence_level(checked) if is_sequence_level else checked
+
+
+def _halves(
+    per_token: PerToken, num_tokens: int, is_sequence_level: bool
+) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
+    """Those that are not empty, and not all."""
+    if not is_sequence_level:
+        cut = num_tokens // 2
+        for half in (slice(0, cut), slice(cut, num_tokens)):
+            if 0 < half.stop - half.start < num_tokens:
+                yield half, {name: values[half] for name, values in per_token.items()}
+        return
+    edges = per_token["cu_seqlens"]
+    middle = (len(edges) - 1) // 2
+    for edges_here in (edges[: middle + 1], edges[middle:]):
+        half = slice(int(edges_here[0]), int(edges_here[-1]))
+        if 0 < half.stop - half.start < num_tokens:
+            entries = {name: values[half] for name, values in per_token.items() if name != "cu_seqlens"}
+            yield half, {**entries, "cu_seqlens": edges_here - edges_here[0]}
