@@ -215,12 +215,14 @@ def _rows_fitting(budget_bytes: int, vocab_size: int) -> int:
 
 def _rows_of_chunks(num_rows: int, fitting: int) -> int:
     """Rows of chunks of nearly equal size, in round numbers if possible."""
-    even = math.ceil(num_rows / max(1, math.ceil(num_rows / fitting))) or 1
+    if num_rows <= fitting:
+        return max(num_rows, 1)
+    even = math.ceil(num_rows / math.ceil(num_rows / fitting))
     for unit in (_ROUND_ROWS, TILE_T):
         rows = math.ceil(even / unit) * unit
-        if rows <= min(fitting, num_rows):
+        if rows <= fitting:
             return rows
-    return even
+    return fitting // TILE_T * TILE_T or even
 
 
 def _strips(known_TH: Tensor, vocab_size: int, budget_bytes: int) -> Iterator[tuple[slice, Tensor]]:
