@@ -36,12 +36,12 @@ CUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _world() -> Iterator[None]:
-    backend = "gloo"
+    options: dict[str, Any] = {"backend": "gloo"}
     if DEVICE.type == "cuda":
-        backend = "nccl"
         torch.cuda.set_device(RANK)
+        options = {"backend": "nccl", "device_id": torch.device("cuda", RANK)}
     store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60))
+    dist.init_process_group(store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=60), **options)
     yield
     dist.destroy_process_group()
 

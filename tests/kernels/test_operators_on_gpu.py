@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.linear_head import LinearHead
@@ -128,3 +129,90 @@ def test_bad_values_stop_the_process_on_the_device(run_python: Any) -> None:
     )
     assert result.returncode != 0
     assert "RLCORE_DEBUG=1 shows which" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")], ids=["zero", "nan"])
+def test_bad_temperatures_are_named_under_debug_and_stop_the_process_otherwise(
+    value: float, monkeypatch: pytest.MonkeyPatch, run_python: Any
+) -> None:
+    result = run_python(
+        "import torch; from rlcore.ops import linear_logprob\n"
+        "hidden, weight = torch.zeros(2, 8, device='cuda'), torch.zeros(5, 8, device='cuda')\n"
+        f"temperature = torch.tensor([1.0, float('{value}')], device='cuda')\n"
+        "linear_logprob(hidden, weight, torch.zeros(2, dtype=torch.long, device='cuda'), temperature=temperature)\n"
+        "torch.cuda.synchronize()"
+    )
+    assert result.returncode != 0 and "RLCORE_DEBUG=1 shows which" in result.stdout + result.stderr
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    hidden, weight, targets, _ = random_inputs(2, 8, 5, torch.float32)
+    temperature = torch.tensor([1.0, value], device="cuda")
+    with pytest.raises(InvalidInputError, match=rf"temperature must be finite and > 0; got {value:g} at \[1\]"):
+        linear_logprob(hidden, weight, targets, temperature=temperature)
+
+
+# ------------------------------------------------------------------------------------------ as torch calls them
+
+
+def everything(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: dict[str, Any]) -> Tensor:
+    loss, _ = linear_loss(hidden, weight, targets, policy_loss(), **tokens)
+    return loss + from_both_ends(hidden, weight, targets)
+
+
+def from_both_ends(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    found = linear_logprob(hidden, weight, targets, with_entropy=True)
+    rows = token_logprob(hidden @ weight.T, targets, with_entropy=True)
+    return (found.logprob + found.entropy + rows.logprob + rows.entropy).mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_inside_an_activation_checkpoint(use_reentrant: bool) -> None:
+    hidden, weight, targets, tokens = random_inputs(300, 64, 5000, torch.bfloat16)
+    want = torch.autograd.grad(everything(hidden, weight, targets, tokens), (hidden, weight))
+    checkpoint(everything, hidden, weight, targets, tokens, use_reentrant=use_reentrant).backward()
+    assert torch.equal(hidden.grad, want[0]) and torch.equal(weight.grad, want[1])
+
+
+def test_on_another_stream() -> None:
+    hidden, weight, targets, tokens = random_inputs(300, 64, 5000, torch.bfloat16)
+    want = torch.autograd.grad(everything(hidden, weight, targets, tokens), (hidden, weight))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = torch.autograd.grad(everything(hidden, weight, targets, tokens), (hidden, weight))
+    stream.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_forward_and_backward_are_captured_in_a_graph(dtype: torch.dtype) -> None:
+    hidden, weight, targets, tokens = random_inputs(300, 64, 5000, dtype)
+
+    def run() -> list[Tensor]:
+        value = everything(hidden, weight, targets, tokens)
+        return [value, *torch.autograd.grad(value, (hidden, weight))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are compiled and cuBLAS is set up before the capture
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    for got, want in zip(captured, run(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_calls_what_eager_code_calls(mode: str) -> None:
+    hidden, weight, targets, _ = random_inputs(300, 64, 5000, torch.bfloat16)
+    compiled = torch.compile(from_both_ends, fullgraph=True, mode=mode)
+    want = torch.autograd.grad(from_both_ends(hidden, weight, targets), (hidden, weight))
+    for _ in range(3):  # "reduce-overhead" warms up, captures, replays
+        got = [x.clone() for x in torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))]
+    for one, other in zip(got, want, strict=True):
+        assert relative_error(one, other.double()) < 1e-2
