@@ -45,7 +45,7 @@ ACCURACY = Size(1024, 151_936, 2048, torch.bfloat16)
 
 
 def size_on(device: Any, size: Size) -> Size:
-    if device.type != "cpu":
+    if not device.spec.is_host:
         return size
     if size not in (HEADS["8b"], LOGITS, ACCURACY):
         raise UnsupportedError("this size of the case on cpu", "it is for accelerators; the first one has a small size")
@@ -119,7 +119,7 @@ class Inputs:
 def implementations(op: str, device: Any) -> list[str]:
     """Registered for this device; on an accelerator not the definition, which holds all logits in float32."""
     names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
-    return [name for name in names if device.type == "cpu" or name != "reference"]
+    return [name for name in names if device.spec.is_host or name != "reference"]
 
 
 def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

@@ -85,7 +85,7 @@ def _prepare_loss(device: Any, *, size: Size) -> Work:
 
     names = implementations("linear_loss", device)
     contenders = [Contender(implementation=x, run=losses.runs(loss_fn, x), check=check) for x in names]
-    if device.type != "cpu":
+    if not device.spec.is_host:
         contenders.append(Contender(implementation=_BARE, run=_bare_products(losses.inputs), check=lambda _: None))
     return losses.work(contenders)
 
@@ -120,7 +120,7 @@ def _prepare_sequences(device: Any, *, size: Size) -> Work:
 
     def contender(name: str, loss_fn: LossFn) -> Contender:
         few = slice(0, 4 * _SEQUENCE_TOKENS)
-        want = None if device.type == "cpu" else losses.runs(loss_fn, "rows")()
+        want = None if device.spec.is_host else losses.runs(loss_fn, "rows")()
 
         def check(output: tuple[Tensor, ...]) -> None:
             """Against float32 logits read by other kernels; on a host there is but one way to run."""

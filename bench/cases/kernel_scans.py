@@ -33,7 +33,7 @@ Call = Callable[[], Sequence[Tensor]]
 def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict[str, int | float | str]) -> Work:
     """The first of ``calls`` is the truth to the others."""
     truth = next(iter(calls.values()))()
-    num_calls = 1 if tokens.device.type == "cpu" else _CALLS
+    num_calls = 1 if tokens.is_cpu else _CALLS
 
     def contender(name: str, call: Call) -> Contender:
         def run() -> Sequence[Tensor]:
@@ -76,7 +76,7 @@ def _by_implementation(op: str, device: Any, call: Callable[..., Any]) -> dict[s
 
 def _tokens(device: Any, count: int) -> list[Tensor]:
     device.seed(0)
-    num_tokens = _HOST_TOKENS if device.type == "cpu" else _ACCELERATOR_TOKENS
+    num_tokens = _HOST_TOKENS if device.spec.is_host else _ACCELERATOR_TOKENS
     return list(torch.randn(count, num_tokens, device=device.torch_device))
 
 
@@ -125,7 +125,7 @@ def _prepare_loss(device: Any) -> Work:
         return loss, g_logprob_T, g_entropy_T
 
     calls: dict[str, Call] = {"plain": functools.partial(call, plain)}
-    if device.type != "cpu":
+    if not device.spec.is_host:
         calls["torch.compile"] = functools.partial(call, torch.compile(plain))
     return _work(calls, 33, noise, {})
 

@@ -40,7 +40,7 @@ def _scorers(op: str, device: Any, call: Any, peers: dict[str, Score]) -> dict[s
     ours: dict[str, Score] = {
         name: functools.partial(call, with_entropy=True, implementation=name) for name in implementations(op, device)
     }
-    return ours if device.type == "cpu" else {**ours, **peers}
+    return ours if device.spec.is_host else {**ours, **peers}
 
 
 # ------------------------------------------------------------------------------------------------ from logits
