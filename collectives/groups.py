@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +15,11 @@ from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import Peers
 from rlcore.collectives.process_group import TorchGroups
 from rlcore.collectives.rendezvous import Meeting
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import CollectiveError, InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
+
+_PARTING_S = 5.0
+"""``destroy()`` waits no longer for ranks that do not come."""
 
 
 def new_group(
@@ -92,8 +96,9 @@ class Group(Operations):
         self._peers = Peers(meeting, repr(self))
         try:
             self._groups = self._made(meeting)
+            self.barrier()  # none may leave while another still connects
         except BaseException:
-            self._peers.close()
+            self._abandon()
             raise
 
     def _made(self, meeting: Meeting) -> TorchGroups:
@@ -121,15 +126,24 @@ class Group(Operations):
     # ------------------------------------------------------------------------------------------- life
 
     def destroy(self) -> None:
-        """Give back connections, threads and device memory. All ranks call it, unless the group has failed.
+        """Give back connections, threads and device memory. All ranks call it.
+
+        A rank waits some seconds for the others to finish their last operation; one of a failed group does not.
 
         Raises:
             StateError: it was destroyed before.
         """
         if self._groups is None:
             raise StateError(f"{self!r} was destroyed already; rebuild() forms it again")
+        if not self._error:
+            with contextlib.suppress(CollectiveError):
+                self.barrier(timeout_s=min(_PARTING_S, self._timeout_s))
+        self._abandon()
+
+    def _abandon(self) -> None:
         groups, self._groups = self._groups, None
-        groups.close(is_broken=bool(self._error))
+        if groups is not None:
+            groups.close(is_broken=bool(self._error))
         self._peers.close()
 
     def rebuild(self) -> None:

@@ -66,7 +66,7 @@ class TorchGroups:
         del self.for_device, self.for_host
 
     def _break_connections(self) -> None:
-        """Gloo's ``abort()`` leaves operations waiting, and its end waits for them; one receive that times out ends all."""
+        """Gloo's ``abort()`` leaves operations waiting, and its end waits for them. A receive's timeout ends all."""
         other = (self._rank + 1) % self._world_size
         with contextlib.suppress(RuntimeError):
             work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)

@@ -77,10 +77,10 @@ class Meeting:
         del self.store
         if self._folder is None:
             return
-        self._member.unlink()
-        if not list(self._folder.glob("member-*")):
-            (self._folder / "store").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # another rank has just removed it, or has just come
+        self._member.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another rank is removing it too, or has just come
+            if not list(self._folder.glob("member-*")):
+                (self._folder / "store").unlink(missing_ok=True)
                 self._folder.rmdir()
 
     def _folder_store(self, timeout_s: float) -> Store:

@@ -27,7 +27,7 @@ class Rank:
         self.rank, self.folder, self._groups = rank, Path(folder), {}
 
     def move_to(self, folder):
-        """After another rank was replaced: what was shared with it is over."""
+        # Another rank was replaced: what was shared with it is over.
         for group in self._groups.values():
             group._error = "a rank was replaced"
             group.destroy()

@@ -342,6 +342,7 @@ def live_twice(rank: Any, device: str, world_size: int) -> None:
         pass
     assert not group.is_alive
     with pytest.raises(KeyError), rank.new_group(device, world_size, name) as group:
+        rank.group(device, world_size).barrier()  # all are in
         raise KeyError
     assert not group.is_alive
     rank.group(device, world_size).barrier()
