@@ -1,0 +1,138 @@
+"""The suite passes on devices as they are, and fails on each of simdev's planted faults, at the test it is for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the suite, in an empty folder."""
+
+    device: str
+    tests: tuple[str, ...] = ()
+    """Such as "test_ipc::test_a_killed_importer_has_closed"; none means all."""
+    options: tuple[str, ...] = ()
+    fault: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        named = [f"rlcore.conformance.{test}" for test in self.tests] or ["rlcore.conformance"]
+        return ["--pyargs", *named, "--device", self.device, "--conformance-json", "report.json", *self.options]
+
+
+WHOLE = {
+    "cpu": Run("cpu", options=("--require", "ipc")),
+    "simdev": Run("simdev", options=("--require", "ipc,pool,host_alloc")),
+}
+
+FAULTS = {
+    "waits_are_ignored": "test_streams::test_what_waits_sees_what_it_waited_for[wait_event-a new stream]",
+    "synchronize_does_nothing": "test_streams::test_synchronize_leaves_no_stream_with_work",
+    "events_tell_no_time": "test_streams::test_elapsed_time_grows_with_the_work_between",
+    "constant_statistics": "test_memory::test_allocated_and_reserved_bytes_follow_a_tensor",
+    "reset_peak_does_nothing": "test_memory::test_the_peak_remembers_what_was_freed_until_it_is_reset",
+    "empty_cache_does_nothing": "test_memory::test_empty_cache_gives_freed_memory_back_and_keeps_what_is_used",
+    "rng_state_is_lost": "test_identity::test_a_random_state_continues_where_it_was_taken",
+    "probe_initializes": "test_identity::test_probing_listing_and_capabilities_initialise_nothing",
+    "import_copies": "test_ipc::test_values_go_both_ways_through_one_memory[torch.float32]",
+    "revoke_does_nothing": "test_ipc::test_revoke_has_importers_close_and_lets_the_memory_go",
+    "export_leaks": "test_ipc::test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were",
+    "capabilities_lie": "test_capabilities::test_a_member_is_refused_exactly_where_capabilities_say_so_and_for_that_"
+    "reason[streams.export_event]",
+    "all_reduce_always_sums": "test_collectives::test_every_reduction_is_right_or_refused_as_declared",
+    "fused_adamw_does_nothing": "test_training::test_adamw_steps_are_those_of_the_cpu[fused]",
+}
+"""A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
+
+WITH_FAULT = [pytest.param(Run("simdev", (test,), fault=fault), test, id=fault) for fault, test in FAULTS.items()]
+
+
+@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+def test_a_device_as_it_is_passes(runs: Any, run: Run) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.tests("failed")
+    results = {member: found["result"] for member, found in outcome.report["members"].items()}
+    assert set(results.values()) <= {"passed", "skipped"}, results
+    assert {member for member, result in results.items() if result == "passed"} >= {"memory.import_ipc", "streams.use"}
+
+
+@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+def test_a_skip_names_the_capability_and_the_reason_or_what_is_not_there(runs: Any, run: Run) -> None:
+    report = runs.outcome(run).report
+    skipped = {test: found for test, found in report["tests"].items() if found["result"] == "skipped"}
+    assert skipped
+    for test, found in skipped.items():
+        unsupported = [m for m in found["members"] if report["members"][m]["support"] == "unsupported"]
+        for member in unsupported[:1]:
+            reason = report["members"][member]["reason"]
+            assert found["reason"] == f"{member} is unsupported on {report['device']['name']}: {reason}", test
+        assert found["reason"], test
+
+
+@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> None:
+    report = runs.outcome(run).report
+    assert report["schema"] == "rlcore.conformance/1"
+    assert report["device"]["name"] == f"{run.device}:0"
+    assert set(report["versions"]) == {"rlcore", "torch", "python"}
+    for member, found in report["members"].items():
+        assert found["support"] in ("native", "emulated", "unsupported"), member
+        assert found["evidence"] == ("simulated" if run.device == "simdev" else "hardware"), member
+        assert bool(found["reason"]) == (found["support"] != "native"), member
+        assert (found["result"] == "skipped") <= (found["support"] == "unsupported" or member.startswith("launch."))
+
+
+@pytest.mark.parametrize("run", [WHOLE["simdev"]], ids=["simdev"])
+@pytest.mark.parametrize("test", FAULTS.values(), ids=FAULTS)
+def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run, test: str) -> None:
+    assert test in runs.outcome(run).tests("passed")
+
+
+@pytest.mark.parametrize(("run", "test"), WITH_FAULT)
+def test_a_planted_fault_is_caught(runs: Any, run: Run, test: str) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 1, outcome.output
+    assert test in outcome.tests("failed"), outcome.output
+    members = {member for found in outcome.report["tests"].values() for member in found["members"]}
+    for member in members:
+        assert outcome.report["members"][member]["result"] == "failed"
+
+
+def test_every_fault_of_simdev_is_tested(simdev_sources: str) -> None:
+    assert set(re.findall(r'has_fault\("(\w+)"\)', simdev_sources)) == set(FAULTS)
+
+
+POOL = ("test_memory::test_pools_of_two_tags_are_apart",)
+
+
+@pytest.mark.parametrize("run", [Run("cpu", POOL)], ids=["cpu"])
+def test_a_member_that_the_device_lacks_is_skipped(runs: Any, run: Run) -> None:
+    assert runs.outcome(run).returncode == 0
+    assert len(runs.outcome(run).tests("skipped")) == 1
+
+
+@pytest.mark.parametrize("run", [Run("cpu", POOL, ("--require", "pool"))], ids=["cpu"])
+def test_a_member_that_is_required_and_lacking_is_a_failure(runs: Any, run: Run) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 1
+    assert "memory.pool is required, and unsupported on cpu:0: torch.cpu has no MemPool" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run("gpu9000"), "no device 'gpu9000'; registered: "),
+        (Run("cpu", options=("--require", "levitation")), "--require levitation: names 0 members; accepted are ipc, "),
+    ],
+    ids=["no such device", "no such member"],
+)
+def test_what_cannot_be_run_is_a_usage_error(runs: Any, run: Run, message: str) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 4
+    assert message in outcome.output

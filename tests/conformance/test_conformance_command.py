@@ -1,0 +1,36 @@
+"""The suite's options are there for the suite, from any folder, and for nobody else's tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_suite_wants_a_device(tmp_path: Path) -> None:
+    found = pytest_in(tmp_path, "--pyargs", "rlcore.conformance")
+    assert found.returncode == 4
+    assert "name the device to test: --device NAME; `rlcore devices` lists them" in found.stderr
+
+
+def test_options_may_come_before_the_suites_name(tmp_path: Path) -> None:
+    found = pytest_in(tmp_path, "--device", "cpu", "--collect-only", "-q", "--pyargs", "rlcore.conformance.test_launch")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "test_launch.py::test_launch_facts_can_be_had_without_the_device" in found.stdout
+
+
+def test_other_tests_may_have_a_device_option_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')")
+    (tmp_path / "test_own.py").write_text("def test_own(pytestconfig): assert pytestconfig.getoption('device') == 'x'")
+    assert pytest_in(tmp_path, "--device", "x").returncode == 0
+
+
+def test_other_tests_do_not_get_the_options(tmp_path: Path) -> None:
+    found = pytest_in(tmp_path, "--conformance-json", "x.json")
+    assert found.returncode == 4
+    assert "unrecognized arguments: --conformance-json" in found.stderr
