@@ -381,6 +381,12 @@ def test_a_weight_that_fsdp_sharded_works_inside_its_forward_and_outside() -> No
     assert_close(head.weight.grad.full_tensor(), want / SIZE)  # FSDP2 divides by the number of ranks
 
     head.zero_grad()
+    head.set_gradient_divide_factor(1.0)
+    head.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+    head(hidden, targets, tokens).backward()
+    assert_close(head.weight.grad.full_tensor(), want)
+
+    head.zero_grad()
     outside = linear_loss(hidden, head.weight, targets, policy_loss(is_sequence_level=False), **tokens).loss
     assert_close(outside, loss)
     outside.backward()
