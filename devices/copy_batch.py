@@ -1,56 +1,94 @@
-"""What a batch of copies must be: equal pairs that may run in any order, and at once."""
+"""A batch of copies: equal pairs that may run in any order, and at once.
+
+A batch has thousands of pairs, whose copies take less time than a careless loop over them: every question is asked of
+all tensors in one pass, and the answers are compared as arrays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlcore.errors import InvalidInputError
 
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
-def check_copies(dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raises InvalidInputError for pairs that differ, are elsewhere, or whose memory overlaps."""
+
+class Side:
+    """The destinations of a batch, or its sources."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.devices = list(map(attrgetter("device"), self.tensors))
+        self.start: Numbers = self._numbers(torch.Tensor.data_ptr)
+        self.nbytes: Numbers = self._numbers(attrgetter("nbytes"))
+        self.is_dense: Flags = np.array(list(map(torch.Tensor.is_contiguous, self.tensors)), dtype=bool)
+        self.is_dense &= self.nbytes > 0
+
+    def is_on(self, device: torch.device) -> Flags:
+        return np.array([found == device for found in self.devices], dtype=bool)
+
+    def dense_ranges(self, device: torch.device) -> tuple[Numbers, Numbers]:
+        """First bytes and ends of the contiguous tensors there, in order."""
+        chosen = self.is_dense & self.is_on(device)
+        start, nbytes = self.start[chosen], self.nbytes[chosen]
+        order = start.argsort()
+        return start[order], start[order] + nbytes[order]
+
+    def _numbers(self, question: Any) -> Numbers:
+        return np.fromiter(map(question, self.tensors), dtype=np.uint64, count=len(self.tensors))
+
+
+class Batch:
+    """Copies that have been checked.
+
+    Raises:
+        InvalidInputError: pairs differ, are elsewhere, or their memory overlaps.
+    """
+
+    def __init__(self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], device: torch.device) -> None:
+        _check_pairs(dst, src)
+        self.dst, self.src = Side(dst), Side(src)
+        _check_devices({*self.dst.devices, *self.src.devices}, device)
+        for where in set(self.dst.devices):
+            _check_overlap(self.dst, self.src, where)
+
+
+def _check_pairs(dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor]) -> None:
     if len(dst) != len(src):
         raise InvalidInputError(f"copy_batch takes a source for each destination, got {len(dst)} and {len(src)}")
-    for position, (to, from_) in enumerate(zip(dst, src, strict=True)):
-        if to.shape != from_.shape or to.dtype != from_.dtype:
+    for what in (attrgetter("shape"), attrgetter("dtype")):
+        wanted, given = list(map(what, dst)), list(map(what, src))
+        if wanted != given:
+            position = [to == from_ for to, from_ in zip(wanted, given, strict=True)].index(False)
             raise InvalidInputError(
-                f"copy_batch takes pairs of equal shape and dtype, got {_describe(to)} from {_describe(from_)} "
-                f"as pair {position}"
+                f"copy_batch takes pairs of equal shape and dtype, got {_words(dst[position])} from "
+                f"{_words(src[position])} as pair {position}"
             )
-    elsewhere = {tensor.device for tensor in (*dst, *src)} - {device, torch.device("cpu")}
-    if {found.type for found in elsewhere} - {device.type}:
-        raise InvalidInputError(
-            f"copy_batch of {device} takes tensors there and in host memory, got {sorted(map(str, elsewhere))}"
-        )
-    for where in {tensor.device for tensor in dst}:
-        _check_overlap(_ranges(dst, where), _ranges(src, where), where)
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def _words(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _ranges(tensors: Sequence[torch.Tensor], device: torch.device) -> np.ndarray:
-    """[n, 2] first byte and end of the contiguous tensors there, in order. Strided ones may interleave: not checked."""
-    found = [
-        (tensor.data_ptr(), tensor.nbytes)
-        for tensor in tensors
-        if tensor.device == device and tensor.is_contiguous() and tensor.numel()
-    ]
-    ranges = np.array(found, dtype=np.uint64).reshape(-1, 2)
-    ranges[:, 1] += ranges[:, 0]
-    return ranges[ranges[:, 0].argsort()]
+def _check_devices(found: set[torch.device], device: torch.device) -> None:
+    others = sorted(str(other) for other in found if other.type not in (device.type, "cpu"))
+    if others:
+        raise InvalidInputError(f"copy_batch of {device} takes tensors there and in host memory, got {others}")
 
 
-def _check_overlap(dst: np.ndarray, src: np.ndarray, device: torch.device) -> None:
-    if (dst[1:, 0] < dst[:-1, 1]).any():
+def _check_overlap(dst: Side, src: Side, device: torch.device) -> None:
+    """Of contiguous tensors; strided ones may interleave."""
+    start, end = dst.dense_ranges(device)
+    if (start[1:] < end[:-1]).any():
         raise InvalidInputError(f"copy_batch takes destinations that do not overlap; two on {device} do")
-    if not len(dst):
-        return
-    first_behind = dst[:, 1].searchsorted(src[:, 0], side="right")
-    is_inside = first_behind < len(dst)
-    if (dst[first_behind[is_inside], 0] < src[is_inside, 1]).any():
+    source_start, source_end = src.dense_ranges(device)
+    first_behind = end.searchsorted(source_start, side="right")
+    is_before_one = first_behind < len(start)
+    if (start[first_behind[is_before_one]] < source_end[is_before_one]).any():
         raise InvalidInputError(f"copy_batch takes sources that no destination overlaps; on {device} one does")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlcore.devices.ipc_exporter import exporter
-from rlcore.devices.ipc_importer import importer, pid_of
+from rlcore.devices.ipc_importer import importer
 from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_messages import Claim
 from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc_socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.processes import boot_id
 from rlcore.types import IpcHandle

@@ -7,7 +7,6 @@ maps must not be freed.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import os
 import secrets
@@ -17,19 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke, peer_of, receive, send
 from rlcore.devices.ipc_sharing import SharedMemory
+from rlcore.devices.ipc_socket import listen
 from rlcore.errors import DeviceError, StateError
-from rlcore.processes import runtime_folder, start_time
+from rlcore.processes import start_time
 from rlcore.types import IpcExport
 
 _REPLY_TIMEOUT_S = 10.0  # an importer waits for this very reply
-_LOOK_AGAIN_S = 0.01  # whether a process whose connection was lost has ended
+_LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has ended
 
 
 @dataclass(eq=False, slots=True)
@@ -196,15 +195,9 @@ class Exporter:
     def _start(self) -> None:
         if self._listener is not None:
             return
-        folder = runtime_folder()
-        _remove_sockets_of_the_dead(folder)
-        path = folder / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _bind(listener, path)
-        listener.listen(128)
-        self._listener, self.path = listener, str(path)
-        atexit.register(path.unlink, missing_ok=True)
-        threading.Thread(target=self._serve, args=(listener,), name="rlcore-ipc-exporter", daemon=True).start()
+        self._listener, path = listen()
+        self.path = str(path)
+        threading.Thread(target=self._serve, args=(self._listener,), name="rlcore-ipc-exporter", daemon=True).start()
 
     def _serve(self, listener: socket.socket) -> None:
         with selectors.DefaultSelector() as selector:
@@ -218,7 +211,11 @@ class Exporter:
                         self._lose(key.data)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # it has gone again, or this process has no descriptors left
+            time.sleep(_LOOK_AGAIN_S)
+            return
         peer = peer_of(connection)
         if peer.uid != os.getuid():
             connection.close()
@@ -284,35 +281,6 @@ def _tell(importer: _Importer, message: Message, deadline: float, descriptor: in
         send(importer.connection, message, descriptor=descriptor, deadline=deadline)
     except OSError:  # it has ended, or does not read: either is seen by whoever waits for its release
         return False
-    return True
-
-
-def _bind(listener: socket.socket, path: Path) -> None:
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise StateError(
-            f"no socket for IPC could be made at {path}: {error}; "
-            "set RLCORE_RUNTIME to a short path of a writable folder"
-        ) from error
-    path.chmod(0o600)
-
-
-def _remove_sockets_of_the_dead(folder: Path) -> None:
-    for path in folder.glob("ipc-*-*.sock"):
-        _, pid, started = path.stem.split("-")
-        # A process of another PID namespace looks dead, but answers.
-        if str(start_time(int(pid))) != started and not _answers(path):
-            path.unlink(missing_ok=True)
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        try:
-            connection.connect(str(path))
-        except OSError:
-            return False
     return True
 
 

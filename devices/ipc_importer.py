@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from rlcore.devices.ipc_exporter import refusal
 from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke, peer_of, receive, send
+from rlcore.devices.ipc_socket import connect, ended, silent
 from rlcore.errors import DeviceError, StateError
 
 _RELEASE_TIMEOUT_S = 10.0  # only a stopped exporter does not read at once
@@ -40,7 +39,7 @@ class _Connection:
         self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
-        self._socket = _connect(path, timeout_s)
+        self._socket = connect(path, timeout_s)
         self.pid = peer_of(self._socket).pid
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
@@ -52,13 +51,13 @@ class _Connection:
             send(self._socket, claim, deadline=deadline)
             answer, descriptor = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except (queue.Empty, TimeoutError) as error:
-            raise DeviceError(_silent(self.pid, timeout_s)) from error
+            raise DeviceError(silent(self.pid, timeout_s)) from error
         except OSError as error:
-            raise DeviceError(_ended(self.pid)) from error
+            raise DeviceError(ended(self.pid)) from error
         finally:
             self._give_up()
         if answer is None:
-            raise DeviceError(_ended(self.pid))
+            raise DeviceError(ended(self.pid))
         if isinstance(answer, Refused):
             raise StateError(refusal(claim.export_id, self.pid, answer.reason))
         return descriptor
@@ -229,49 +228,6 @@ def _open(connection: _Connection, claim: Claim, open_storage: Open, timeout_s: 
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _connect(path: str, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(path)
-        connection.settimeout(None)
-        _check_owner(connection, path)
-    except BaseException as error:
-        connection.close()
-        match error:
-            case FileNotFoundError() | ConnectionRefusedError():
-                raise DeviceError(_ended(pid_of(path))) from error
-            case TimeoutError():
-                raise DeviceError(_silent(pid_of(path), timeout_s)) from error
-            case OSError():
-                raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
-        raise
-    return connection
-
-
-def _check_owner(connection: socket.socket, path: str) -> None:
-    peer = peer_of(connection)
-    if peer.uid != os.getuid():
-        raise DeviceError(
-            f"the socket {path} belongs to user {peer.uid}; memory is shared only between processes of one user, "
-            f"here {os.getuid()}"
-        )
-
-
-def pid_of(path: str) -> str:
-    """The process that made the socket at ``path``, as its name says."""
-    parts = Path(path).name.split("-")
-    return parts[1] if len(parts) == 3 else f"at {path}"
-
-
-def _ended(pid: int | str) -> str:
-    return f"process {pid}, the exporter, has ended, or refuses this process's user"
-
-
-def _silent(pid: int | str, timeout_s: float) -> str:
-    return f"process {pid}, the exporter, did not answer within {timeout_s:g} s"
 
 
 _abandoned: list[Importer] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from rlcore.devices.copy_batch import check_copies
+from rlcore.devices.copy_batch import Batch
 from rlcore.devices.host_memory import HostBuffer, check_nbytes
 from rlcore.devices.ipc import Ipc, OnRevoke
 from rlcore.devices.ipc_exporter import exporter
@@ -143,18 +143,18 @@ class Memory(Part):
         Raises:
             InvalidInputError: lists of unequal length, pairs that differ, or overlap.
         """
-        check_copies(dst, src, self._torch_device)
-        if dst:
+        batch = Batch(dst, src, self._torch_device)
+        if batch.dst.tensors:
             with self._device.streams.use(stream or self._device.streams.current()):
-                self._copy(list(dst), list(src))
+                self._copy(batch)
 
     def export_ipc(self, tensor: torch.Tensor) -> IpcHandle:
         """A handle by which other processes of this user on this machine open the memory of ``tensor``.
 
         Its whole storage is kept alive, and in the ledger, until ``revoke``. Tensors of one storage share one export.
-        Do not free or resize the storage in place before that; on the CPU torch cannot grow it afterwards either, because
-        its memory has moved. Nothing is synchronised: the work that fills the
-        tensor must be done before another process reads it, or ordered by an interprocess event.
+        Do not free or resize the storage in place before that; on the CPU torch cannot grow it afterwards either.
+        Nothing is synchronised: the work that fills the tensor must be done before another process reads it, or
+        ordered by an interprocess event.
 
         Raises:
             UnsupportedError: this device's memory, or this block of it, cannot be shared; says why.
@@ -200,9 +200,9 @@ class Memory(Part):
         """Copies to and from this device are faster from page-locked host memory."""
         return True
 
-    def _copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
-        """Queue checked copies on the current stream."""
-        torch._foreach_copy_(dst, src, non_blocking=True)
+    def _copy(self, batch: Batch) -> None:
+        """Queue the copies on the current stream."""
+        torch._foreach_copy_(batch.dst.tensors, batch.src.tensors, non_blocking=True)
 
     def _sharing(self, member: str) -> Ipc:
         if self._ipc is None:

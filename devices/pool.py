@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import TracebackType
 from typing import Any, Self, final
 
 import torch
 
+from rlcore.errors import StateError
 from rlcore.types import PoolStats
 
 
@@ -23,7 +23,7 @@ class Pool:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._pool: Any = None
-        self._uses: list[contextlib.AbstractContextManager[None]] = []
+        self._use: Any = None
 
     def stats(self) -> PoolStats:
         segments = [] if self._pool is None else self._pool.snapshot()
@@ -35,22 +35,26 @@ class Pool:
 
     def empty_cache(self) -> None:
         """Give the memory back to the device, once no tensor is in the pool."""
-        if not self._uses and not self.stats().allocated_bytes:
+        if self._use is None and not self.stats().allocated_bytes:
             self._pool = None
 
     def __enter__(self) -> Self:
+        """Raises StateError inside a ``with`` of the same pool, in any thread."""
+        if self._use is not None:
+            raise StateError(f"the memory pool {self.tag!r} is in use; leave its other with-block first")
         if self._pool is None:
             with torch.accelerator.device_index(self._device.index):
                 self._pool = self._module.MemPool()
         use = self._module.use_mem_pool(self._pool, self._device)
         use.__enter__()
-        self._uses.append(use)
+        self._use = use
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._uses.pop().__exit__(kind, error, trace)
+        use, self._use = self._use, None
+        use.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"<memory pool {self.tag!r} of {self._device}>"

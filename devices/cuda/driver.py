@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-import numpy as np
-
+from rlcore.devices.copy_batch import Numbers
 from rlcore.errors import DeviceError
 
 _IS_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -23,8 +22,6 @@ _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the pr
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-
-Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class _IpcHandle(ctypes.Structure):
@@ -122,7 +119,7 @@ def can_copy_batch() -> bool:
         return False
 
 
-def copy_batch(dst: Addresses, src: Addresses, sizes: Addresses, stream: int) -> None:
+def copy_batch(dst: Numbers, src: Numbers, sizes: Numbers, stream: int) -> None:
     """Queue all copies in one call; not on the legacy default stream, which is 0."""
     attributes, first, failed = _CopyAttributes(access_order=_STREAM_ORDER), c_size_t(0), c_size_t()
     _call(

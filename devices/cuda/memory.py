@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import weakref
 from typing import TYPE_CHECKING, ClassVar, final
 
 import numpy as np
 import torch
 
+from rlcore.devices.copy_batch import Batch, Flags, Side
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
@@ -42,6 +44,7 @@ class CudaMemory(Memory):
         address = memory.ctypes.data
         with driver.current(self._device.index):
             driver.register_host(address, nbytes)
+        _registered[address] = nbytes
         weakref.finalize(memory, _unregister, self._device.index, address)
         return HostBuffer(memory, is_pinned=True)
 
@@ -50,37 +53,32 @@ class CudaMemory(Memory):
         self._in_flight.clear()
         super().host_free(buffer)
 
-    def _copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
-        if not driver.can_copy_batch():
-            super()._copy(dst, src)
-            return
-        linked: list[tuple[torch.Tensor, torch.Tensor]] = []
-        others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for pair in zip(dst, src, strict=True):
-            (linked if _crosses_link(*pair) else others).append(pair)
-        if linked:
-            self._copy_linked(linked)
-        if others:
-            super()._copy([to for to, _ in others], [from_ for _, from_ in others])
+    def _copy(self, batch: Batch) -> None:
+        is_linked = _crosses_link(batch) if driver.can_copy_batch() else np.zeros(len(batch.dst.tensors), dtype=bool)
+        if is_linked.any():
+            self._copy_linked(batch, is_linked)
+        if not is_linked.all():
+            dst, src = (list(itertools.compress(side.tensors, ~is_linked)) for side in (batch.dst, batch.src))
+            torch._foreach_copy_(dst, src, non_blocking=True)
 
-    def _copy_linked(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        addresses = np.array([(to.data_ptr(), from_.data_ptr(), to.nbytes) for to, from_ in pairs], dtype=np.uint64)
-        dst, src, sizes = addresses.T.copy()
+    def _copy_linked(self, batch: Batch, chosen: Flags) -> None:
         queue = stream = torch.cuda.current_stream(self._torch_device)
         if not queue.cuda_stream:  # the driver takes no batch on the legacy default stream
             queue = self._side_stream
             queue.wait_stream(stream)
         with driver.current(self._device.index):
-            driver.copy_batch(dst, src, sizes, queue.cuda_stream)
+            driver.copy_batch(
+                batch.dst.start[chosen], batch.src.start[chosen], batch.dst.nbytes[chosen], queue.cuda_stream
+            )
         if queue is not stream:
             stream.wait_stream(queue)
-        self._keep_until_done(pairs, queue)
+        self._keep_until_done(batch, queue)
 
-    def _keep_until_done(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], queue: torch.cuda.Stream) -> None:
+    def _keep_until_done(self, batch: Batch, queue: torch.cuda.Stream) -> None:
         """torch's pinned allocator does not know of these copies: memory freed now would be used again at once."""
         while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
             self._in_flight.popleft()
-        host = [tensor for pair in pairs for tensor in pair if tensor.device.type == "cpu"]
+        host = [tensor for side in (batch.dst, batch.src) for tensor in side.tensors if tensor.is_cpu]
         self._in_flight.append((queue.record_event(), host))
 
     @functools.cached_property
@@ -88,14 +86,31 @@ class CudaMemory(Memory):
         return torch.cuda.Stream(self._torch_device)  # type: ignore[no-untyped-call]
 
 
-def _crosses_link(to: torch.Tensor, from_: torch.Tensor) -> bool:
-    """One plain copy between the device and pinned host memory."""
-    if to.device == from_.device or not (to.is_contiguous() and from_.is_contiguous()) or not to.numel():
-        return False
-    host = to if to.device.type == "cpu" else from_
-    return host.device.type == "cpu" and host.is_pinned()
+_registered: dict[int, int] = {}
+"""First byte -> bytes of the host buffers of this process; each is pinned for every device."""
 
 
 def _unregister(index: int, address: int) -> None:
+    del _registered[address]
     with driver.current(index):
         driver.unregister_host(address)
+
+
+def _crosses_link(batch: Batch) -> Flags:
+    """Which pairs are one plain copy between the device and pinned host memory."""
+    host = torch.device("cpu")
+    is_to_host, is_from_host = batch.dst.is_on(host), batch.src.is_on(host)
+    crosses: Flags = batch.dst.is_dense & batch.src.is_dense & (is_to_host != is_from_host)
+    for side, is_host in ((batch.dst, is_to_host), (batch.src, is_from_host)):
+        crosses &= ~is_host | _is_pinned(side, crosses & is_host)
+    return crosses
+
+
+def _is_pinned(side: Side, asked: Flags) -> Flags:
+    """Asking the driver about each tensor would take as long as the copies, and is not done inside our own buffers."""
+    is_pinned = np.zeros_like(asked)
+    for address, nbytes in list(_registered.items()):
+        is_pinned |= (side.start >= address) & (side.start + side.nbytes <= address + nbytes)
+    for position in np.flatnonzero(asked & ~is_pinned):
+        is_pinned[position] = side.tensors[position].is_pinned()
+    return is_pinned

@@ -16,6 +16,7 @@ import torch
 
 from rlcore.devices.ipc_exporter import Exporter
 from rlcore.errors import DeviceError, InvalidInputError, StateError
+from rlcore.processes import start_time
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
@@ -355,7 +356,9 @@ def test_a_child_that_the_exporter_forked_does_not_stand_in_for_it(device: Any, 
     if device.type != "cpu":
         pytest.skip("a process with a CUDA context must not fork")
     text = peer.run(EXPORT.format(size=4))
-    mapping = device.memory.import_ipc(handle_of(text))
+    ended = peer.run("import sys\nresult = os.fork()\nif not result:\n    sys.exit()")
+    wait_until(lambda: start_time(ended) is None)
+    mapping = device.memory.import_ipc(handle_of(text))  # its exit took nothing of its parent's away
     child = peer.run("import time\nresult = os.fork()\nif not result:\n    time.sleep(60)\n    os._exit(0)")
     peer.kill()
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
 
 MB = 2**20
@@ -29,7 +29,13 @@ def test_what_is_allocated_inside_is_counted_there(gpu: Any) -> None:
     assert pool is gpu.memory.pool("counted") is not gpu.memory.pool("another")
     assert pool.stats().reserved_bytes == 0
     outside = torch.ones(8 * MB, dtype=torch.uint8, device="cuda")
-    with pool, gpu.memory.pool("counted"):
+    with (
+        pool,
+        gpu.memory.pool("another"),
+        pytest.raises(StateError, match=r"pool 'counted' is in use; leave its other"),
+    ):
+        pool.__enter__()
+    with pool:
         inside = torch.ones(32 * MB, dtype=torch.uint8, device="cuda")
     torch.ones(8 * MB, dtype=torch.uint8, device="cuda")
     assert pool.stats().allocated_bytes == 32 * MB

@@ -1,0 +1,108 @@
+"""The socket at which an exporter answers: one file of this user, named for its process, gone when that has ended."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from pathlib import Path
+
+from rlcore.devices.ipc_messages import peer_of
+from rlcore.errors import DeviceError, StateError
+from rlcore.processes import runtime_folder, start_time
+
+_WAITING_CONNECTIONS = 128
+
+
+def listen() -> tuple[socket.socket, Path]:
+    """A socket of this process in the runtime folder, and its path; what dead processes left there is removed.
+
+    Raises:
+        StateError: none can be made there.
+    """
+    folder = runtime_folder()
+    _remove_sockets_of_the_dead(folder)
+    path = folder / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_WAITING_CONNECTIONS)
+    except OSError as error:
+        listener.close()
+        raise StateError(
+            f"no socket for IPC could be made at {path}: {error}; "
+            "set RLCORE_RUNTIME to a short path of a writable folder"
+        ) from error
+    atexit.register(_remove, path, os.getpid())
+    return listener, path
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """To the exporter at ``path``.
+
+    Raises:
+        DeviceError: it has ended, does not answer, or is another user's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        connection.settimeout(None)
+        _check_owner(connection, path)
+    except BaseException as error:
+        connection.close()
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                raise DeviceError(ended(pid_of(path))) from error
+            case TimeoutError():
+                raise DeviceError(silent(pid_of(path), timeout_s)) from error
+            case OSError():
+                raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
+        raise
+    return connection
+
+
+def pid_of(path: str) -> str:
+    """The process that made the socket at ``path``, as its name says."""
+    parts = Path(path).name.split("-")
+    return parts[1] if len(parts) == 3 else f"at {path}"
+
+
+def ended(pid: int | str) -> str:
+    return f"process {pid}, the exporter, has ended, or refuses this process's user"
+
+
+def silent(pid: int | str, timeout_s: float) -> str:
+    return f"process {pid}, the exporter, did not answer within {timeout_s:g} s"
+
+
+def _check_owner(connection: socket.socket, path: str) -> None:
+    peer = peer_of(connection)
+    if peer.uid != os.getuid():
+        raise DeviceError(
+            f"the socket {path} belongs to user {peer.uid}; memory is shared only between processes of one user, "
+            f"here {os.getuid()}"
+        )
+
+
+def _remove(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child runs its parent's exit handlers too
+        path.unlink(missing_ok=True)
+
+
+def _remove_sockets_of_the_dead(folder: Path) -> None:
+    for path in folder.glob("ipc-*-*.sock"):
+        _, pid, started = path.stem.split("-")
+        # A process of another PID namespace looks dead, but answers.
+        if str(start_time(int(pid))) != started and not _answers(path):
+            path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return False
+    return True
