@@ -142,6 +142,7 @@ def stand_alone(rank: Any, device: str, world_size: int) -> None:
     import torch.distributed._functional_collectives as functional
 
     assert not dist.is_initialized()
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"  # it is not asked: all ranks are on this host
     before = dict(dist.distributed_c10d._world.pg_map)
     with (
         rank.new_group(device, world_size, f"a{world_size}") as first,
@@ -158,6 +159,7 @@ def stand_alone(rank: Any, device: str, world_size: int) -> None:
         assert dist.get_world_size(first.process_group) == world_size
         if device == "cpu":
             assert listening_addresses() == {LOOPBACK}
+    del os.environ["GLOO_SOCKET_IFNAME"]
     assert dist.distributed_c10d._world.pg_map == before
     assert not dist.is_initialized()
 
