@@ -451,9 +451,7 @@ def test_under_debug_a_loss_that_mixes_sequences_is_refused(monkeypatch: pytest.
     pairs = torch.tensor([*range(0, T, 2), T])
     linear_loss(hidden, weight, targets, mixing, cu_seqlens=pairs, **random_tokens())
     monkeypatch.setenv("RLCORE_DEBUG", "1")
-    with pytest.raises(
-        InvalidInputError, match=r"mixing: a sequence's values depend on other sequences, .* in per_"
-    ):
+    with pytest.raises(InvalidInputError, match=r"mixing: a sequence's values depend on other sequences, .* in per_"):
         linear_loss(hidden, weight, targets, mixing, cu_seqlens=pairs, **random_tokens())
 
 
@@ -500,6 +498,40 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
     arguments = {"loss_fn": ppo_clip(), **random_tokens()} | change
     with pytest.raises(InvalidInputError, match=message):
         linear_loss(hidden, weight, targets, **arguments)
+
+
+def test_a_head_that_does_not_fit_and_bad_values_are_refused() -> None:
+    hidden, weight, targets = random_inputs()
+    beyond = targets.clone()
+    beyond[4] = V
+    for inputs, options, message in (
+        ((hidden, weight.bfloat16(), targets), {}, "hidden is torch.float32 but weight is torch.bfloat16; cast one"),
+        ((hidden, weight[:, 1:], targets), {}, rf"weight must be \[V, H\] with H = {H}; got \[{V}, {H - 1}\]"),
+        ((hidden, weight, targets[1:]), {}, r"targets must be one token for each row of hidden = \[61\]; got \[60\]"),
+        ((hidden, weight, beyond), {}, rf"targets must be token ids in \[0, {V}\) .* got {V} at \[4\]"),
+        ((hidden, weight, targets), {"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
+        ((hidden, weight, targets), {"temperature": torch.full((T,), math.nan)}, r"finite and > 0; got nan at \[0\]"),
+        ((hidden, weight, targets), {"softcap": -1.0}, "softcap must be a finite number > 0; got -1.0"),
+        (
+            (hidden, weight, targets),
+            {"memory_budget_bytes": 1},
+            f"one row of {V} logits; the least is {V * 12}",
+        ),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            linear_loss(*inputs, ppo_clip(), **random_tokens(), **options)
+
+
+def test_under_autocast_the_operands_are_lowered_as_in_linear_and_the_logits_are_not() -> None:
+    hidden, weight, targets = random_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_loss(hidden, weight, targets, policy_loss(), **random_tokens())
+        got = gradients(found.loss, hidden, weight)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    want = linear_loss(*rounded, targets, policy_loss(), **random_tokens())
+    assert torch.equal(found.loss, want.loss) and found.loss.dtype == torch.float32
+    for one, other in zip(got, gradients(want.loss, *rounded), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other.float())
 
 
 def test_what_is_no_process_group_is_refused() -> None:
