@@ -162,11 +162,11 @@ def _timeout(timeout_s: float) -> timedelta:
 
 def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_host: bool) -> Any:
     library: Any = dist.ProcessGroupGloo
+    if not is_one_host:  # listens where GLOO_SOCKET_IFNAME says, else on the address of the host's name
+        return library(store, rank, world_size, timeout=_timeout(timeout_s))
     options = library._Options()
     options._timeout = _timeout(timeout_s)
-    # Its default device listens on an address that the network reaches.
-    listen = library.create_device(hostname="127.0.0.1") if is_one_host else library.create_default_device()
-    options._devices = [listen]
+    options._devices = [library.create_device(hostname="127.0.0.1")]
     return library(store, rank, world_size, options)
 
 

@@ -210,20 +210,22 @@ def test_ranks_meet_in_a_store_of_the_user(on_ranks: Any) -> None:
     on_ranks(meet_in_store, 2)
 
 
-def join_as_many_hosts(rank: Any) -> set[str]:
+def join_as_many_hosts(rank: Any) -> None:
     from unittest import mock
 
     from rlcore.collectives import rendezvous
 
     card = rendezvous._own_card
     elsewhere = lambda *args: rendezvous.msgspec.structs.replace(card(*args), network=f"host {rank.rank}")  # noqa: E731
-    with (
-        mock.patch.object(rendezvous, "_own_card", elsewhere),
-        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-        rank.new_group("cpu", 2, "hosts") as group,
-    ):
-        assert group.all_reduce(torch.ones(1)).item() == 2.0
-    return listening_addresses()
+    with mock.patch.object(rendezvous, "_own_card", elsewhere):
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"), rank.new_group("cpu", 2, "hosts") as group:
+            assert group.all_reduce(torch.ones(1)).item() == 2.0
+            assert listening_addresses() == {LOOPBACK}
+        with (
+            mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="no-such-interface"),
+            pytest.raises(CollectiveError, match=r"forming of group 'hosts' .* failed: .*no-such-interface"),
+        ):
+            rank.new_group("cpu", 2, "hosts")
 
 
 def test_ranks_of_several_hosts_listen_where_gloo_is_told(on_ranks: Any) -> None:
