@@ -98,7 +98,8 @@ class Memory(Part):
         Raises:
             UnsupportedError: this device's torch module has no MemPool.
         """
-        self._require("pool")
+        if "pool" in self.limits():
+            raise self.unsupported("pool")
         if not isinstance(tag, str) or not tag:
             raise InvalidInputError(f"pool takes a tag such as 'weights', got {tag!r}")
         return self._pools.setdefault(tag, Pool(tag, self._torch_device))
@@ -208,11 +209,6 @@ class Memory(Part):
         if self._ipc is None:
             raise self.unsupported(member)
         return self._ipc
-
-    def _require(self, member: str) -> None:
-        how = self.limits().get(member)
-        if how is not None and how.support == "unsupported":
-            raise self.unsupported(member)
 
     @property
     def _torch_device(self) -> torch.device:
