@@ -4,13 +4,13 @@ Each is two operators with fake kernels, forward and backward. They check values
 when the compiled code runs, as eager code would. The backward computes logits again, and ``inplace_backward`` is not
 used: compiled code keeps and frees tensors by a plan of its own.
 
-Order of this file: the calls, what registers the operators of a call, the two of them.
+Order of this file: small helpers, the calls, what registers the operators of a call, the two of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ _UNCHECKED = Rows(torch.empty(0), torch.empty(0), 1.0)
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
     """A schema has no argument that is a number or a tensor."""
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def graph_break(reason: str) -> Callable[[_Function], _Function]:
+    """Marks a function that runs as it is, between two graphs; with ``fullgraph=True`` an error that says why."""
+
+    def mark(function: _Function) -> _Function:
+        return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+
+    return mark
 
 
 class _Call(Protocol):

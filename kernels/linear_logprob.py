@@ -14,16 +14,15 @@ Order of this file: reference, chunked implementation, public operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.compiled import HeadCall, linear_logprob_compiled, split_temperature
+from rlcore.kernels.compiled import HeadCall, graph_break, linear_logprob_compiled, split_temperature
 from rlcore.kernels.dispatch import choose
-from rlcore.kernels.head_task import HeadTask, head_inputs, head_task
+from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, rounded
 from rlcore.kernels.logit_task import LogitTask
 from rlcore.kernels.rows import Logprobs, RowStatistics, exponentials_, gradient_, statistics_, wide_dtype
@@ -138,9 +137,7 @@ def linear_logprob(
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
     inputs = head_inputs(hidden, weight, bias, targets, group)
-    if torch.compiler.is_compiling():
-        if group is not None:
-            raise InvalidInputError("linear_logprob with group= cannot be compiled; call it outside of torch.compile")
+    if torch.compiler.is_compiling() and group is None:
         return linear_logprob_compiled(
             HeadCall(
                 *inputs,
@@ -154,9 +151,10 @@ def linear_logprob(
                 implementation,
             )
         )
-    task = head_task(
+    return _run(
         inputs,
         targets,
+        implementation,
         temperature=temperature,
         softcap=softcap,
         logit_scale=logit_scale,
@@ -165,7 +163,12 @@ def linear_logprob(
         group=group,
         memory_budget_bytes=memory_budget_bytes,
     )
+
+
+@graph_break("linear_logprob with group= exchanges statistics with other ranks")
+def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
+    task = head_task(inputs, targets, **options)
     run = choose("linear_logprob", task.query(inputs), implementation).fn
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
         result: Logprobs = run(*inputs, task)
     return result

@@ -13,13 +13,14 @@ Order of this file: reference, chunked implementation, public operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.compiled import graph_break
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
@@ -34,15 +35,6 @@ from rlcore.kernels.vocab_shard import partial_statistics_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _uncompiled(function: _Function) -> _Function:
-    """A graph break: its gradients come from autograd inside the forward, of a function that is any Python."""
-    reason = "linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)"
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def linear_loss_reference(
@@ -106,7 +98,7 @@ def linear_loss_chunked(
     return loss_in_chunks(work, inputs, loss, chunk_rows(hidden_TH, work.head, task))
 
 
-@_uncompiled
+@graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
@@ -158,6 +159,28 @@ def test_linear_loss_is_one_graph_break() -> None:
     found = run(torch.compile(model_and_loss, backend=graphs), *inputs)
     torch.testing.assert_close(found, run(model_and_loss, *inputs), rtol=1e-5, atol=1e-6)
     assert graphs.frame_count == 2  # what comes before, and what comes after
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_split_vocabulary_is_one_graph_break(one_rank: dist.ProcessGroup) -> None:
+    def scored(*inputs: Tensor) -> Tensor:
+        return from_hidden(inputs[0].tanh(), *inputs[1:], group=one_rank).sin()
+
+    inputs = random_inputs()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found = run(torch.compile(scored, backend=graphs), *inputs)
+    torch.testing.assert_close(found, run(scored, *inputs), rtol=1e-5, atol=1e-6)
+    assert graphs.frame_count == 3  # what comes before, the rest of from_hidden, the rest of scored
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_logprob with group= exchanges statistics"):
+        torch.compile(scored, fullgraph=True, backend="aot_eager")(*inputs)
 
 
 def test_linear_loss_in_a_full_graph_is_refused_with_what_to_do() -> None:
