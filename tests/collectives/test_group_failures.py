@@ -1,0 +1,188 @@
+"""What ranks that cannot go on are told: what was wrong, which rank, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.collectives.groups import new_group
+from rlcore.collectives.rendezvous import Meeting
+from rlcore.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    PeerDiedError,
+    StateError,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rank": 2}, r"rank of group 'g' must be 0 to 1 for a world_size of 2, got 2"),
+        ({"rank": -1}, r"rank of group 'g' must be 0 to 1 .* got -1"),
+        ({"world_size": 0}, r"world_size of group 'g' must be a whole number of at least 1, got 0"),
+        ({"timeout_s": 0}, r"timeout_s must be more than 0 seconds, got 0"),
+        ({"name": "a/b"}, r"name of a group must be letters, digits, .* got 'a/b'"),
+        ({"rendezvous": 5}, r"rendezvous must be a folder or a torch.distributed Store, got 5"),
+    ],
+)
+def test_a_wrong_argument_is_named(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    given = {"rank": 0, "world_size": 2, "rendezvous": tmp_path, "timeout_s": 0.2, "name": "g"} | options
+    with pytest.raises(InvalidInputError, match=text):
+        new_group("cpu", **given)
+
+
+def test_a_tensor_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
+    with new_group("cpu", rank=0, world_size=1, rendezvous=tmp_path) as group:
+        for call, text in [
+            (lambda: group.all_gather(torch.tensor(1.0)), r"takes tensors of at least one dimension; give x.reshape"),
+            (lambda: group.all_reduce([1.0]), r"takes plain dense tensors, got list"),
+            (lambda: group.all_reduce(torch.ones(2, device="meta")), r"on cpu or on the host, got meta"),
+            (lambda: group.all_to_all([]), r"takes a tensor for each rank, got 0"),
+            (lambda: group.broadcast(torch.ones(1), 1), r"source must be a rank of group .*, got 1"),
+            (lambda: group.send(torch.ones(1), 0), r"destination must be a rank of group .* and not its own, got 0"),
+            (lambda: group.all_gather(torch.ones(2), sizes=[3]), r"sizes of all_gather must be .* 2 on this rank 0"),
+            (lambda: group.all_to_all([torch.ones(2)], sizes=[3]), r"sizes of all_to_all must be .* 2 of its own"),
+            (lambda: group.reduce_scatter(torch.ones(2), sizes=[3]), r"sizes of reduce_scatter must be .* 2 in all"),
+            (lambda: group.all_reduce(torch.ones(1), "premul_sum"), r"'premul_sum' takes a factor, and no other does"),
+            (lambda: group.all_reduce(torch.ones(1), factor=2.0), r"'premul_sum' takes a factor, and no other does"),
+        ]:
+            with pytest.raises(InvalidInputError, match=text):
+                call()
+        assert group.all_reduce(torch.ones(1)).item() == 1.0  # none of them broke it
+
+
+def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"rank 1 of group 'g' waited 0.3 s for rank\(s\) 0, 2 of 3"
+    ) as error:
+        new_group("cpu", rank=1, world_size=3, rendezvous=tmp_path, timeout_s=0.3, name="g")
+    assert error.value.ranks == (0, 2)
+    assert time.monotonic() - began < 5.0
+    assert isinstance(error.value, TimeoutError)
+
+
+def test_a_rank_given_twice_is_told_so(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    store.add("rlcore/g/1/joined/0", 1)  # another process
+    with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already .*new folder or name"):
+        new_group("cpu", rank=0, world_size=1, rendezvous=store, name="g")
+    # What a killed run leaves in a folder.
+    Meeting(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
+    leftover = run_python_with_group(tmp_path)
+    assert "rank 0 of group 'g' has joined already" in leftover
+
+
+def run_python_with_group(folder: Path) -> str:
+    """Standard error of a new process that joins, as its first, the group of this name."""
+    code = (
+        "from rlcore.collectives.groups import new_group\n"
+        f"new_group('cpu', rank=0, world_size=1, rendezvous={str(folder)!r}, name='g')"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+
+
+def join_with(rank: Any, what: str) -> str:
+    options = {"timeout_s": 20.0, "rendezvous": rank.folder, "name": f"misfit-{what}"}
+    with pytest.raises(CollectiveError) as error:
+        if what == "world_size":
+            new_group("cpu", rank=rank.rank, world_size=2 + rank.rank, **options)
+        else:
+            Meeting(
+                rank.folder, options["name"], rank=rank.rank, world_size=2, library=f"lib{rank.rank}", timeout_s=20.0
+            )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("what", "values"), [("world_size", ("2", "3")), ("library", ("'lib0'", "'lib1'"))])
+def test_ranks_told_different_things_all_say_so(what: str, values: tuple[str, str], on_ranks: Any) -> None:
+    texts = on_ranks(join_with, 2, what)
+    for me, text in enumerate(texts):
+        assert text == (
+            f"group 'misfit-{what}': rank {1 - me} was given {what} {values[1 - me]}, and rank {me} {values[me]}; "
+            "all ranks must be given the same"
+        )
+
+
+def fail_to_arrive(rank: Any, world_size: int) -> tuple[str, tuple[int, ...], float]:
+    group = rank.new_group("cpu", world_size, "late")
+    try:
+        if rank.rank == 1:
+            time.sleep(4.0)
+            return "", (), 0.0
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as error:
+            group.barrier(timeout_s=1.5)
+        waited = time.monotonic() - began
+        with pytest.raises(
+            StateError, match=r"barrier of group 'late' .* which has failed \(barrier: barrier of group"
+        ):
+            group.barrier()
+        return str(error.value), error.value.ranks, waited
+    finally:
+        group.destroy()
+
+
+def test_a_barrier_names_the_rank_that_did_not_come(on_ranks: Any) -> None:
+    answers = on_ranks(fail_to_arrive, 3, 3)
+    for rank in (0, 2):
+        text, absent, waited = answers[rank]
+        assert text == (
+            f"barrier of group 'late' (rank {rank} of 3, cpu:{rank}) did not end within 1.5 s: rank 1 did not arrive"
+        )
+        assert absent == (1,)
+        assert waited < 4.0
+
+
+def call_another(rank: Any) -> str:
+    group = rank.new_group("cpu", 3, "mixed", timeout_s=1.5)
+    with pytest.raises(CollectiveError) as error:
+        if rank.rank == 2:
+            group.all_to_all([torch.ones(1)] * 3, sizes=[1, 1, 1])
+        else:
+            group.barrier()
+    group.destroy()
+    return str(error.value)
+
+
+def test_a_rank_in_another_operation_is_named(on_ranks: Any) -> None:
+    texts = on_ranks(call_another, 3)
+    assert any("rank 2 waits in all_to_all" in text for text in texts[:2]), texts
+
+
+def die_in(rank: Any, operation: str) -> tuple[str, tuple[int, ...], float] | None:
+    group = rank.new_group("cpu", 3, f"mortal-{operation}", timeout_s=30.0)
+    group.barrier()
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerDiedError) as error:
+        if operation == "recv" and rank.rank == 0:
+            group.recv(torch.ones(1), 1)
+        else:
+            group.all_reduce(torch.ones(1_000_000))
+    group.destroy()
+    return str(error.value), error.value.ranks, time.monotonic() - began
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "recv"])
+def test_a_rank_whose_process_was_killed_is_named_at_once(operation: str, on_ranks: Any) -> None:
+    answers = on_ranks(die_in, 3, operation, may_end=(1,))
+    assert answers[1] is None
+    for rank in (0, 2):
+        text, dead, seconds = answers[rank]
+        assert "of group 'mortal" in text
+        assert "rank 1 (process " in text
+        assert text.endswith("has ended; destroy() the group and make one without it")
+        assert dead == (1,)
+        assert seconds < 10.0
