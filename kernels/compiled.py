@@ -23,7 +23,7 @@ from rlcore.kernels.operands import check_token_range
 from rlcore.kernels.rows import Logprobs, Rows, wide_dtype
 from rlcore.kernels.scorer import Scorer, Scores, Upstream
 
-_UNCHECKED = Rows(torch.empty(0), torch.empty(0), 1.0)
+_UNCHECKED = Rows(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), 1.0)
 """For a task that is only asked for its options."""
 
 

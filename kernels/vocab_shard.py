@@ -46,8 +46,8 @@ class VocabularyShard:
         """Every rank calls it.
 
         Raises:
-            InvalidInputError: ``group`` is none of this rank's; the ranks have different numbers of rows (found on the
-                CPU and with RLCORE_DEBUG=1; elsewhere the next collective fails), or no rank has a token.
+            InvalidInputError: ``group`` is none of this rank's; and, found on the CPU and with RLCORE_DEBUG=1 (elsewhere
+                collectives fail or hang): the ranks have different numbers of rows, or none has a token.
         """
         if not isinstance(group, dist.ProcessGroup):
             raise InvalidInputError(
@@ -114,8 +114,8 @@ class VocabularyShard:
 def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:
     """[T, S] of m, a, z_y, and with entropy d, of this rank's logits, which are overwritten with exp(c)."""
     if not logits_TV.shape[1]:
-        nothing = logits_TV.new_tensor([-math.inf, 0.0, -math.inf, 0.0][: 3 + with_entropy])
-        return nothing.expand(len(logits_TV), -1)
+        nothing = (-math.inf, 0.0, -math.inf, 0.0)[: 3 + with_entropy]
+        return torch.stack([logits_TV.new_full((len(logits_TV),), value) for value in nothing], 1)
     peak_T = logits_TV.amax(1)
     chosen_T = logits_TV.gather(1, rows.target[:, None]).squeeze(1)
     if rows.is_elsewhere is not None:

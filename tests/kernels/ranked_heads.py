@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -277,6 +278,26 @@ def test_the_forward_gathers_four_numbers_a_row_and_the_backward_sums_while_it_m
     assert sum(rows) == T and len(rows) > 1
     chunk = ["product", "product", "sum", "product"]  # logits, hidden states, weight
     assert [entry if isinstance(entry, str) else entry[0] for entry in log] == chunk * len(rows) + ["wait"] * len(rows)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the CPU waits for nothing, and all is checked at once there")
+def test_nothing_waits_for_the_device() -> None:
+    here, targets, tokens = parts_of(random_head(), CUTS[1]), random_targets(), random_tokens(torch.float32)
+    tokens.pop("cu_seqlens")
+
+    def score() -> None:
+        found = linear_logprob(*here[:2], targets, bias=here[2], with_entropy=True, group=group())
+        loss, _ = linear_loss(*here[:2], targets, policy_loss(is_sequence_level=False), group=group(), **tokens)
+        (combined(found) + loss).backward()
+
+    score()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that this mode is new
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        score()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_tokens_are_checked_against_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
