@@ -46,8 +46,8 @@ class VocabularyShard:
         """Every rank calls it.
 
         Raises:
-            InvalidInputError: ``group`` is none of this rank's; and, found on the CPU and with RLCORE_DEBUG=1 (elsewhere
-                collectives fail or hang): the ranks have different numbers of rows, or none has a token.
+            InvalidInputError: ``group`` is none of this rank's. Also, but only on the CPU and with RLCORE_DEBUG=1
+                (elsewhere collectives fail or hang): ranks have different numbers of rows, or none has a token.
         """
         if not isinstance(group, dist.ProcessGroup):
             raise InvalidInputError(
