@@ -14,8 +14,10 @@ from torch import Tensor
 
 from rlcore.bench.case import Quantity
 from rlcore.errors import UnsupportedError
+from rlcore.kernels.linear_logprob import linear_logprob
+from rlcore.kernels.linear_loss import linear_loss
 from rlcore.kernels.losses.interface import LossFn
-from rlcore.ops import Logprobs, linear_logprob, linear_loss
+from rlcore.kernels.rows import Logprobs
 from rlcore.registry import registry
 
 CHECKED_ROWS = 256

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import HEADS, Inputs, Size, assert_close, implementations
+from rlcore.kernels.linear_loss import linear_loss
+from rlcore.kernels.losses.combine import combine
+from rlcore.kernels.losses.gmpo import gmpo
+from rlcore.kernels.losses.gspo import gspo
+from rlcore.kernels.losses.importance import sequence_mask, tis
 from rlcore.kernels.losses.interface import LossFn
-from rlcore.ops import combine, entropy_bonus, gmpo, gspo, kl, linear_loss, ppo_clip, sequence_mask, tis
+from rlcore.kernels.losses.penalty import entropy_bonus, kl
+from rlcore.kernels.losses.policy import ppo_clip
 
 _SEQUENCE_TOKENS = 512
 _BARE = "bare products"

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
+from rlcore.kernels.advantages import group_advantage
+from rlcore.kernels.losses.combine import combine
 from rlcore.kernels.losses.evaluate import TokenInputs, loss_and_gradients
-from rlcore.ops import combine, discounted_return, entropy_bonus, gae, group_advantage, kl, ppo_clip
+from rlcore.kernels.losses.penalty import entropy_bonus, kl
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.kernels.returns import discounted_return, gae
 from rlcore.registry import registry
 
 _HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24

@@ -26,8 +26,10 @@ from rlcore.bench.cases.kernel_inputs import (
     relative,
 )
 from rlcore.bench.cases.kernel_peers import Score, linear_logprob_peers, token_logprob_peers
+from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.losses.interface import PerToken, TermOutput
-from rlcore.ops import Logprobs, linear_logprob, token_logprob
+from rlcore.kernels.rows import Logprobs
+from rlcore.kernels.token_logprob import token_logprob
 
 _Output = tuple[Tensor | None, ...]
 
