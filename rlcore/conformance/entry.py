@@ -5,8 +5,6 @@ Pytest reads options from a conftest of paths that it is given, but not of packa
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 PACKAGE = "rlcore.conformance"
@@ -16,4 +14,4 @@ PACKAGE = "rlcore.conformance"
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     modules = [argument.partition("::")[0] for argument in args]
     if any(module == PACKAGE or module.startswith(f"{PACKAGE}.") for module in modules):
-        early_config.pluginmanager.register(importlib.import_module(f"{PACKAGE}.plugin"), PACKAGE)
+        early_config.pluginmanager.import_plugin(f"{PACKAGE}.plugin")

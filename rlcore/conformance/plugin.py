@@ -61,12 +61,14 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     phase = yield
-    item.config.stash[REPORT].add(item.nodeid, _members(item), phase)
+    item.config.stash[REPORT].add(f"{item.path.stem}::{item.name}", _members(item), phase)
     return phase
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     report = config.stash[REPORT]
+    if not report.outcomes:
+        return
     terminalreporter.section(f"conformance of {report.device_name}")
     for line in report.summary():
         terminalreporter.line(line)
@@ -99,13 +101,17 @@ def _peers() -> Iterator[list[Peer]]:
 @pytest.fixture
 def peer(device: Any, _peers: list[Peer]) -> Peer:
     """Another process with the same device, the one of the test before unless that one has ended it."""
-    _peers[:] = [peer for peer in _peers if peer.is_alive]
-    while len(_peers) < 2:  # the second takes its time to start while the first works
-        _peers.append(Peer(device.name))
-    return _peers[0]
+    return _alive(_peers, device, 1)[0]
 
 
 @pytest.fixture
-def other_peer(peer: Peer, _peers: list[Peer]) -> Peer:
+def other_peer(device: Any, _peers: list[Peer]) -> Peer:
     """A third process."""
-    return _peers[1]
+    return _alive(_peers, device, 2)[1]
+
+
+def _alive(peers: list[Peer], device: Any, needed: int) -> list[Peer]:
+    peers[:] = [peer for peer in peers if peer.is_alive]
+    while len(peers) < needed:
+        peers.append(Peer(device.name))
+    return peers

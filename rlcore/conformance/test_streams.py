@@ -87,10 +87,13 @@ def test_what_waits_sees_what_it_waited_for(device: Any, busy: BusyWork, order: 
     producer, consumer = device.streams.new(), device.streams.new()
     if towards == "the first stream":
         consumer = device.streams.current()
-    if is_asynchronous(device, busy):
+    is_ahead = is_asynchronous(device, busy)
+    if is_ahead:
         unordered = rounds_in_order(device, busy, _nothing, producer, consumer)
         assert not all(unordered), "no race could be provoked without a wait: this test could not see a lost one"
     assert all(rounds_in_order(device, busy, order, producer, consumer))
+    if not (is_ahead or device.spec.is_host):
+        pytest.skip(f"the host never got ahead of {device.name}: a lost wait would not have been seen")
 
 
 @pytest.mark.covers("streams.new", "streams.use")

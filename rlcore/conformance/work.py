@@ -21,8 +21,9 @@ class BusyWork:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._values = torch.ones(4 * MB // 4, device=device.torch_device)
-        self.num_steps = 8
+        # So large that a step takes longer than queueing it: else the host would never get ahead.
+        self._values = torch.ones(64 * MB // 4, device=device.torch_device)
+        self.num_steps = 1
         while self.num_steps < 1 << 14 and self._seconds() < _BUSY_S:
             self.num_steps *= 2
 

@@ -30,9 +30,8 @@ class Outcome:
     report: dict[str, Any]
 
     def tests(self, result: str) -> set[str]:
-        """Names of the tests that ended so, with their module and without their folder."""
-        found = self.report["tests"].items()
-        return {test.rpartition("/")[2].replace(".py", "") for test, how in found if how["result"] == result}
+        """Names of the tests that ended so."""
+        return {test for test, found in self.report["tests"].items() if found["result"] == result}
 
 
 class Runs:

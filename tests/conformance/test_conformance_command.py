@@ -21,7 +21,7 @@ def test_the_suite_wants_a_device(tmp_path: Path) -> None:
 def test_options_may_come_before_the_suites_name(tmp_path: Path) -> None:
     found = pytest_in(tmp_path, "--device", "cpu", "--collect-only", "-q", "--pyargs", "rlcore.conformance.test_launch")
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "test_launch.py::test_launch_facts_can_be_had_without_the_device" in found.stdout
+    assert "::test_launch_facts_can_be_had_without_the_device" in found.stdout
 
 
 def test_other_tests_may_have_a_device_option_of_their_own(tmp_path: Path) -> None:
