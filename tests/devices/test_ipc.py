@@ -200,6 +200,7 @@ def test_many_threads_open_it_once(device: Any, peer: Peer) -> None:
 def test_memory_lives_until_it_is_revoked_and_no_longer(device: Any) -> None:
     size = 64 * MB
     numbered(device, 1)
+    device.memory.empty_cache()  # what earlier tests freed
     before = device.memory.stats().allocated_bytes
     tensor = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
     handle = device.memory.export_ipc(tensor)
