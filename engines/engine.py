@@ -6,6 +6,7 @@ device each.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -75,6 +76,7 @@ class Engine(ABC):
         if self._group is not None or self._is_closed:
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
         num_workers = self._count_workers(tensor_parallel_size, data_parallel_size)
+        _check_timeout(timeout_s)
         launcher = choose_launcher(launcher or current().launcher, num_workers)
         places = choose_devices(num_workers, devices, colocate_with, not_colocate_with, acceptable_node_ips)
         self._start = partial(
@@ -112,8 +114,8 @@ class Engine(ABC):
 
     def _count_workers(self, tensor_parallel_size: int, data_parallel_size: int) -> int:
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
-            if size < 1:
-                raise InvalidInputError(f"{name} must be a positive number, got {size}")
+            if type(size) is not int or size < 1:
+                raise InvalidInputError(f"{name} must be a whole number of at least 1, got {size!r}")
         num_workers = tensor_parallel_size * data_parallel_size
         if num_workers > 1 and not self._executor_class.runs_on_many_devices:
             raise UnsupportedError(
@@ -226,3 +228,8 @@ class Engine(ABC):
     def memory_report(self) -> list[dict[str, Any]]:
         """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
         return self._call("memory_report")
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidInputError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")

@@ -44,7 +44,7 @@ def choose_devices(
     if colocate_with is not None:
         candidates = list(_held_by(colocate_with, "colocate_with"))
     elif devices is not None:
-        candidates = [devices] if isinstance(devices, str) else list(devices)
+        candidates = _listed(devices)
     else:
         candidates = list(current().devices or _share_of_task(_all_like(get_device()), os.environ))
     names = [get_device(name).name for name in candidates]
@@ -59,12 +59,20 @@ def choose_devices(
     return [get_device(name) for name in free[:num_workers]]
 
 
+def _listed(devices: Any) -> list[Any]:
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return list(devices)
+    return [devices]  # get_device says what is no name of a device
+
+
 def _held_by(engines: Engine | Iterable[Engine] | None, argument: str) -> dict[str, str]:
     """Device name -> engine."""
     if engines is None:
         return {}
-    listed = list(engines) if isinstance(engines, Iterable) else [engines]
+    listed = list(engines) if isinstance(engines, Iterable) and not isinstance(engines, str) else [engines]
     for engine in listed:
+        if not hasattr(engine, "is_built"):
+            raise InvalidInputError(f"{argument} takes an engine or several, got {engine!r}")
         if not engine.is_built:
             raise StateError(f"{argument} names {engine.label}, which is not built; call its build() first")
     return {device: engine.label for engine in listed for device in engine.devices}
@@ -80,18 +88,31 @@ def _share_of_task(names: list[str], environment: Mapping[str, str]) -> list[str
     counts: list[int] = []
     for number, _, repeats in re.findall(r"(\d+)(\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(number)] * int(repeats or 1)
-    node, task = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_LOCALID", 0))
+    node, task, num_gpus = (_slurm_number(environment, n) for n in ("NODEID", "LOCALID", "GPUS_ON_NODE"))
     num_tasks = counts[node] if node < len(counts) else 1
     share = len(names) // num_tasks
-    # Fewer devices than tasks: Slurm has bound each task to its own already.
-    return names[task * share : (task + 1) * share] if share else names
+    if len(names) < num_gpus or not share or num_tasks == 1:  # Slurm has bound each task to its own already
+        return names
+    if task >= num_tasks:
+        raise DeviceError(
+            f"SLURM_LOCALID is {task}, and SLURM_STEP_TASKS_PER_NODE says {num_tasks} tasks on this node; name the "
+            "devices with build(devices=...)"
+        )
+    return names[task * share : (task + 1) * share]
+
+
+def _slurm_number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(f"SLURM_{name}", "0")
+    if not value.isdecimal():
+        raise InvalidInputError(f"SLURM_{name} must be a whole number, got {value!r}")
+    return int(value)
 
 
 def _check_host(acceptable_node_ips: Sequence[str] | None) -> None:
     """Workers run on this host only, so it must be one of those the user accepts."""
     if acceptable_node_ips is None:
         return
-    if isinstance(acceptable_node_ips, str):
+    if isinstance(acceptable_node_ips, str) or not isinstance(acceptable_node_ips, Sequence):
         raise InvalidInputError(f"acceptable_node_ips must be a list of addresses, got {acceptable_node_ips!r}")
     if not any(_is_own_address(address) for address in acceptable_node_ips):
         raise DeviceError(
@@ -105,6 +126,8 @@ def _is_own_address(text: str) -> bool:
         address = ipaddress.ip_address(text)
     except ValueError as error:
         raise InvalidInputError(f"acceptable_node_ips must hold IP addresses, got {text!r}") from error
+    if address.is_unspecified or address.is_multicast:  # they can be bound, and are no host's
+        raise InvalidInputError(f"acceptable_node_ips must hold addresses of hosts, got {text!r}")
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:  # only an own address can be bound; a datagram socket listens to nobody before it is read
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -13,10 +13,13 @@ def runtime_folder() -> Path:
     """``Settings.runtime``, made if needed, for this user alone.
 
     Raises:
-        StateError: it belongs to another user.
+        StateError: it cannot be made, or belongs to another user.
     """
     folder = Settings.from_env().runtime
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"the folder {folder} cannot be made: {error}; set RLCORE_RUNTIME to another one") from error
     if folder.stat().st_uid != os.getuid():  # anybody can make a folder of that name in /tmp
         raise StateError(f"the folder {folder} belongs to another user; set RLCORE_RUNTIME to one of your own")
     return folder
@@ -32,6 +35,11 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def pid_namespace() -> int:
+    """Of this process. Ids of another namespace, such as a container's, mean other processes here, or none."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def boot_id() -> str:

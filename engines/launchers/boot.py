@@ -7,12 +7,16 @@ import faulthandler
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
+from rlcore.errors import StateError
+from rlcore.processes import pid_namespace, runtime_folder, start_time
 from rlcore.settings import Settings
 
 
@@ -21,6 +25,7 @@ def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
     faulthandler.enable(stack_descriptor)
     faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
     _leave_guard(parent)
+    sys.breakpointhook = _refuse_breakpoint
     os.set_inheritable(descriptor, False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would hold back a page of lines
     logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -51,12 +56,12 @@ def _leave_guard(parent: int) -> None:
     if os.getppid() != parent:  # it died before that
         os._exit(1)
     if os.fork() == 0:
-        _guard(group, watched)
+        _guard(group, parent, watched)
     for descriptor in watched:
         os.close(descriptor)
 
 
-def _guard(group: int, watched: list[int]) -> None:
+def _guard(group: int, parent: int, watched: list[int]) -> None:
     os.setpgid(0, 0)  # outside the group that it kills
     for entry in list(Path("/proc/self/fd").iterdir()):
         if (descriptor := int(entry.name)) not in watched:
@@ -71,8 +76,22 @@ def _guard(group: int, watched: list[int]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        _tidy_up(group, parent)
     finally:
         os._exit(0)
+
+
+def _tidy_up(group: int, parent: int) -> None:
+    """What a parent that was killed could not."""
+    folder, namespace = runtime_folder(), pid_namespace()
+    (folder / f"worker-{namespace}-{group}.json").unlink(missing_ok=True)
+    if start_time(parent) is None:
+        for store in folder.glob(f"store-{namespace}-{parent}-*"):
+            shutil.rmtree(store, ignore_errors=True)
+
+
+def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
+    raise StateError("breakpoint() in a worker process has no terminal; set RLCORE_DEBUG=pdb to run workers in yours")
 
 
 def _marked() -> list[int]:

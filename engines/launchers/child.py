@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
+import traceback
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -37,8 +39,12 @@ class Child:
             del envelope, tensors  # the arguments' shared memory is free for the next call
 
     def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            self._messages.put(message)
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._messages.put(message)
+        except BaseException:  # such as no descriptor left for a tensor: what follows cannot be read either
+            traceback.print_exc()
+            sys.stderr.flush()
         os.killpg(0, signal.SIGKILL)  # the parent is gone, or gave this process up
 
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
@@ -46,11 +52,10 @@ class Child:
             method, args, kwargs = load_call(envelope.body, tensors, self._workers)
             value = self._execute(envelope, method, args, kwargs)
             body, out = dump_answer(value, f"{method}()", is_annotated="." not in method)
+            self._channel.send("result", self._call, body, tensors=out)
         # SystemExit and KeyboardInterrupt too: a failed call is not the end of other engines' workers.
         except BaseException as error:
             self._channel.send("error", self._call, msgspec.msgpack.encode(describe(error)))
-        else:
-            self._channel.send("result", self._call, body, tensors=out)
 
     def _execute(self, envelope: Envelope, method: str, args: Any, kwargs: Any) -> Any:
         if envelope.kind == "start":

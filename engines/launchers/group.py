@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
-from rlcore.engines.launchers.worker import WorkerHandle
+from rlcore.engines.launchers.worker import Current, WorkerHandle
 from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
 
 _GRACE_S = 5.0
 """After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
 STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
-_sending = threading.Lock()
+_LONGEST_WAIT_S = 60.0
+sending = threading.RLock()
+"""Held while all workers of a group are sent one thing: what several groups send reaches the processes they share in
+one order, so that their collectives cannot cross."""
+os.register_at_fork(after_in_child=sending._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What a worker emitted."""
+
+    value: Any
 
 
 class WorkerGroup:
-    """All workers of an executor, by rank."""
+    """All workers of an executor, by rank. One that nobody holds any more ends them."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float, store: str = "") -> None:
-        self.workers = list(workers)
+    def __init__(self, engine: str, timeout_s: float, store: str = "") -> None:
+        self.engine = engine
+        self.workers: list[Any] = []
         self._timeout_s = timeout_s
         self._store = store
+        self._owner = os.getpid()
         self._broken_by: BaseException | None = None
+        self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
 
     def call(
         self,
@@ -37,37 +55,95 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call ``method`` on all workers at once, with one (args, kwargs) each; their results by rank.
 
+        ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` from when
+        its worker begins with it: it may have to wait for another engine's call in the same process.
+
         Raises:
-            StateError: the workers were ended by an earlier failure.
+            StateError: the workers were ended by an earlier failure, or belong to another process.
+            InvalidInputError: an argument cannot be sent; nothing is called then.
             WorkerDiedError, WorkerTimeoutError: all workers of the executor are ended then.
             Exception: what the first worker raised; if others cannot end without it, all are ended.
         """
+        self._check_usable(method)
+        inbox: queue.SimpleQueue[Future[Any] | _Event] = queue.SimpleQueue()
+        caller = threading.get_ident()
+
+        def take(event: Any) -> None:
+            if on_event is not None and threading.get_ident() == caller:  # it runs in this very thread
+                on_event(event)
+            else:
+                inbox.put(_Event(event))
+
+        prepared = [
+            worker.prepare(method, args, kwargs, on_event=None if on_event is None else take, timeout_s=self._timeout_s)
+            for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
+        ]
+        return self._results(method, self._send(prepared), inbox, on_event)
+
+    def _check_usable(self, method: str) -> None:
+        if self._owner != os.getpid():
+            raise StateError(
+                f"{method}() is refused: the workers of {self.engine} belong to process {self._owner}, of which this "
+                "one is a fork; build an engine here"
+            )
         if self._broken_by is not None:
             raise StateError(
                 f"{method}() is refused: the workers were ended after an earlier failure; call restart()"
             ) from self._broken_by
-        # Calls of several groups reach all their shared processes in one order: collectives cannot cross.
-        with _sending:
-            futures = [
-                worker.call(method, *args, on_event=on_event, **kwargs)
-                for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
-            ]
-        return self._results(method, futures)
+
+    def _send(self, prepared: Sequence[Callable[[], Future[Any]]]) -> list[Future[Any]]:
+        futures: list[Future[Any]] = []
+        try:
+            with sending:
+                for call in prepared:
+                    futures.append(call())
+        except BaseException as error:  # Ctrl-C, most likely
+            if futures:  # some ranks have the call and some have not: they would never meet again
+                self._break(error)
+            raise
+        return futures
 
     def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
         """Raises as ``call`` does."""
-        self._results("start", list(started))
+        self._results("start", list(started), queue.SimpleQueue(), None)
 
-    def _results(self, method: str, futures: list[Future[Any]]) -> list[Any]:
-        wait(futures, self._timeout_s, return_when=FIRST_EXCEPTION)
-        if error := self._failure(method, futures):
-            raise error
+    def _results(
+        self,
+        method: str,
+        futures: list[Future[Any]],
+        inbox: queue.SimpleQueue[Future[Any] | _Event],
+        on_event: Callable[[Any], None] | None,
+    ) -> list[Any]:
+        for future in futures:
+            future.add_done_callback(inbox.put)
+        while not all(future.done() for future in futures) and not _errors(futures):
+            try:
+                item = inbox.get(timeout=self._patience_s(futures))
+            except queue.Empty:
+                if late := self._late(futures):
+                    raise self._timeout(method, late) from None
+                continue
+            if isinstance(item, _Event) and on_event is not None:
+                on_event(item.value)
+        if _errors(futures):
+            raise self._failure(futures)
+        while on_event is not None and not inbox.empty():
+            if isinstance(item := inbox.get(), _Event):
+                on_event(item.value)
         return [future.result() for future in futures]
 
-    def _failure(self, method: str, futures: list[Future[Any]]) -> BaseException | None:
-        if not _errors(futures):
-            pending = [rank for rank, future in enumerate(futures) if not future.done()]
-            return self._timeout(method, pending) if pending else None
+    def _patience_s(self, futures: list[Future[Any]]) -> float:
+        """Seconds until some worker's present call is late."""
+        present = [worker.current for worker, future in zip(self.workers, futures, strict=True) if not future.done()]
+        remaining = [current.remaining_s for current in present if current is not None]
+        return min(_LONGEST_WAIT_S, max(0.0, min(remaining, default=0.0)))
+
+    def _late(self, futures: list[Future[Any]]) -> dict[int, Current]:
+        """Rank -> the call its worker does not end."""
+        present = {rank: self.workers[rank].current for rank, future in enumerate(futures) if not future.done()}
+        return {rank: current for rank, current in present.items() if current and current.remaining_s <= 0}
+
+    def _failure(self, futures: list[Future[Any]]) -> BaseException:
         if not isinstance(_cause(_errors(futures)), WorkerDiedError):
             wait(futures, _GRACE_S)  # a collective tells the living of a death before their parent hears of it
         errors = _errors(futures)
@@ -80,26 +156,30 @@ class WorkerGroup:
             self._break(error)
         return error
 
-    def _timeout(self, method: str, ranks: list[int]) -> WorkerTimeoutError:
-        late = [self.workers[rank] for rank in ranks]
-        stacks = [f"{worker.context.where}:\n{worker.stack()}" for worker in late]
+    def _timeout(self, method: str, late: dict[int, Current]) -> WorkerTimeoutError:
+        rank, current = next(iter(late.items()))
+        stacks = [f"{self.workers[rank].context.where}:\n{self.workers[rank].stack()}" for rank in late]
         error = WorkerTimeoutError(
-            rank=ranks[0],
-            device=late[0].context.device_name,
-            method=method,
-            timeout_s=self._timeout_s,
+            rank=rank,
+            device=self.workers[rank].context.device_name,
+            method=current.method,
+            timeout_s=current.timeout_s,
             stack="\n\n".join(stacks),
         )
+        if (current.engine, current.method) != (self.engine, method):
+            error.add_note(f"it is a call of {current.engine}; {method}() of {self.engine} waited behind it")
         error.add_note("the executor's workers were ended; restart() brings them back")
         self._break(error)
         return error
 
     def _break(self, error: BaseException) -> None:
         self._broken_by = error
-        self.kill(f"{self.workers[0].context.engine} failed: {str(error).partition(chr(10))[0]}")
+        self.kill(f"{self.engine} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
 
     def kill(self, because: str) -> None:
         """End all workers at once, and with them the workers of other engines in their processes."""
+        if self._owner != os.getpid():
+            return
         for worker in self.workers:
             worker.kill(because)
         for worker in self.workers:
@@ -108,20 +188,34 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Let the workers close what they hold and end; kill those that do not within ``STOP_S``."""
+        if self._owner != os.getpid():
+            return
         try:
-            for worker in self.workers:
-                worker.ask_to_stop()
+            with sending:
+                for worker in self.workers:
+                    worker.ask_to_stop()
             deadline = time.monotonic() + STOP_S
             if not all(worker.join(max(0.0, deadline - time.monotonic())) for worker in self.workers):
-                self.kill(f"{self.workers[0].context.engine} did not close within {STOP_S:g} s")
+                self.kill(f"{self.engine} did not close within {STOP_S:g} s")
         except BaseException:  # the second Ctrl-C
             self.kill("the user's program was interrupted")
             raise
         self._remove_store()
 
     def _remove_store(self) -> None:
+        self._abandoned.detach()
         if self._store:
             shutil.rmtree(self._store, ignore_errors=True)
+
+
+def _abandon(workers: Sequence[WorkerHandle], store: str, owner: int) -> None:
+    """A group was dropped that nobody had stopped, or the program ends."""
+    if os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.ask_to_stop()
+    if store:
+        shutil.rmtree(store, ignore_errors=True)
 
 
 def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:

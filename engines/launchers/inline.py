@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from operator import attrgetter
@@ -21,16 +22,34 @@ class InlineWorker:
         self.context = replace(context, emit=self._emit)
         self.worker: Any = self._run("start", lambda: worker_class(self.context)).result()
 
-    def call(
-        self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
-    ) -> Future[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future is done."""
-        args = tuple(arg.worker if isinstance(arg, InlineWorker) else arg for arg in args)
-        self._on_event = on_event
-        try:
-            return self._run(method, lambda: attrgetter(method)(self.worker)(*args, **kwargs))
-        finally:
-            self._on_event = None
+        return self.prepare(method, args, kwargs)()
+
+    def prepare(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        on_event: Callable[[Any], None] | None = None,
+        timeout_s: float = math.inf,
+    ) -> Callable[[], Future[Any]]:
+        """Nobody can end it when it takes longer than ``timeout_s``: it runs in the caller's own thread."""
+        there = [arg.worker if isinstance(arg, InlineWorker) else arg for arg in args]
+
+        def call() -> Future[Any]:
+            outer, self._on_event = self._on_event, on_event
+            try:
+                return self._run(method, lambda: attrgetter(method)(self.worker)(*there, **kwargs))
+            finally:
+                self._on_event = outer
+
+        return call
+
+    @property
+    def current(self) -> None:
+        """A call has ended when it returns."""
 
     def _run(self, method: str, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

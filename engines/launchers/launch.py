@@ -11,7 +11,7 @@ import itertools
 import os
 from typing import Any
 
-from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.group import WorkerGroup, sending
 from rlcore.engines.launchers.inline import InlineWorker
 from rlcore.engines.launchers.living import new_store
 from rlcore.engines.launchers.process import ProcessWorker
@@ -46,28 +46,36 @@ def start_workers(
         WorkerError: a worker failed to start; all are ended.
     """
     if launcher == "torchrun":
-        return WorkerGroup([InlineWorker(worker_class, _torchrun_context(engine, device_names))], timeout_s)
+        return _start_inline(worker_class, _torchrun_context(engine, device_names), timeout_s)
     world_size = len(device_names)
     if launcher == "inline":
         if world_size > 1:
-            raise InvalidInputError(f"launcher 'inline' runs one worker, and {engine} has {world_size}; use 'process'")
-        return WorkerGroup(
-            [InlineWorker(worker_class, WorkerContext(engine, 0, 1, device_names[0], next(_numbers)))], timeout_s
-        )
+            cause = " (RLCORE_DEBUG=pdb forces it)" if Settings.from_env().debug == "pdb" else ""
+            raise InvalidInputError(
+                f"launcher 'inline'{cause} runs one worker, and {engine} has {world_size}; use 'process', or one worker"
+            )
+        return _start_inline(worker_class, WorkerContext(engine, 0, 1, device_names[0], next(_numbers)), timeout_s)
     return _start_processes(worker_class, engine, device_names, timeout_s)
+
+
+def _start_inline(worker_class: Any, context: WorkerContext, timeout_s: float) -> WorkerGroup:
+    group = WorkerGroup(context.engine, timeout_s)
+    group.workers.append(InlineWorker(worker_class, context))
+    return group
 
 
 def _start_processes(worker_class: Any, engine: str, device_names: list[str], timeout_s: float) -> WorkerGroup:
     store, number = str(new_store()), next(_numbers)
     environment = _environment(device_names)
-    group = WorkerGroup([], timeout_s, store)
+    group = WorkerGroup(engine, timeout_s, store)
     started = []
     try:
-        for rank, name in enumerate(device_names):
-            context = WorkerContext(engine, rank, len(device_names), name, number, store)
-            worker = ProcessWorker(worker_class, context, environment)
-            group.workers.append(worker)
-            started.append(worker.started)
+        with sending:
+            for rank, name in enumerate(device_names):
+                context = WorkerContext(engine, rank, len(device_names), name, number, store)
+                worker = ProcessWorker(worker_class, context, environment, timeout_s)
+                group.workers.append(worker)
+                started.append(worker.started)
         group.wait_until_started(started)
     except BaseException:  # Ctrl-C too: no worker is left
         group.stop()

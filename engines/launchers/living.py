@@ -1,7 +1,8 @@
 """Which worker processes of this user are alive: one small file each, which ``rlcore ps`` reads.
 
-A process that could not tidy up (its parent was killed) leaves its file, and the folder through which its workers
-found each other; the next look removes them.
+What a process could not tidy up, its file and the folder through which workers found each other, the next look
+removes. Files of another PID namespace, such as those of a container that shares the folder, are left alone: nobody
+here can tell whether their processes live.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from rlcore.errors import InvalidInputError
-from rlcore.processes import runtime_folder, start_time
+from rlcore.processes import pid_namespace, runtime_folder, start_time
 
 
 class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> Path:
-        return runtime_folder() / f"{self.pid}.json"
+        return runtime_folder() / f"worker-{pid_namespace()}-{self.pid}.json"
 
     @property
     def age_s(self) -> float:
@@ -57,7 +58,8 @@ def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
 def new_store() -> Path:
     """A folder of this process through which the workers of one group find each other."""
     _remove_stores_of_the_dead()
-    store = runtime_folder() / f"store-{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    name = f"store-{pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    store = runtime_folder() / name
     store.mkdir(mode=0o700)
     return store
 
@@ -66,7 +68,7 @@ def living_processes() -> list[LivingProcess]:
     """Worker processes that run now, oldest first; what those that have ended left behind is removed."""
     _remove_stores_of_the_dead()
     found = []
-    for path in runtime_folder().glob("*.json"):
+    for path in runtime_folder().glob(f"worker-{pid_namespace()}-*.json"):
         try:
             process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
         except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
@@ -92,7 +94,7 @@ def kill(pid: int) -> LivingProcess:
 
 
 def _remove_stores_of_the_dead() -> None:
-    for store in runtime_folder().glob("store-*"):
-        _, pid, started, _ = store.name.split("-")
+    for store in runtime_folder().glob(f"store-{pid_namespace()}-*-*-*"):
+        _, _, pid, started, _ = store.name.split("-")
         if str(start_time(int(pid))) != started:
             shutil.rmtree(store, ignore_errors=True)

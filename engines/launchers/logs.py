@@ -7,12 +7,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from subprocess import Popen
-from typing import TextIO
+from typing import Any, TextIO
 
 _WINDOW_S = 5.0  # ranks that say the same within this time are taken to mean the same event
 _END = re.compile(rb"[\r\n]")
+_LONGEST_LINE = 64 << 10  # bytes; the rest is a line of its own
 
 
 class LogMerger:
@@ -34,9 +35,9 @@ class LogMerger:
                 _print(f"[{label}] {text}{end}", out)
 
     def _forget(self, now: float) -> None:
-        for text, (said, _) in list(self._recent.items()):
-            if now - said > _WINDOW_S:
-                del self._recent[text]
+        # In the order in which they were first said: the oldest are in front.
+        while self._recent and now - next(iter(self._recent.values()))[0] > _WINDOW_S:
+            del self._recent[next(iter(self._recent))]
 
 
 def _print(line: str, out: TextIO) -> None:
@@ -62,10 +63,21 @@ def _forward(process: Popen[bytes], label: Callable[[], str]) -> None:
     rest = b""
     with process.stdout as stream:
         while data := stream.read1(65536):  # type: ignore[attr-defined]
-            rest += data
-            while found := _END.search(rest):
-                text, end, rest = rest[: found.start()], found.group().decode(), rest[found.end() :]
+            *lines, rest = _lines(rest + data)
+            for text, end in lines:
                 if text:
                     _merger.line(label(), text.decode(errors="replace"), end)
     if rest:
         _merger.line(label(), rest.decode(errors="replace"))
+
+
+def _lines(data: bytes) -> Iterator[Any]:
+    """(text, end) of each line, and last the bytes after them."""
+    start = 0
+    for found in _END.finditer(data):
+        yield data[start : found.start()], found.group().decode()
+        start = found.end()
+    while len(data) - start > _LONGEST_LINE:
+        yield data[start : start + _LONGEST_LINE], "\n"
+        start += _LONGEST_LINE
+    yield data[start:]

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -22,7 +23,7 @@ import threading
 import time
 import typing
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ import msgspec
 from rlcore.engines.launchers import boot, living
 from rlcore.engines.launchers.logs import forward_logs
 from rlcore.engines.launchers.wire import Channel, Kind, WorkerReference, dump_call, load_answer
-from rlcore.engines.launchers.worker import Failure, WorkerContext, raised
+from rlcore.engines.launchers.worker import Current, Failure, WorkerContext, raised
 from rlcore.errors import InvalidInputError, WorkerDiedError
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class _Pending:
 
     context: WorkerContext
     method: str
+    timeout_s: float = math.inf
     expected: Any = None
     on_event: Callable[[Any], None] | None = None
     future: Future[Any] = field(default_factory=Future)
@@ -71,7 +73,8 @@ class DeviceProcess:
     def __init__(self, device_name: str, environment: dict[str, str]) -> None:
         self.device_name = device_name
         self.parent = os.getpid()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _Pending] = {}  # in the order in which they run: the first runs now
+        self._first_since = 0.0
         self._is_gone = False
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -98,7 +101,12 @@ class DeviceProcess:
         self._thread(self._watch)
 
     def _spawn(self, descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        arguments = [str(descriptor), str(self._stacks), str(self.parent), json.dumps(sys.path)]
+        arguments = [
+            str(descriptor),
+            str(self._stacks),
+            str(self.parent),
+            json.dumps([os.fspath(entry) for entry in sys.path]),
+        ]
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments],
             pass_fds=(descriptor, self._stacks),
@@ -125,29 +133,45 @@ class DeviceProcess:
 
     # ---------------------------------------------------------------------------------------------- calls
 
-    def start(self, worker_class: Any, context: WorkerContext) -> tuple[int, Future[Any]]:
+    def start(self, worker_class: Any, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
         """A new worker in this process: its number, and its readiness."""
         number = next(self._numbers)
         self._label = f"{context.rank} {self.device_name}"
-        living.announce(self.pid, self.device_name, sorted({*self._engines.values(), context.engine}))
+        pending = _Pending(context, "start", timeout_s)
+        call = self.prepare("start", number, ((worker_class, context), {}), pending)
         self._engines[number] = context.engine
-        return number, self.send("start", number, ((worker_class, context), {}), _Pending(context, "start"))
+        self._announce()
+        return number, call()
 
-    def send(self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: _Pending) -> Future[Any]:
-        """Queue a call. Its tensors must stay as they are until it is answered."""
-        try:
-            body, tensors = dump_call((pending.method, *arguments))
-        except InvalidInputError as error:
-            pending.future.set_exception(error)
-            return pending.future
+    def _announce(self) -> None:
+        living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
+
+    def prepare(
+        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: _Pending
+    ) -> Callable[[], Future[Any]]:
+        """What queues a call. Its tensors must stay as they are until it is answered."""
+        body, tensors = dump_call((pending.method, *arguments))
+        return lambda: self._queue(kind, worker, body, tensors, pending)
+
+    def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: _Pending) -> Future[Any]:
         with self._lock:
             if self._is_gone:
                 pending.future.set_exception(self._death(pending))
                 return pending.future
             call = next(self._numbers)
+            if not self._pending:
+                self._first_since = time.monotonic()
             self._pending[call] = pending
         self._outgoing.put((kind, call, worker, body, tensors))
         return pending.future
+
+    @property
+    def current(self) -> Current | None:
+        with self._lock:
+            first = next(iter(self._pending.values()), None)
+            if first is None:
+                return None
+            return Current(first.context.engine, first.method, first.timeout_s, self._first_since)
 
     def _transmit(self) -> None:
         # A thread of its own: a stopped child does not read, and whoever calls it must still meet his deadline.
@@ -162,14 +186,17 @@ class DeviceProcess:
             del message, body, tensors
 
     def _receive(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            envelope, tensors = message
-            answer = functools.partial(_answer, kind=envelope.kind, body=envelope.body, tensors=tensors)
-            if envelope.kind == "event":
-                self._event(envelope.call, answer)
-            else:
-                self._take(envelope.call, answer)
-            del message, envelope, tensors, answer  # what the user drops is free at once
+        try:
+            while (message := self._channel.receive()) is not None:
+                envelope, tensors = message
+                answer = functools.partial(_answer, kind=envelope.kind, body=envelope.body, tensors=tensors)
+                if envelope.kind == "event":
+                    self._event(envelope.call, answer)
+                else:
+                    self._take(envelope.call, answer)
+                del message, envelope, tensors, answer  # what the user drops is free at once
+        except Exception as error:  # such as no descriptor left for a tensor: what follows cannot be read either
+            self.kill(f"its answer could not be received: {type(error).__name__}: {error}")
         self._bury()
 
     def _event(self, call: int, answer: Callable[[_Pending], None]) -> None:
@@ -189,6 +216,7 @@ class DeviceProcess:
         """Settle a call, once."""
         with self._lock:
             pending = self._pending.pop(call, None)
+            self._first_since = time.monotonic()
         if pending is not None:
             settle(pending)
 
@@ -224,7 +252,10 @@ class DeviceProcess:
     def stack(self) -> str:
         """What every thread of the process is doing, or why that cannot be seen."""
         with self._lock:  # the file is open until the process has been seen to end
-            return "the process has ended" if self._is_gone else self._stack()
+            try:
+                return "the process has ended" if self._is_gone else self._stack()
+            except OSError as error:  # no descriptor is left, or it has just ended
+                return f"the process cannot be looked at: {error}"
 
     def _stack(self) -> str:
         state = _state(self.pid)
@@ -246,7 +277,9 @@ class DeviceProcess:
         """This worker is asked to close; after the last the process ends."""
         with _joining:
             self._engines.pop(worker, None)
-            if not self._engines:
+            if self._engines:
+                self._announce()
+            else:
                 self._retire()
                 self._outgoing.put(("end", 0, 0, b"", []))
 
@@ -279,37 +312,48 @@ class DeviceProcess:
 class ProcessWorker:
     """A worker in a child process."""
 
-    def __init__(self, worker_class: Any, context: WorkerContext, environment: dict[str, str]) -> None:
+    def __init__(
+        self, worker_class: Any, context: WorkerContext, environment: dict[str, str], timeout_s: float
+    ) -> None:
         self.context = context
         self._worker_class = worker_class
         self._closed: Future[Any] | None = None
         with _joining:
             self._process = _process_for(context.device_name, environment)
-            self._number, self.started = self._process.start(worker_class, context)
+            self._number, self.started = self._process.start(worker_class, context, timeout_s)
 
     @property
     def process_id(self) -> int:
         return self._process.pid
 
-    def call(
-        self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
-    ) -> Future[Any]:
-        """The future raises WorkerDiedError when the process ends first."""
-        return self._send("call", method, args, kwargs, on_event)
+    @property
+    def current(self) -> Current | None:
+        return self._process.current
 
-    def _send(
-        self, kind: Kind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_event: Any = None
-    ) -> Future[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The future raises WorkerDiedError when the process ends first."""
+        return self.prepare(method, args, kwargs)()
+
+    def prepare(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        on_event: Callable[[Any], None] | None = None,
+        timeout_s: float = math.inf,
+        kind: Kind = "call",
+    ) -> Callable[[], Future[Any]]:
         sent = [WorkerReference(arg._number) if isinstance(arg, ProcessWorker) else arg for arg in args]
-        pending = _Pending(self.context, method, _returned(self._worker_class, method), on_event)
-        return self._process.send(kind, self._number, (sent, kwargs), pending)
+        pending = _Pending(self.context, method, timeout_s, _returned(self._worker_class, method), on_event)
+        return self._process.prepare(kind, self._number, (sent, dict(kwargs)), pending)
 
     def stack(self) -> str:
         return self._process.stack()
 
     def ask_to_stop(self) -> None:
         has_failed = self.started.done() and self.started.exception()
-        self._closed = self.started if has_failed else self._send("close", "close", (), {})
+        self._closed = self.started if has_failed else self.prepare("close", (), {}, kind="close")()
         self._process.forget(self._number)
 
     def kill(self, because: str) -> None:
@@ -350,7 +394,13 @@ def _returned(worker_class: Any, method: str) -> Any:
     """The annotated type of what a worker method returns: the contract by which its answer is decoded."""
     if "." in method:  # of the user's module
         return Any
-    return typing.get_type_hints(getattr(worker_class, method)).get("return", Any)
+    try:
+        return typing.get_type_hints(getattr(worker_class, method)).get("return", Any)
+    except NameError as error:
+        raise InvalidInputError(
+            f"the annotations of {worker_class.__name__}.{method}() cannot be read: {error}; import the name where "
+            "the class is defined, not only under TYPE_CHECKING"
+        ) from error
 
 
 def _how(code: int) -> str:
@@ -379,10 +429,15 @@ def _process_for(device_name: str, environment: dict[str, str]) -> DeviceProcess
     return _processes[device_name]
 
 
+# A fork of the user's process has no workers, and no thread that could let go of the lock.
+os.register_at_fork(after_in_child=_processes.clear)
+os.register_at_fork(after_in_child=_joining._at_fork_reinit)  # type: ignore[attr-defined]
+
+
 @atexit.register
 def _end_all() -> None:
-    """Engines that the user did not close. A fork of his process ends no workers."""
-    processes = [process for process in _processes.values() if process.parent == os.getpid()]
+    """Engines that the user did not close."""
+    processes = list(_processes.values())
     for process in processes:
         process.kill("the user's program ends")
     for process in processes:

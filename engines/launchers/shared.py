@@ -24,6 +24,7 @@ from torch import Tensor
 _ALIGNMENT = 64
 _PAGE = 2 << 20  # segments are sized in huge pages, so that one fits the next message of about the same size
 _KEPT_FREE = 2  # free segments kept warm: one to fill while the other is read
+_KEPT_MESSAGES = 32  # for which a free segment is kept unused
 
 
 class TensorRef(msgspec.Struct, array_like=True):
@@ -58,6 +59,8 @@ class _Segment:
     descriptor: int
     mapping: mmap.mmap
     nbytes: int
+    last_use: int = 0
+    """Number of the message that it went with."""
 
 
 @dataclass(slots=True)
@@ -69,9 +72,13 @@ class Outbox:
     _free: list[int] = field(default_factory=list)
     _dropped: list[int] = field(default_factory=list)
     _next: int = 0
+    _num_messages: int = 0
 
     def pack(self, tensors: Sequence[Tensor]) -> tuple[Parcel | None, list[int]]:
         """Copy tensors into a segment; the parcel, and the descriptors to send along."""
+        with self._lock:
+            self._num_messages += 1
+            self._drop([n for n in self._free if self._num_messages - self._segments[n].last_use > _KEPT_MESSAGES])
         if not tensors:
             return None, []
         refs, total = [], 0
@@ -90,11 +97,8 @@ class Outbox:
         """The peer is done with these segments."""
         with self._lock:
             self._free.extend(numbers)
-            while len(self._free) > _KEPT_FREE:
-                number = min(self._free, key=lambda free: self._segments[free].nbytes)
-                self._free.remove(number)
-                os.close(self._segments.pop(number).descriptor)
-                self._dropped.append(number)
+            by_size = sorted(self._free, key=lambda free: self._segments[free].nbytes)
+            self._drop(by_size[:-_KEPT_FREE])
 
     def dropped(self) -> list[int]:
         """Segments given up since the last call."""
@@ -108,17 +112,24 @@ class Outbox:
         self._segments.clear()
         self._free.clear()
 
+    def _drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._free.remove(number)
+            os.close(self._segments.pop(number).descriptor)
+            self._dropped.append(number)
+
     def _take(self, nbytes: int) -> tuple[int, bool]:
         fitting = [number for number in self._free if self._segments[number].nbytes >= nbytes]
         if fitting:
             number = min(fitting, key=lambda free: self._segments[free].nbytes)
             self._free.remove(number)
+            self._segments[number].last_use = self._num_messages
             return number, False
         size = max(1, -(-nbytes // _PAGE)) * _PAGE
         descriptor = os.memfd_create("rlcore", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         self._next += 1
-        self._segments[self._next] = _Segment(descriptor, _map(descriptor, size), size)
+        self._segments[self._next] = _Segment(descriptor, _map(descriptor, size), size, self._num_messages)
         return self._next, True
 
 

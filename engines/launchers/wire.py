@@ -127,24 +127,31 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._seen: dict[int, tuple[str, int | bytes]] = {}
+        # By id, and with the object: pickling may make one and drop it, and the next takes its id.
+        self._seen: dict[int, tuple[Tensor, tuple[str, int | bytes]]] = {}
 
     def persistent_id(self, obj: Any) -> tuple[str, int | bytes] | None:
         if isinstance(obj, WorkerReference):
             return "worker", obj.number
-        if type(obj).__module__ == "msgspec._core":  # left in a dataclass that came back; cannot be pickled
+        if _is_decoding_cache(obj):
             return "none", 0
         if type(obj) is not Tensor or obj.is_meta or obj.layout is not torch.strided:
             return None
         if id(obj) not in self._seen:
-            self._seen[id(obj)] = self._left_out(obj.detach().cpu())
-        return self._seen[id(obj)]
+            self._seen[id(obj)] = obj, self._left_out(obj.detach().cpu())
+        return self._seen[id(obj)][1]
 
     def _left_out(self, tensor: Tensor) -> tuple[str, int | bytes]:
         if tensor.nbytes < _SHARED_BYTES:
             return "small", _inlined(tensor)
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
+
+
+def _is_decoding_cache(obj: Any) -> bool:
+    """What msgspec leaves in a dataclass that it has decoded; it cannot be pickled, and is made anew."""
+    kind = type(obj)
+    return kind.__module__ == "msgspec._core" and kind.__name__.endswith("Info")
 
 
 class _CallUnpickler(pickle.Unpickler):
@@ -233,11 +240,13 @@ class _AnswerWriter:
     def tagged(self, value: Any) -> Any:
         """The value with its tuples marked, those inside plain containers too."""
         kind = type(value)
+        if kind.__module__ == "numpy" and value.ndim == 0:
+            return value.item()
         if kind is tuple:
             return _Tuple([self.tagged(item) for item in value])
         if kind is list:
             return value if _PLAIN.issuperset(map(type, value)) else [self.tagged(item) for item in value]
-        if kind is dict:
+        if isinstance(value, dict):  # such as a state_dict; it comes back as a dict
             if not _PLAIN.issuperset(map(type, value)):
                 raise TypeError(f"a dict whose keys are {', '.join(sorted({type(key).__name__ for key in value}))}")
             return {key: self.tagged(item) for key, item in value.items()}

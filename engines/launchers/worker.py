@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,8 +13,9 @@ from typing import Any, Protocol
 import msgspec
 
 import rlcore.errors
+from rlcore.engines.launchers.wire import dump_answer, load_answer
 from rlcore.engines.launchers.world import World
-from rlcore.errors import RlcoreError, WorkerError
+from rlcore.errors import InvalidInputError, RlcoreError, WorkerError
 from rlcore.nn import real_device
 from rlcore.registry import get_device
 
@@ -69,6 +71,21 @@ class WorkerContext:
             yield
 
 
+@dataclass(frozen=True, slots=True)
+class Current:
+    """A call that a worker process executes, or has just been sent."""
+
+    engine: str
+    method: str
+    timeout_s: float
+    since: float
+    """``time.monotonic()`` when it was sent, or the call before it ended."""
+
+    @property
+    def remaining_s(self) -> float:
+        return self.since + self.timeout_s - time.monotonic()
+
+
 class WorkerHandle(Protocol):
     """A worker as the user's process sees it, wherever it runs."""
 
@@ -78,14 +95,35 @@ class WorkerHandle(Protocol):
     def process_id(self) -> int:
         """Workers of one process can work on each other's tensors."""
 
-    def call(
-        self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
-    ) -> Future[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the worker, or of one of its attributes ("module.step"); calls run in their order.
 
-        A handle among ``args`` arrives as the worker itself; both must be of one process.
+        A handle among the arguments arrives as the worker itself; both must be of one process.
         The future raises rlcore's own errors as they were, with a note naming the rank, and WorkerError for others.
+
+        Raises:
+            InvalidInputError: an argument cannot be sent.
         """
+
+    def prepare(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        on_event: Callable[[Any], None] | None,
+        timeout_s: float,
+    ) -> Callable[[], Future[Any]]:
+        """What makes that call: all that can be wrong with its arguments is found before.
+
+        Args:
+            on_event: for what the method emits; called in any thread.
+            timeout_s: how long it may run, for those who wait behind it.
+        """
+
+    @property
+    def current(self) -> Current | None:
+        """The call that runs now, of whichever engine; None when there is none, or no telling."""
 
     def stack(self) -> str:
         """What the worker is doing, or why that cannot be seen."""
@@ -107,19 +145,28 @@ class Failure(msgspec.Struct, array_like=True):
     """Name of a class in ``rlcore.errors``; "" for any other exception."""
     message: str
     traceback: str
-    attributes: dict[str, str | int]
+    attributes: dict[str, bytes]
+    """Of rlcore's own errors: those that are plain data, as ``dump_answer`` writes it."""
 
 
 def describe(error: BaseException) -> Failure:
     """Plain data about an exception raised in a worker."""
     is_ours = vars(rlcore.errors).get(type(error).__name__) is type(error)
-    attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int)}
+    attributes = dict(_plain_attributes(error)) if is_ours else {}
     return Failure(
         kind=type(error).__name__ if is_ours else "",
         message=_bounded(_text(error)),
         traceback=_bounded("".join(traceback.format_exception(error))),
-        attributes=attributes if is_ours else {},
+        attributes=attributes,
     )
+
+
+def _plain_attributes(error: BaseException) -> Iterator[tuple[str, bytes]]:
+    for name, value in vars(error).items():
+        with contextlib.suppress(InvalidInputError):
+            body, tensors = dump_answer(value, name)
+            if not tensors:
+                yield name, body
 
 
 def _text(error: BaseException) -> str:
@@ -146,6 +193,6 @@ def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:
         return WorkerError(rank=context.rank, device=context.device_name, method=method, traceback=failure.traceback)
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
-    error.__dict__.update(failure.attributes)
+    error.__dict__.update({name: load_answer(body, [], Any) for name, body in failure.attributes.items()})
     error.add_note(f"raised by {method}() on {context.where}:\n{failure.traceback}")
     return error

@@ -20,7 +20,7 @@ from rlcore.doctor.device_process import visible_devices
 from rlcore.doctor.finding import Verdict, ok, run_check
 from rlcore.doctor.packages import TorchBuild
 from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
-from rlcore.processes import start_time
+from rlcore.processes import pid_namespace, start_time
 from rlcore.registry import launch
 
 CPU = TorchBuild("2.13.0+cpu", None, None)
@@ -146,11 +146,11 @@ def test_what_living_processes_have_is_no_leftover(runtime: Path, tmp_path: Path
 
 def test_leftovers_of_dead_processes_are_found(runtime: Path, tmp_path: Path, dead_process: tuple[int, int]) -> None:
     pid, started = dead_process
-    (runtime / f"store-{pid}-{started}-0a1b2c3d").mkdir()
+    (runtime / f"store-{pid_namespace()}-{pid}-{started}-0a1b2c3d").mkdir()
     (runtime / f"ipc-{pid}-{started}.sock").touch()
     (runtime / f"ipc-{os.getpid()}-1.sock").touch()  # this process id, another process
     worker = f'{{"pid":{pid},"started":{started},"parent":1,"device":"cpu:0","engines":[]}}'
-    (runtime / f"{pid}.json").write_text(worker)
+    (runtime / f"worker-{pid_namespace()}-{pid}.json").write_text(worker)
     (tmp_path / f"torch_{pid}_12345_0").touch()
     found = host.leftovers(tmp_path)
     assert (found.status, found.found.partition(":")[0]) == ("WARN", "5 of dead processes")

@@ -138,6 +138,10 @@ def one_accident(rng: random.Random, num_workers: int) -> tuple[str, str]:
     return f"{what} during {when}", outcome
 
 
+def left_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
 LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
@@ -159,7 +163,10 @@ def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(
     for index in range(num_accidents):
         what, outcome = one_accident(rng, 1 + index % 2)
         seen.setdefault(what, set()).add(outcome)
-        wait_until(lambda: holdings() == before, 10)
+        try:
+            wait_until(lambda: holdings() == before, 10)
+        except AssertionError:
+            raise AssertionError(f"left after {what}: {left_of(before, holdings())}") from None
     assert {"WorkerDiedError"} <= set().union(*(seen[what] for what in seen if what.startswith("kill")))
     assert seen.get("raise during call", {"WorkerError"}) == {"WorkerError"}
 

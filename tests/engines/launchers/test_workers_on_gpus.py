@@ -67,7 +67,8 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
         assert free_bytes(world_size - 1) < free_before[world_size - 1] - 4 * GIB
         group.workers[-1].kill("the test says so")
         with pytest.raises(
-            WorkerDiedError, match=rf"rank {world_size - 1} \(cuda:{world_size - 1}\) was ended because the test says so"
+            WorkerDiedError,
+            match=rf"rank {world_size - 1} \(cuda:{world_size - 1}\) was ended because the test says so",
         ):
             group.call("hold", [((1,), {})] * world_size)
     finally:
