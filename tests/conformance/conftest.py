@@ -37,8 +37,8 @@ class Outcome:
 class Runs:
     """Starts every run that the session's tests will ask for, and has each wait for its own."""
 
-    def __init__(self, simdev_python: Path | None, folder: Path) -> None:
-        self._simdev_python = simdev_python
+    def __init__(self, folder: Path) -> None:
+        self.simdev_python = Path()
         self._folder = folder
         self._threads = ThreadPoolExecutor(2)
         self._outcomes: dict[Any, Future[Outcome]] = {}
@@ -56,7 +56,7 @@ class Runs:
 
     def _run(self, run: Any, folder: Path) -> Outcome:
         folder.mkdir()
-        python = self._simdev_python if run.device == "simdev" else Path(sys.executable)
+        python = self.simdev_python if run.device == "simdev" else Path(sys.executable)
         found = subprocess.run(
             [str(python), "-m", "pytest", "-p", "no:cacheprovider", *run.arguments],
             cwd=folder,
@@ -73,11 +73,15 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    wanted = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    is_simdev = any(run is not None and run.device == "simdev" for run in wanted)
-    python = request.getfixturevalue("simdev_python") if is_simdev else None
-    runs = Runs(python, tmp_path_factory.mktemp("runs"))
-    for run in filter(None, wanted):
+    params = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    wanted = [found["run"] for found in params if "run" in found]
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    for run in wanted:
+        if run.device != "simdev":
+            runs.start(run)  # while simdev is built
+    if any(run.device == "simdev" for run in wanted):
+        runs.simdev_python = request.getfixturevalue("simdev_python")
+    for run in wanted:
         runs.start(run)
     yield runs
     runs.close()

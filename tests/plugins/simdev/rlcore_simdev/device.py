@@ -8,6 +8,7 @@ import weakref
 from typing import ClassVar
 
 import torch
+
 from rlcore.devices.collectives import BITWISE_OPS, Collectives
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
@@ -16,14 +17,13 @@ from rlcore.devices.memory import Memory
 from rlcore.devices.streams import Streams
 from rlcore.errors import DeviceError, UnsupportedError
 from rlcore.types import Capability, DeviceSpec, Evidence, IpcHandle, Probe
-
 from rlcore_simdev.faults import has_fault
 
 _NAME = struct.Struct("<QQQ")  # inode of a segment, its bytes, and where in it a storage begins
 
 
 class SimSharing(Sharing):
-    """A segment is an anonymous shared file: its descriptor travels, and is mapped once however many storages use it."""
+    """A segment is an anonymous shared file: its descriptor travels, and it is mapped once for all storages in it."""
 
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)
@@ -86,11 +86,10 @@ def _forget(address: int) -> None:
 
 
 class SimStreams(Streams):
-    def limits(self) -> dict[str, Capability]:
-        return {} if has_fault("capabilities_lie") else super().limits()
-
-    def unsupported(self, member: str) -> UnsupportedError:
-        return UnsupportedError(f"streams.{member}", "a lie") if has_fault("capabilities_lie") else super().unsupported(member)
+    def capabilities(self) -> dict[str, Capability]:
+        found = super().capabilities()
+        native = Capability("native", self._device.evidence)
+        return dict.fromkeys(found, native) if has_fault("capabilities_lie") else found
 
 
 class SimCollectives(Collectives):
