@@ -67,6 +67,12 @@ class Case:
     """Takes the device of ``rlcore.get_device``. Raises UnsupportedError where the device cannot do this."""
 
 
+def expect(is_right: bool, wrong: str) -> None:
+    """Raise AssertionError with ``wrong``; unlike ``assert`` also under ``python -O``, and in these words alone."""
+    if not is_right:
+        raise AssertionError(wrong)
+
+
 def load_cases() -> dict[str, Case]:
     """All registered cases by name.
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.kernels.dispatch import Choice, Query, choose
 from rlcore.registry import get_device
 
 
 def _prepare_device_lookup(device: Any) -> Work:
     def check(found: Any) -> None:
-        assert found is device, f"get_device({device.name!r}) returned {found!r}"
+        expect(found is device, f"get_device({device.name!r}) returned {found!r}")
 
     contender = Contender(implementation="registry", run=lambda: get_device(device.name), check=check)
     return Work(contenders=(contender,), params={})
@@ -24,7 +24,7 @@ def _prepare_op_choice(device: Any) -> Work:
         return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))
 
     def check(choice: Choice) -> None:
-        assert choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}"
+        expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
     return Work(contenders=(Contender(implementation="dispatch", run=run, check=check),), params={})
 

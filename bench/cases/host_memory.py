@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.case import Case, Contender, Work, expect
 
 _BUFFER_BYTES = 2 << 30
 _NUM_TENSORS = 5000
@@ -26,7 +26,7 @@ def _prepare_alloc(device: Any) -> Work:
         return nbytes
 
     def check(nbytes: int) -> None:
-        assert nbytes == _BUFFER_BYTES, f"{nbytes} bytes were allocated"
+        expect(nbytes == _BUFFER_BYTES, f"{nbytes} bytes were allocated")
 
     return Work(
         contenders=(Contender(implementation="host_alloc", run=exact, check=check),), params={"bytes": _BUFFER_BYTES}
@@ -45,7 +45,7 @@ def _prepare_copies(to_device: bool, device: Any) -> Work:
         to, from_ = (on_device, host) if to_device else (host, on_device)
 
         def check(copied: torch.Tensor) -> None:
-            assert torch.equal(copied.cpu(), from_.cpu()), "other bytes arrived"
+            expect(torch.equal(copied.cpu(), from_.cpu()), "other bytes arrived")
 
         return Contender(implementation=name, run=lambda: to.copy_(from_, non_blocking=True), check=check)
 
@@ -72,7 +72,7 @@ def _prepare_batch(to_device: bool, device: Any) -> Work:
 
     def check(_: Any) -> None:
         device.synchronize()
-        assert torch.equal(torch.cat(on_device).cpu(), host) and torch.equal(whole.cpu(), host), "other bytes arrived"
+        expect(torch.equal(torch.cat(on_device).cpu(), host) and torch.equal(whole.cpu(), host), "other bytes arrived")
 
     def contender(name: str, run: Callable[[], Any]) -> Contender:
         return Contender(implementation=name, run=run, check=check)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 
 STEPS = 100
 SEEDS = (0, 1, 2, 3, 4)
@@ -97,21 +97,21 @@ def quantities(run: Run) -> dict[str, Quantity]:
 
 
 def check_same_distribution(run: Run) -> None:
-    assert [metrics["step"] for metrics in run.steps] == list(range(STEPS + 1)), "steps are missing"
+    expect([metrics["step"] for metrics in run.steps] == list(range(STEPS + 1)), "steps are missing")
     # Two programs never round alike throughout: 0 would mean that nothing was compared.
-    assert 0 < parity(run.steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(run.steps):.2e}"
+    expect(0 < parity(run.steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(run.steps):.2e}")
 
 
 def check_learned(run: Run) -> None:
     check_same_distribution(run)
     after = accuracies(run.steps)[1]
-    assert after >= ACCURACY, f"held-out accuracy is {after:.1%}, less than {ACCURACY:.0%}"
+    expect(after >= ACCURACY, f"held-out accuracy is {after:.1%}, less than {ACCURACY:.0%}")
 
 
 def check_learned_nothing(run: Run) -> None:
     check_same_distribution(run)
     before, after = accuracies(run.steps)
-    assert after - before <= CONTROL_GAIN, f"the control went from {before:.1%} to {after:.1%}"
+    expect(after - before <= CONTROL_GAIN, f"the control went from {before:.1%} to {after:.1%}")
 
 
 def _work(seeds: tuple[int, ...], run: Callable[[int], Run], check: Callable[[Run], None]) -> Work:

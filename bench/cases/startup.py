@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.case import Case, Contender, Work, expect
 
 _TIMED_IMPORT = "import time; t = time.perf_counter(); import rlcore; print(time.perf_counter() - t)"
 _HELP = "from rlcore.cli import main; main()"
@@ -20,7 +20,7 @@ def _python(*arguments: str) -> str:
 
 def _prepare_import(device: Any) -> Work:
     def check(output: str) -> None:
-        assert float(output) > 0, f"the process printed {output!r}"
+        expect(float(output) > 0, f"the process printed {output!r}")
 
     # The process times the import itself, so that starting Python is not counted.
     contender = Contender(implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float)
@@ -29,7 +29,7 @@ def _prepare_import(device: Any) -> Work:
 
 def _prepare_help(device: Any) -> Work:
     def check(output: str) -> None:
-        assert "quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}"
+        expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 
     contender = Contender(implementation="python", run=lambda: _python(_HELP, "--help"), check=check)
     return Work(contenders=(contender,), params={})

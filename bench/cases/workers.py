@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -88,7 +88,7 @@ def _prepare_call(device: Any) -> Work:
             return _median_of(1000, lambda: _ask(group, "echo", 7))
 
     def check(done: _Timed) -> None:
-        assert done.answer == 7, f"7 came back as {done.answer!r}"
+        expect(done.answer == 7, f"7 came back as {done.answer!r}")
 
     contender = Contender(implementation="process", run=run, check=check, seconds=lambda done: float(done.seconds))
     return Work(contenders=(contender,), params={"workers": 1}, num_runs=_NUM_RUNS)
@@ -103,7 +103,7 @@ def _prepare_sending(device: Any) -> Work:
 
     def check(done: _Timed) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
-        assert done.answer == expected, f"{done.answer} arrived, not {expected}"
+        expect(done.answer == expected, f"{done.answer} arrived, not {expected}")
 
     return _tensor_work(run, check)
 
@@ -116,7 +116,7 @@ def _prepare_receiving(device: Any) -> Work:
 
     def check(done: _Timed) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
-        assert torch.equal(done.answer, expected), "another tensor came back"
+        expect(torch.equal(done.answer, expected), "another tensor came back")
 
     return _tensor_work(run, check)
 
@@ -165,7 +165,7 @@ def _prepare_start(num_workers: int, device: Any) -> Work:
         return _Start(answer, seconds, (before_s + _bare_imports(num_workers)) / 2)
 
     def check(done: _Start) -> None:
-        assert done.answer == 7, "the workers do not answer"
+        expect(done.answer == 7, "the workers do not answer")
 
     contender = Contender(
         implementation="process",

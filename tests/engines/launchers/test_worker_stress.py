@@ -172,9 +172,6 @@ def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(
     if num_accidents > 100:
         named = {name for outcomes in seen.values() for name in outcomes}
         assert named == {"", *(kind.__name__ for kind in RIGHT.values())}
-            "",
-            *(kind.__name__ for kind in RIGHT.values()),
-        }
         assert len(seen) == 9
 
 
