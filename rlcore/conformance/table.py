@@ -55,8 +55,8 @@ def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
     if member is None:
         return "absent"
     text = member["support"] if member["result"] != "failed" else f"{member['support']}, **failed**"
-    if member["result"] == "untested":
-        text += ", untested"
+    if member["result"] in ("skipped", "untested") and member["support"] != "unsupported":
+        text += f", {member['result']}"
     if not member["reason"]:
         return text
     return f"{text} ({reasons.setdefault(member['reason'], len(reasons) + 1)})"
