@@ -143,8 +143,9 @@ def test_a_pool_has_the_memory_allocated_in_it_and_no_other(device: Any) -> None
 def test_pools_of_two_tags_are_apart(device: Any) -> None:
     with device.memory.pool("conformance a") as a:
         first = filled(device, MB)
-        with device.memory.pool("conformance b") as b:
-            second = filled(device, 2 * MB)
+    with device.memory.pool("conformance b") as b:
+        second = filled(device, 2 * MB)
+    with device.memory.pool("conformance a"):
         third = filled(device, MB)
     assert (a.stats().allocated_bytes, b.stats().allocated_bytes) == (2 * MB, 2 * MB)
     del first, second, third

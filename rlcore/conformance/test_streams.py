@@ -155,9 +155,13 @@ def test_an_event_is_reached_when_the_work_before_it_is_done(device: Any, busy: 
 
 @pytest.mark.covers("streams.event")
 def test_elapsed_time_grows_with_the_work_between(device: Any, busy: BusyWork) -> None:
-    short, long = (min(_milliseconds(device, busy, times) for _ in range(3)) for times in (1, 4))
-    assert short > 0
-    assert 2 * short < long < 12 * short  # four times the work; a machine has others to do too
+    found = []
+    for _ in range(10):  # a machine has others to do too
+        short, long = (_milliseconds(device, busy, times) for times in (1, 4))
+        found.append((short, long))
+        if 0 < 2 * short < long < 8 * short:
+            return
+    pytest.fail(f"four times the work took, in milliseconds: {found}")
 
 
 @pytest.mark.covers("streams.event")
