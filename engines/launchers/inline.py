@@ -24,7 +24,7 @@ class InlineWorker:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future is done."""
-        return self.prepare(method, args, kwargs)()
+        return self.prepare(method, args, kwargs, timeout_s=math.inf)()
 
     def prepare(
         self,
@@ -33,7 +33,7 @@ class InlineWorker:
         kwargs: Mapping[str, Any],
         *,
         on_event: Callable[[Any], None] | None = None,
-        timeout_s: float = math.inf,
+        timeout_s: float,
     ) -> Callable[[], Future[Any]]:
         """Nobody can end it when it takes longer than ``timeout_s``: it runs in the caller's own thread."""
         there = [arg.worker if isinstance(arg, InlineWorker) else arg for arg in args]

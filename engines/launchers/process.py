@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import queue
 import signal
@@ -61,7 +60,7 @@ class _Pending:
 
     context: WorkerContext
     method: str
-    timeout_s: float = math.inf
+    timeout_s: float
     expected: Any = None
     on_event: Callable[[Any], None] | None = None
     future: Future[Any] = field(default_factory=Future)
@@ -317,6 +316,7 @@ class ProcessWorker:
     ) -> None:
         self.context = context
         self._worker_class = worker_class
+        self._timeout_s = timeout_s
         self._closed: Future[Any] | None = None
         with _joining:
             self._process = _process_for(context.device_name, environment)
@@ -332,7 +332,7 @@ class ProcessWorker:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """The future raises WorkerDiedError when the process ends first."""
-        return self.prepare(method, args, kwargs)()
+        return self.prepare(method, args, kwargs, timeout_s=self._timeout_s)()
 
     def prepare(
         self,
@@ -341,7 +341,7 @@ class ProcessWorker:
         kwargs: Mapping[str, Any],
         *,
         on_event: Callable[[Any], None] | None = None,
-        timeout_s: float = math.inf,
+        timeout_s: float,
         kind: Kind = "call",
     ) -> Callable[[], Future[Any]]:
         sent = [WorkerReference(arg._number) if isinstance(arg, ProcessWorker) else arg for arg in args]
@@ -353,7 +353,8 @@ class ProcessWorker:
 
     def ask_to_stop(self) -> None:
         has_failed = self.started.done() and self.started.exception()
-        self._closed = self.started if has_failed else self.prepare("close", (), {}, kind="close")()
+        close = self.prepare("close", (), {}, timeout_s=self._timeout_s, kind="close")
+        self._closed = self.started if has_failed else close()
         self._process.forget(self._number)
 
     def kill(self, because: str) -> None:

@@ -218,7 +218,7 @@ def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Star
         os.kill(group.workers[0].process_id, signal.SIGSTOP)
         started = time.monotonic()
         arguments = [torch.zeros(1_000_000), "x" * 10_000_000]
-        futures = [group.workers[0].call("rank", arguments) for _ in range(3)]
+        futures = [group.workers[0].prepare("rank", [arguments], {}, timeout_s=1.0)() for _ in range(3)]
         with pytest.raises(WorkerTimeoutError):
             call_all(group, "rank")
         assert time.monotonic() - started < 4
@@ -377,10 +377,8 @@ def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int
 
 @pytest.mark.parametrize("state", ["idle", "busy", "loop in C", "stopped"])
 def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
-    state: str, tmp_path: Any, living: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+    state: str, tmp_path: Any, living: Any, wait_until: Any
 ) -> None:
-    from rlcore.engines.launchers.living import living_processes
-
     segments = sorted(os.listdir("/dev/shm"))
     busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
     process, workers = run_parent(f"{busy}time.sleep(300)", tmp_path)
@@ -393,10 +391,26 @@ def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
         process.kill()
         wait_until(lambda: living(str(tmp_path)) == [], 5.0)
     assert sorted(os.listdir("/dev/shm")) == segments
+    wait_until(lambda: not list(tmp_path.iterdir()), 1.0)
+
+
+def test_what_even_the_guards_could_not_remove_the_next_look_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, living: Any, wait_until: Any
+) -> None:
+    from rlcore.engines.launchers.living import living_processes
+
+    process, _ = run_parent("time.sleep(300)", tmp_path)
+    with process:
+        everybody = living(str(tmp_path))
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in everybody:
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: living(str(tmp_path)) == [], 5.0)
     assert len(list(tmp_path.iterdir())) == 3, "two records and a store"
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
-    wait_until(lambda: living_processes() == [], 5.0)
-    assert list(tmp_path.iterdir()) == [], "the next look tidies up"
+    wait_until(lambda: living_processes() == [])
+    assert list(tmp_path.iterdir()) == []
 
 
 ENGINE = """
