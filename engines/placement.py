@@ -123,7 +123,7 @@ def _check_host(acceptable_node_ips: Sequence[str] | None) -> None:
 
 def _is_own_address(text: str) -> bool:
     try:
-        address = ipaddress.ip_address(text)
+        address = ipaddress.ip_address(str(text))
     except ValueError as error:
         raise InvalidInputError(f"acceptable_node_ips must hold IP addresses, got {text!r}") from error
     if address.is_unspecified or address.is_multicast:  # they can be bound, and are no host's

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.offload.host_buffers import distinct_storages
+from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import (
     CheckpointError,
     DeviceError,
@@ -288,6 +288,12 @@ def test_placement_says_who_holds_the_device(train: rlcore.TrainEngine, qwen2_fo
         engine.build(colocate_with=rlcore.InferenceEngine(qwen2_folder))
     assert engine.build(colocate_with=train).device == "cpu:0"
     engine.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), None, "5"])
+def test_a_deadline_that_is_none_is_refused_before_anything_starts(qwen2_folder: Path, timeout_s: Any) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s must be a positive number of seconds, got"):
+        rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", timeout_s=timeout_s)
 
 
 def test_a_sync_between_launchers_is_refused(train: rlcore.TrainEngine, qwen2_folder: Path) -> None:

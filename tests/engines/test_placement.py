@@ -60,6 +60,8 @@ def test_an_impossible_request_says_which_device_is_held_by_whom() -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, ["cpu:0", "cpu:1"]),
         ({"SLURM_STEP_TASKS_PER_NODE": "100", "SLURM_LOCALID": "7"}, ["cpu:0", "cpu:1"]),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, ["cpu:0", "cpu:1"]),
+        # 16 on the node and 8 seen: Slurm has divided them.
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "16"}, ["cpu:0", "cpu:1"]),
     ],
     ids=str,
 )
@@ -70,6 +72,42 @@ def test_tasks_of_a_slurm_step_share_the_devices(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert names(choose_devices(2, None, None, None)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "text"),
+    [
+        ({"SLURM_LOCALID": "9"}, DeviceError, "SLURM_LOCALID is 9, and SLURM_STEP_TASKS_PER_NODE says 2 tasks"),
+        ({"SLURM_LOCALID": "one"}, InvalidInputError, "SLURM_LOCALID must be a whole number, got 'one'"),
+        ({"SLURM_GPUS_ON_NODE": "gpu:2"}, InvalidInputError, "SLURM_GPUS_ON_NODE must be a whole number"),
+    ],
+    ids=str,
+)
+def test_variables_of_slurm_that_cannot_be_are_named(
+    variables: dict[str, str], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"SLURM_STEP_TASKS_PER_NODE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=text):
+        choose_devices(1, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1, 0, None, None), "a device is"),
+        ((1, [object()], None, None), "a device is"),
+        ((1, None, "cpu:0", None), "colocate_with takes an engine or several, got 'cpu:0'"),
+        ((1, None, None, [3]), "not_colocate_with takes an engine or several, got 3"),
+        ((1, None, None, None, 7), "acceptable_node_ips must be a list of addresses, got 7"),
+        ((1, None, None, None, ["0.0.0.0"]), "acceptable_node_ips must hold addresses of hosts, got '0.0.0.0'"),
+        ((1, None, None, None, ["224.0.0.1"]), "acceptable_node_ips must hold addresses of hosts"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_kind_are_refused(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        choose_devices(*arguments)
 
 
 @pytest.mark.multigpu
