@@ -171,7 +171,9 @@ class Exporter:
     def ledger(self) -> list[IpcExport]:
         with self._changed:
             return [
-                IpcExport(export.export_id, export.device_uuid, export.storage_bytes, self._holders(export))
+                IpcExport(
+                    export.export_id, export.device_uuid, export.address, export.storage_bytes, self._holders(export)
+                )
                 for export in self._exports.values()
             ]
 

@@ -198,6 +198,8 @@ class IpcExport:
 
     export_id: str
     device_uuid: str
+    address: int
+    """First byte of the storage, in this process."""
     storage_bytes: int
     claims: dict[int, int]
     """Process id -> how many mappings or openings of it keep the storage from being revoked."""

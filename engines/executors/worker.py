@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.resident import Resident
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
@@ -50,6 +51,9 @@ class Worker:
         return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
 
     def close(self) -> None:
-        """Drop everything and give the memory back to the device."""
+        """Drop everything and give the memory back to the device, and to the host what no other worker has there."""
+        for resident in self._residents.values():
+            resident.drop()
         self.__dict__ = {"device": self.device}
+        arena_of(self.device).trim()
         self.device.memory.empty_cache()

@@ -1,21 +1,30 @@
 """One tag of one worker: tensors that can leave the device and come back, guarded while they are away.
 
 Weights are parameters. Buffers stay: they are small, and many (rotary tables) could not be made again after a release.
+Touching a freed storage is a segmentation fault, which is why the users of what is away are guarded.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.cargo import Arrival, Cargo, Departure, Parcel, whole
 from rlcore.engines.offload.guards import Guard
-from rlcore.engines.offload.host_buffers import HostBuffers, distinct_storages
+from rlcore.engines.offload.storages import distinct_storages, freeable_storages
+from rlcore.engines.offload.transfer import Transfer
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
+
+_NOTHING = OffloadReport(moved_bytes=0, freed_device_bytes=0, seconds=0.0, pinned=False, first_use=False)
 
 
 class Resident:
@@ -24,43 +33,127 @@ class Resident:
     def __init__(
         self, device: Any, tensors: Callable[[], Iterable[Tensor]], guard: Callable[[Guard, str], None]
     ) -> None:
+        self.device = device
         self._tensors = tensors
         self._guard_users = guard
         self._guard = Guard()
-        self._host = HostBuffers(device)
+        self._cargo = Cargo()
+        self._is_away = False
+        weakref.finalize(self, self._cargo.release, arena_of(device)).atexit = False
+
+    # ---------------------------------------------------------------------------------------------- moves
 
     def onload(self) -> OffloadReport:
-        report = self._host.onload()
-        self._guard.lift()
-        return report
+        """Bring back what left; after ``meta`` only the room, its values undefined. Nothing if it is there."""
+        return exchange([], [self])[0]
 
     def offload(self) -> OffloadReport:
-        report = self._host.offload(self._tensors())
-        self._guard_users(self._guard, "offloaded")
-        return report
+        """Copy every distinct storage to the host and free it. Nothing if it is away."""
+        return exchange([self], [])[0]
 
     def meta(self) -> OffloadReport:
-        report = self._host.release(self._tensors())
+        """Free the storages and their host memory, without copying."""
+        started = time.perf_counter()
+        freed = 0
+        if not self._is_away:
+            storages = self._storages()
+            freed = sum(storage.nbytes() for storage in storages)
+            self._cargo.parcels.extend(Parcel(None, [part]) for part in whole(storages))
+            for storage in storages:
+                storage.resize_(0)
+        self._cargo.release(arena_of(self.device))
+        self._is_away = True
         self._guard.lift()
         self._guard_users(self._guard, "released")
-        return report
+        return OffloadReport(
+            moved_bytes=0,
+            freed_device_bytes=freed,
+            seconds=time.perf_counter() - started,
+            pinned=False,
+            first_use=False,
+        )
 
     def forget(self) -> None:
         """Its tensors are about to be replaced or overwritten: nothing is away any more."""
         self.drop()
+        self._is_away = False
         self._guard.lift()
 
     def drop(self) -> None:
-        """Nothing is to be brought back."""
-        self._host.forget()
+        """Nothing is to be brought back; whoever uses what is away is still refused."""
+        self._cargo.release(arena_of(self.device))
+        self._cargo.parcels.clear()
+
+    # ------------------------------------------------------------------------------------------ both at once
+
+    def departure(self) -> Departure:
+        """Guard the tensors and let them leave."""
+        ranges = whole(self._storages())
+        self._guard_users(self._guard, "offloaded")
+        return Departure(self._cargo, ranges)
+
+    def arrival(self) -> Arrival:
+        return Arrival(self._cargo)
+
+    def has_left(self) -> None:
+        self._is_away = True
+
+    def has_stayed(self) -> None:
+        """A departure failed."""
+        self._guard.lift()
+
+    def has_arrived(self) -> None:
+        self._is_away = False
+        self._guard.lift()
+
+    @property
+    def is_away(self) -> bool:
+        return self._is_away
+
+    # --------------------------------------------------------------------------------------------- report
 
     @property
     def host_bytes(self) -> int:
-        return self._host.host_bytes
+        """Of the arena, which this tag has now."""
+        return self._cargo.host_bytes
 
     @property
     def device_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in distinct_storages(self._tensors()))
+        storages = distinct_storages(self._tensors())
+        return sum(storage.nbytes() for storage in storages if storage.device == self.device.torch_device)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        return freeable_storages(self._tensors(), self.device)
+
+
+def exchange(out: Sequence[Resident], in_: Sequence[Resident]) -> list[OffloadReport]:
+    """All of ``out`` leaves while all of ``in_`` comes back, on one device; a report of each, in this order.
+
+    Those that are there already do nothing. After an error everything is where it was.
+
+    Raises:
+        DeviceError: host or device memory does not do.
+        StateError, UnsupportedError: a storage cannot be freed.
+    """
+    leaving = [resident for resident in out if not resident.is_away]
+    arriving = [resident for resident in in_ if resident.is_away]
+    if not leaving and not arriving:
+        return [_NOTHING] * (len(out) + len(in_))
+    device = (leaving + arriving)[0].device
+    try:
+        departures = [resident.departure() for resident in leaving]
+        arrivals = [resident.arrival() for resident in arriving]
+        reports = Transfer(device, arena_of(device), departures, arrivals).run()
+    except BaseException:
+        for resident in leaving:
+            resident.has_stayed()
+        raise
+    for resident in leaving:
+        resident.has_left()
+    for resident in arriving:
+        resident.has_arrived()
+    moved = dict(zip(leaving + arriving, reports, strict=True))
+    return [moved.get(resident, _NOTHING) for resident in (*out, *in_)]
 
 
 class GradResident(Resident):
@@ -74,22 +167,19 @@ class GradResident(Resident):
     def _held(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
 
-    def offload(self) -> OffloadReport:
-        away = self._held()
-        report = super().offload()
-        for parameter, _ in away:
+    def has_left(self) -> None:
+        super().has_left()
+        self._away = self._held()
+        for parameter, _ in self._away:
             parameter.grad = None
-        self._away = away
-        return report
 
-    def onload(self) -> OffloadReport:
-        report = super().onload()
+    def has_arrived(self) -> None:
+        super().has_arrived()
         for parameter, grad in self._away:
             meanwhile, parameter.grad = parameter.grad, grad
             if meanwhile is not None:  # a backward pass has run
                 parameter.grad += meanwhile
         self._away = []
-        return report
 
     def meta(self) -> OffloadReport:
         held = self._held()
@@ -112,7 +202,8 @@ def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadReport]:
     """Keep a module's weights and its optimizers' states in host memory inside the ``with`` block.
 
-    Needs no engine. Using the module or an optimizer inside raises ``StateError``.
+    Needs no engine. Using the module or an optimizer inside raises ``StateError``. The host memory is kept for the
+    next time.
     """
     device = get_device(next(module.parameters()).device)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.offload.host_buffers import distinct_storages
+from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,

@@ -1,0 +1,77 @@
+"""How much host memory this process may still take, by the limits it lives under.
+
+Not the machine's total: a virtual machine may grow its memory, and a container is killed at its own limit long before.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_NO_LIMIT_V1 = 1 << 62
+"""Version 1 writes "no limit" as the largest multiple of a page that a signed 64-bit number holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimit:
+    """One limit on the memory of this process."""
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.limit_bytes} bytes, of which {self.used_bytes} are used"
+
+
+def cgroup_limits(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[HostLimit]:
+    """Of the control groups this process is in, versions 1 and 2, their parents included; those without are absent."""
+    found = (_limit_of(folder) for folder in _groups(root, membership))
+    return [limit for limit in found if limit is not None]
+
+
+def lock_limit_bytes() -> int | None:
+    """``ulimit -l`` of this process; None is unlimited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _groups(root: Path, membership: Path) -> Iterator[Path]:
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        group = top / path.lstrip("/")
+        # In a container the path may be the host's, and only the top is mounted: it is this process's own group then.
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top) and folder.exists())
+
+
+def _limit_of(folder: Path) -> HostLimit | None:
+    for limit_file, used_file, cache_field in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if (folder / limit_file).exists() and (folder / used_file).exists():
+            limit = (folder / limit_file).read_text().strip()
+            if limit == "max" or int(limit) >= _NO_LIMIT_V1:
+                return None
+            used = int((folder / used_file).read_text()) - _field(folder / "memory.stat", cache_field)
+            return HostLimit(f"the memory limit of the control group {folder}", int(limit), max(0, used))
+    return None
+
+
+def _field(stat: Path, name: str) -> int:
+    """Bytes of files that the kernel drops when memory is asked for."""
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

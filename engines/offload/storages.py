@@ -1,0 +1,77 @@
+"""Which memory a set of tensors stands for, and whether it can leave the device.
+
+A storage is freed and refilled in place (``untyped_storage().resize_``) rather than replaced, so that every parameter,
+DTensor and optimizer state that looks at it stays the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlcore.errors import StateError, UnsupportedError
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Every storage once, in order; tied parameters and views share one."""
+    return list({storage._cdata: storage for storage in map(_storage_of, tensors)}.values())
+
+
+def freeable_storages(tensors: Iterable[Tensor], device: Any) -> list[torch.UntypedStorage]:
+    """Those that hold memory of ``device``: an optimizer of an accelerator keeps its step counts on the host.
+
+    Raises:
+        UnsupportedError: a storage belongs to a file or to numpy, so that it cannot be freed, or is in shared memory
+            of the host, which torch cannot grow again.
+        StateError: another process may have one open.
+    """
+    exported = _exported_addresses(device)
+    found = {}
+    for tensor in tensors:
+        storage = _storage_of(tensor)
+        if storage._cdata in found or not storage.nbytes() or storage.device != device.torch_device:
+            continue
+        if storage.data_ptr() in exported:
+            raise StateError(
+                f"a tensor of shape {list(tensor.shape)} on {device.name} is exported to other processes, which may "
+                "read it while it is freed; call device.memory.revoke(handle) first"
+            )
+        _check_can_be_freed(storage, tensor)
+        found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
+
+
+def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor) -> None:
+    if not storage.resizable():
+        raise UnsupportedError(
+            f"offloading a tensor of shape {list(tensor.shape)} made from a file or a numpy array",
+            "torch cannot free its storage; give the module or optimizer tensor.clone() instead",
+        )
+    if storage.device.type == "cpu" and storage.is_shared():
+        raise UnsupportedError(
+            f"offloading a tensor of shape {list(tensor.shape)} that is in shared memory of the host, as after "
+            "export_ipc or share_memory_",
+            "torch crashes when such a storage grows again; put tensor.clone() in its place",
+        )
+
+
+def _exported_addresses(device: Any) -> set[int]:
+    try:
+        return {export.address for export in device.memory.ledger()}
+    except UnsupportedError:  # then nothing is exported
+        return set()
+
+
+def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
+    """[nbytes] uint8, a part of it."""
+    found: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
+    return found

@@ -1,0 +1,191 @@
+"""Sets of storages leave a device for its arena while others come back, block by block.
+
+Each direction has a stream of its own, on which a few blocks are always queued. A storage is freed as soon as its last
+byte has left, and what comes back takes no more device memory than has left, until all has: two sets that do not fit
+together change places. A block is free again as soon as it has arrived, so that the host needs little more than the
+larger set.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.engines.offload.arena import BLOCK_BYTES, Arena
+from rlcore.engines.offload.cargo import Arrival, Departure, Parcel
+from rlcore.errors import DeviceError
+from rlcore.types import OffloadReport
+
+_QUEUED = 3
+"""Blocks in each direction that the device has been given: it is not idle while the host frees and allocates."""
+
+
+@dataclass(eq=False, slots=True)
+class _Queued:
+    """A parcel that the device is copying."""
+
+    way: Departure | Arrival
+    parcel: Parcel
+    done: Any
+    keep: Any
+    """Views that must live until then."""
+
+
+class Transfer:
+    """All of ``out`` leaves and all of ``in_`` comes back, or, after an error, everything is where it was."""
+
+    def __init__(self, device: Any, arena: Arena, out: Sequence[Departure], in_: Sequence[Arrival]) -> None:
+        self._device = device
+        self._arena = arena
+        self._out, self._in = out, in_
+        self._ways: list[Departure | Arrival] = [*out, *in_]
+        self._streams: dict[type, Any] = {Departure: device.streams.new(), Arrival: device.streams.new()}
+        self._queue: deque[_Queued] = deque()
+        self._ended: dict[Departure | Arrival, float] = {}
+        self._is_first_use = False
+
+    def run(self) -> list[OffloadReport]:
+        """Returns a report of each of ``out``, then of each of ``in_``; their seconds count from the common start.
+
+        Raises:
+            DeviceError: host or device memory does not do. Everything is where it was, or the message says otherwise.
+        """
+        started = time.perf_counter()
+        self._is_first_use = self._arena.reserve(self._host_need())
+        try:
+            self._move()
+        except BaseException as error:
+            where = self._undo()
+            if isinstance(error, DeviceError):
+                raise DeviceError(f"{error}. {where}") from error
+            error.add_note(where)
+            raise
+        return [self._report(way, self._ended.get(way, started) - started) for way in self._ways]
+
+    def _host_need(self) -> int:
+        """Bytes that must be free before anything moves, so that no direction has to wait for the other for ever."""
+        out_bytes = sum(way.rest_bytes for way in self._out)
+        in_bytes = sum(way.host_bytes for way in self._in)
+        # What comes back waits until as much has left as its next storage takes; what leaves runs ahead by one storage.
+        ahead = sum(max((way.largest_bytes for way in ways), default=0) for ways in (self._out, self._in))
+        return min(out_bytes, max(0, out_bytes - in_bytes) + ahead + 2 * _QUEUED * BLOCK_BYTES)
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def _move(self) -> None:
+        for stream in self._streams.values():
+            stream.wait_stream(self._device.streams.current())
+        while not all(way.is_over for way in self._ways):
+            if self._send() | self._fetch():  # not `or`: each direction has its turn
+                continue
+            if self._queue:
+                self._end_oldest()
+            else:
+                self._force()
+
+    def _send(self, *, waits: bool = False) -> bool:
+        """Queue the next block that leaves, if there is one and room for it."""
+        way = next((way for way in self._out if way.rest_bytes), None)
+        if way is None or self._num_queued(Departure) == _QUEUED:
+            return False
+        block = self._arena.take(way.rest_bytes, waits=waits or not self._in)
+        if block is None:
+            return False
+        parcel = way.pack(block)
+        on_host, on_device = parcel.pairs()
+        try:
+            self._copy(way, parcel, on_host, on_device)
+        except BaseException:
+            self._arena.give(block)
+            raise
+        return True
+
+    def _fetch(self, *, is_forced: bool = False) -> bool:
+        """Queue the next block that comes back, if there is one and room for it."""
+        way = next((way for way in self._in if way.has_rest), None)
+        if way is None or self._num_queued(Arrival) == _QUEUED:
+            return False
+        is_leaving = not all(way.is_over for way in self._out)
+        if is_leaving and not is_forced and way.needed_bytes > self._freed_bytes:
+            return False
+        try:
+            parcel = way.unpack()
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            if is_leaving:  # what was freed lies in pieces: more will be
+                return False
+            raise DeviceError(
+                f"{self._device.name} has no memory for {way.needed_bytes} bytes that come back: "
+                f"{str(error).partition(chr(10))[0]}; offload something else first"
+            ) from error
+        on_host, on_device = parcel.pairs()
+        self._copy(way, parcel, on_device, on_host)
+        return True
+
+    def _force(self) -> None:
+        """Nothing is queued, and each direction waits for the other's memory."""
+        if self._fetch(is_forced=True):  # the device has more than has left
+            return
+        rest = sum(way.rest_bytes for way in self._out)
+        self._is_first_use |= self._arena.reserve(rest)
+        if not self._send(waits=True):
+            raise DeviceError(f"the host memory of {self._device.name} has no room for {rest} bytes that leave")
+
+    def _copy(self, way: Departure | Arrival, parcel: Parcel, dst: list[Any], src: list[Any]) -> None:
+        stream = self._streams[type(way)]
+        stream.wait_stream(self._device.streams.current())  # whatever used the memory of new storages before
+        self._device.memory.copy_batch(dst, src, stream)
+        self._queue.append(_Queued(way, parcel, stream.record_event(), (dst, src)))
+
+    def _end_oldest(self) -> None:
+        oldest = self._queue.popleft()
+        oldest.done.synchronize()
+        oldest.keep = None
+        if isinstance(oldest.way, Departure):
+            oldest.way.has_left(oldest.parcel)
+        else:
+            oldest.way.has_arrived(oldest.parcel, self._arena)
+        if oldest.way.is_over:
+            self._ended[oldest.way] = time.perf_counter()
+
+    def _num_queued(self, kind: type) -> int:
+        return sum(isinstance(queued.way, kind) for queued in self._queue)
+
+    @property
+    def _freed_bytes(self) -> int:
+        """What has left and not been taken again."""
+        return sum(way.freed_bytes for way in self._out) - sum(way.taken_bytes for way in self._in)
+
+    # --------------------------------------------------------------------------------------------- the end
+
+    def _undo(self) -> str:
+        """Bring everything back to where it was; says where it is."""
+        try:
+            while self._queue:
+                self._end_oldest()
+            back = Transfer(
+                self._device,
+                self._arena,
+                [way.reversed() for way in self._in],
+                [Arrival(way.cargo) for way in self._out],
+            )
+            back._move()
+        except Exception as failed:
+            return (
+                f"That could not be undone ({failed}): parts of the tensors are on {self._device.name} and parts in "
+                "host memory; build the engine again"
+            )
+        there = ["what was to leave is on " + self._device.name] * bool(self._out)
+        away = ["what was to come back is in host memory"] * bool(self._in)
+        return f"Nothing has moved: {', '.join(there + away)}"
+
+    def _report(self, way: Departure | Arrival, seconds: float) -> OffloadReport:
+        return OffloadReport(
+            moved_bytes=way.moved_bytes,
+            freed_device_bytes=way.freed_bytes if isinstance(way, Departure) else -way.taken_bytes,
+            seconds=seconds,
+            pinned=way.is_pinned and way.moved_bytes > 0,
+            first_use=self._is_first_use,
+        )
