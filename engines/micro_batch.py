@@ -1,4 +1,4 @@
-"""Cut a packed batch into micro-batches of about equal tokens, shifted for scoring.
+"""Cut a packed batch into shares of workers, and those into micro-batches of about equal tokens, shifted for scoring.
 
 The hidden state of token t scores token t+1 of the same sequence. This is the only place that shifts: everything
 above speaks of "the log-prob of token t", every operator below of "row r scores targets[r]". Only rows that count
@@ -36,27 +36,65 @@ class MicroBatch:
     cu_rows: Tensor
     """[N+1] int32: where each sequence's rows start."""
     positions_R: Tensor
-    """Host tensor: the position in the whole packed batch of the token that each row scores."""
+    """Host tensor: the position in the packed share of the token that each row scores."""
 
 
-def micro_batches(
-    packed: Mapping[str, Tensor], scored_T: Tensor, max_tokens: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Sequences balanced by length, at most ``max_tokens`` tokens each; ``scored_T`` marks tokens that count.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a packed batch that one worker works on."""
+
+    packed: dict[str, Tensor]
+    """Whole sequences, in the batch's order; perhaps none."""
+    positions_T: Tensor
+    """Where its tokens stand in the whole batch."""
+    num_tokens: int
+    """Of the whole batch."""
+    num_micro_batches: int
+    """The same for all workers: those whose sequences need fewer add empty ones, for the collectives to match."""
+
+
+def shares(packed: Mapping[str, Tensor], num_workers: int, max_tokens: int) -> list[Share]:
+    """Split a packed batch by tokens.
 
     Raises:
         InvalidInputError: a sequence is longer than ``max_tokens``.
     """
     cu_seqlens = packed["cu_seqlens"].long()
     lengths_N = cu_seqlens.diff()
-    if int(lengths_N.max()) > max_tokens:
+    if len(lengths_N) and int(lengths_N.max()) > max_tokens:
         raise InvalidInputError(
             f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
         )
+    parts = [torch.tensor(part, dtype=torch.int64) for part in balance(lengths_N.tolist(), num_bins=num_workers)]
+    count = max(len(balance(lengths_N[part].tolist(), max_tokens=max_tokens)) for part in parts)
+    return [_share(packed, _tokens_of(cu_seqlens, part), lengths_N[part], count) for part in parts]
+
+
+def _share(packed: Mapping[str, Tensor], token_T: Tensor, lengths_N: Tensor, count: int) -> Share:
+    own = {name: value_T[token_T] for name, value_T in packed.items() if name != "cu_seqlens"}
+    num_tokens = len(packed["input_ids"])
+    return Share(own | {"cu_seqlens": _offsets(lengths_N).to(torch.int32)}, token_T, num_tokens, count)
+
+
+def micro_batches(share: Share, scored_T: Tensor, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Sequences balanced by length, at most ``max_tokens`` tokens each; ``scored_T`` marks tokens that count."""
+    packed = share.packed
+    cu_seqlens = packed["cu_seqlens"].long()
     scored_T = scored_T.clone()
     scored_T[cu_seqlens[:-1]] = False  # nothing precedes the first token of a sequence
-    for sequences in balance(lengths_N.tolist(), max_tokens=max_tokens):
+    selections = balance(cu_seqlens.diff().tolist(), max_tokens=max_tokens)
+    for sequences in selections:
         yield _select(packed, scored_T, cu_seqlens, torch.tensor(sequences), device)
+    for _ in range(share.num_micro_batches - len(selections)):
+        yield _empty(packed, device)
+
+
+def _empty(packed: Mapping[str, Tensor], device: torch.device) -> MicroBatch:
+    """One token that scores nothing."""
+    one = {name: value_T.new_zeros(1) for name, value_T in packed.items() if name != "cu_seqlens"}
+    alone = one | {"cu_seqlens": torch.tensor([0, 1])}
+    unscored_T = torch.zeros(1, dtype=torch.bool)
+    return _select(alone, unscored_T, alone["cu_seqlens"], torch.zeros(1, dtype=torch.int64), device)
 
 
 def _select(
@@ -68,9 +106,7 @@ def _select(
 ) -> MicroBatch:
     lengths_N = cu_seqlens.diff()[sequences]
     cu_local = _offsets(lengths_N)
-    # position of every token of these sequences in the whole batch
-    shift_N = cu_seqlens[:-1][sequences] - cu_local[:-1]
-    token_T = torch.arange(int(cu_local[-1])) + shift_N.repeat_interleave(lengths_N)
+    token_T = _tokens_of(cu_seqlens, sequences)
     target_R = scored_T[token_T].nonzero().squeeze(1)
     sequence_T = torch.arange(len(sequences)).repeat_interleave(lengths_N)
     rows_N = torch.bincount(sequence_T[target_R], minlength=len(sequences))
@@ -90,6 +126,13 @@ def _select(
         cu_rows=on_device(_offsets(rows_N).to(torch.int32)),
         positions_R=positions_R,
     )
+
+
+def _tokens_of(cu_seqlens: Tensor, sequences: Tensor) -> Tensor:
+    """Position in the batch of every token of these sequences."""
+    lengths_N = cu_seqlens.diff()[sequences]
+    cu_local = _offsets(lengths_N)
+    return torch.arange(int(cu_local[-1])) + (cu_seqlens[:-1][sequences] - cu_local[:-1]).repeat_interleave(lengths_N)
 
 
 def _offsets(lengths_N: Tensor) -> Tensor:

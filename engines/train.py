@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from rlcore.engines.batch import to_packed
 from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerHandle
+from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import split_arguments
 from rlcore.engines.residency import State
 from rlcore.engines.sync.local import ROUTE
-from rlcore.engines.train_step import ScoreOptions, StepOptions
+from rlcore.engines.train_step import SCORED, WEIGHT, ScoreOptions, StepOptions
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
@@ -50,6 +51,20 @@ class TrainEngine(Engine):
         self._module = module
         self._last_checkpoint: Path | None = None
         super().__init__(executor)
+
+    def build(self, *, replicas: int = 1, data_parallel_size: int = 1, **options: Any) -> Self:
+        """Start the workers and load the weights, sharded over ``data_parallel_size`` of them; see ``Engine.build``.
+
+        Args:
+            replicas: copies of the sharded weights (HSDP); there are ``replicas * data_parallel_size`` workers.
+            options: of ``Engine.build``, and of the executor. For "fsdp2": ``dtype`` of the parameters that are kept
+                and ``compute_dtype`` of those gathered ("float32", "bfloat16"), ``activation_checkpointing`` and
+                ``compile`` (of each block; False).
+        """
+        for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
+            if type(value) is not int or value < 1:
+                raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        return super().build(data_parallel_size=replicas * data_parallel_size, replicas=replicas, **options)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
@@ -137,8 +152,9 @@ class TrainEngine(Engine):
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        metrics: dict[str, float] = self._call("train_step", packed, weight_T, loss_fn, options)[0]
-        return metrics
+        self._check_batch(packed, weight_T != 0)
+        metrics: dict[str, float] = self._call_on_shares("train_step", packed | {WEIGHT: weight_T}, loss_fn, options)
+        return metrics | {"num_tokens": int((weight_T != 0).sum())}
 
     def forward_logprobs(
         self,
@@ -163,8 +179,24 @@ class TrainEngine(Engine):
             top_p=top_p,
             top_k=top_k,
         )
-        logprob_T: Tensor = self._call("score", packed, _loss_mask(packed), options)[0]
+        scored_T = _loss_mask(packed)
+        self._check_batch(packed, scored_T)
+        logprob_T: Tensor = self._call_on_shares("score", packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
+
+    def _check_batch(self, packed: Mapping[str, Tensor], counted_T: Tensor) -> None:
+        # Here and not in the workers: one that refused its share would leave the others waiting for it.
+        check_tokens(packed, self._module.output_head().weight.shape[0])
+        check_finite(packed, counted_T)
+
+    def _call_on_shares(self, method: str, packed: dict[str, Tensor], *args: Any) -> Any:
+        """Each worker gets its share of the batch; the result, which is the same on all."""
+        group = self._built_group()
+        parts = shares(packed, group.workers[0].context.world_size, args[-1].max_tokens_per_micro_batch)
+        calls: list[tuple[Any, dict[str, Any]]] = [
+            ((parts[worker.context.rank], *args), {}) for worker in group.workers
+        ]
+        return group.call(method, calls)[0]
 
     # --------------------------------------------------------------------------------------------- weights
 
@@ -269,6 +301,12 @@ _LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
 
 def _pairs(source: WorkerGroup, receivers: list[WorkerHandle]) -> list[tuple[WorkerHandle, WorkerHandle]]:
     """Each trainer worker with the receiver of its own process."""
+    if source.workers[0].context.world_size > 1:
+        raise UnsupportedError(
+            f"sync_weights() from {source.workers[0].context.world_size} workers",
+            "route 'local' copies whole weights inside one process, and each worker holds a part of them; use "
+            "state_dict() or export()",
+        )
     if [worker.process_id for worker in source.workers] != [worker.process_id for worker in receivers]:
         raise UnsupportedError(
             "sync_weights() between these engines", "route 'local' needs both on the same devices under one launcher"

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.engines.micro_batch import MicroBatch, check_finite, check_tokens, micro_batches
+from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches
+from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients, whole
 from rlcore.engines.train_state import optimizers_of, schedulers_of
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
@@ -18,7 +20,10 @@ from rlcore.kernels.nucleus import keep_mask
 from rlcore.kernels.token_logprob import token_logprob
 from rlcore.nn import TrainModule
 
-_WEIGHT = "token_weight"  # carried beside the batch's own entries while it is cut
+WEIGHT = "token_weight"
+"""Carried beside the batch's own entries: the token's share of the loss of the whole batch."""
+SCORED = "is_scored"
+"""Carried beside the batch's own entries: whether the token counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +62,24 @@ def _check_max_tokens(value: int) -> None:
 def train_step(
     module: TrainModule,
     device: torch.device,
-    packed: Mapping[str, Tensor],
-    weight_T: Tensor,
+    share: Share,
     loss_fn: Callable[..., Any],
     *,
     options: StepOptions,
 ) -> dict[str, float]:
-    """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients."""
+    """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients.
+
+    All workers do this together, each on its share.
+    """
     optimizers = optimizers_of(module)
     if not optimizers:
         raise StateError(
             f"train_batch needs an optimizer, and {type(module).__name__} has none; "
             "set one as an attribute in on_weights_materialized(), such as self.optimizer = torch.optim.AdamW(...)"
         )
-    _check(module, packed, weight_T != 0)
     try:
-        metrics = _accumulate(module, device, dict(packed) | {_WEIGHT: weight_T}, loss_fn, options)
+        with leaving_it_sharded(module):
+            metrics = _accumulate(module, device, share, loss_fn, options)
         grad_norm = _clip(module, options.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise RlcoreError(
@@ -87,23 +94,26 @@ def train_step(
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
     for scheduler in schedulers_of(module).values():
         scheduler.step()
-    return metrics.result() | {"grad_norm": float(grad_norm), "num_tokens": int((weight_T != 0).sum())} | rates
+    return metrics.result() | {"grad_norm": float(grad_norm)} | rates
 
 
 def _accumulate(
     module: TrainModule,
     device: torch.device,
-    packed: Mapping[str, Tensor],
+    share: Share,
     loss_fn: Callable[..., Any],
     options: StepOptions,
 ) -> _Metrics:
     metrics = _Metrics()
-    for part in micro_batches(packed, packed[_WEIGHT] != 0, options.max_tokens_per_micro_batch, device):
-        head = module.output_head()
+    parts = micro_batches(share, share.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device)
+    for number, part in enumerate(parts, start=1):
+        sync_gradients(module, is_last=number == share.num_micro_batches)
         per_token = dict(part.per_token)
-        weight_R = per_token.pop(_WEIGHT)
+        weight_R = per_token.pop(WEIGHT)
+        hidden_TH = module.hidden_states(part.tokens)
+        head = module.output_head()  # by now gathered, if it is sharded
         output = linear_loss(
-            module.hidden_states(part.tokens)[part.rows_R],
+            hidden_TH[part.rows_R],
             head.weight,
             part.targets_R,
             loss_fn,
@@ -116,14 +126,14 @@ def _accumulate(
             softcap=head.softcap,
             logit_scale=head.logit_scale,
         )
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        (output.loss * num_gradient_parts(module)).backward()  # type: ignore[no-untyped-call]
         metrics.add(output.loss.detach(), output.stats, weight_R.sum())
     return metrics
 
 
 def _clip(module: TrainModule, max_norm: float | None) -> Tensor:
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm))
 
 
 class _Metrics:
@@ -140,13 +150,28 @@ class _Metrics:
         self._weights.append(weight)
 
     def result(self) -> dict[str, float]:
-        weight = torch.stack(self._weights)
+        """Of the micro-batches of all workers."""
+        names = ["loss", "weight", *self._stats[0]]
+        rows = zip(self._losses, self._weights, self._stats, strict=True)
+        table = torch.stack([torch.stack([x.float() for x in (loss, w, *stats.values())]) for loss, w, stats in rows])
+        columns = dict(zip(names, _of_all_workers(table).unbind(1), strict=True))
+        loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         share = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-        joined = {"loss": torch.stack(self._losses).sum()}
-        for name in self._stats[0]:
-            values = torch.stack([stats[name] for stats in self._stats])
-            joined[name] = _join(name, values, share)
-        return dict(zip(joined, torch.stack([value.float() for value in joined.values()]).tolist(), strict=True))
+        joined = {"loss": loss} | {name: _join(name, values, share) for name, values in columns.items()}
+        return dict(zip(joined, torch.stack(list(joined.values())).tolist(), strict=True))
+
+
+def _of_all_workers(rows: Tensor) -> Tensor:
+    """The rows [M, K] of every worker, one after the other."""
+    if _num_workers() == 1:
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(_num_workers())]
+    dist.all_gather(gathered, rows)
+    return torch.cat(gathered)
+
+
+def _num_workers() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
@@ -159,29 +184,25 @@ def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    module: TrainModule,
-    device: torch.device,
-    packed: Mapping[str, Tensor],
-    scored_T: Tensor,
-    options: ScoreOptions,
-) -> Tensor:
-    """Log-probability [T] float32, on the host, of every token marked in ``scored_T``; 0 elsewhere."""
-    _check(module, packed, scored_T)
-    logprob_T = torch.zeros(len(packed["input_ids"]))
+def score(module: TrainModule, device: torch.device, share: Share, options: ScoreOptions) -> Tensor:
+    """Log-probability [T] float32, on the host, of every marked token of the whole batch; 0 elsewhere."""
+    logprob_T = torch.zeros(share.num_tokens, device=device)
     was_training = module.training
     module.eval()
     try:
-        for part in micro_batches(packed, scored_T, options.max_tokens_per_micro_batch, device):
-            logprob_T[part.positions_R] = _logprobs(module, part, options).cpu()
+        with leaving_it_sharded(module):
+            for part in micro_batches(share, share.packed[SCORED], options.max_tokens_per_micro_batch, device):
+                logprob_T[share.positions_T[part.positions_R].to(device)] = _logprobs(module, part, options).float()
     finally:
         module.train(was_training)
-    return logprob_T
+    if _num_workers() > 1:
+        dist.all_reduce(logprob_T)  # each token is scored by one worker, and 0 on the others
+    return logprob_T.cpu()
 
 
 def _logprobs(module: TrainModule, part: MicroBatch, options: ScoreOptions) -> Tensor:
-    head = module.output_head()
     hidden_RH = module.hidden_states(part.tokens)[part.rows_R]
+    head = module.output_head()
     if options.top_p == 1 and options.top_k <= 0:
         return linear_logprob(
             hidden_RH,
@@ -206,8 +227,3 @@ def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: Any, options: ScoreO
         logits = logits * head.logit_scale
         keep = keep_mask(logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         yield token_logprob(logits, targets, temperature=options.temperature, keep_mask=keep).logprob
-
-
-def _check(module: TrainModule, packed: Mapping[str, Tensor], scored_T: Tensor) -> None:
-    check_tokens(packed, module.output_head().weight.shape[0])
-    check_finite(packed, scored_T)

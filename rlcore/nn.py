@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,17 +79,25 @@ class TrainModule(nn.Module):
         """What an inference engine is given: checkpoint names and the tensors themselves, tied ones once."""
         yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
 
-    def materialize(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Replace the meta parameters by real ones read from ``materialization_source()``.
+    def wrap_classes(self) -> Collection[str]:
+        """Names of the classes whose modules are gathered, recomputed and compiled one at a time: the blocks."""
+        return ()
+
+    def needs_conversion(self, names: Collection[str]) -> bool:
+        """Whether tensors of these names in ``materialization_source()`` are not this module's own, name by name."""
+        return False
+
+    def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """All weights on the host by this module's names, where the source's tensors have to be converted.
 
         Raises:
-            CheckpointError: a parameter is missing, unexpected, or of another shape.
+            CheckpointError: a parameter is missing, or of another shape.
         """
-        _adopt(self, _read_source(self.materialization_source()), device, dtype)
+        raise NotImplementedError(f"{type(self).__name__} must define converted_weights() if it needs conversion")
 
     def export(self, folder: Path) -> None:
         """Write the weights as ``model.safetensors`` under their checkpoint names."""
-        save_file = _safetensors().torch.save_file
+        save_file = safetensors_library().torch.save_file
         save_file({name: tensor.contiguous() for name, tensor in self.named_weights()}, folder / "model.safetensors")
 
 
@@ -97,6 +105,7 @@ class HuggingFaceTrainModule(TrainModule):
     """Mix in before a transformers model class: ``class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM)``."""
 
     config: Any
+    _no_split_modules: Any
     _source: Path
 
     @classmethod
@@ -131,9 +140,25 @@ class HuggingFaceTrainModule(TrainModule):
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return OutputHead(head.weight, head.bias, softcap, scale)
 
-    def materialize(self, device: torch.device, dtype: torch.dtype) -> None:
+    def wrap_classes(self) -> Collection[str]:
+        return tuple(self._no_split_modules or ())
+
+    def needs_conversion(self, names: Collection[str]) -> bool:
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter
+        except ImportError:  # transformers 4 renames, which shows as a missing name, and converts nothing
+            return not self._fits(names)
+        converters = [found for found in get_model_conversion_mapping(self) if isinstance(found, WeightConverter)]
+        return not self._fits(names) or any(found.rename_source_key(name)[1] for found in converters for name in names)
+
+    def _fits(self, names: Collection[str]) -> bool:
+        own = {name for name, _ in [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]}
+        return own.issuperset(names)
+
+    def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         # transformers' own loader knows every checkpoint's renamed and fused tensors.
-        with _errors_named(self._source):
+        with errors_named(self._source):
             loaded, report = super().from_pretrained(  # type: ignore[misc]
                 self._source, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -144,8 +169,7 @@ class HuggingFaceTrainModule(TrainModule):
                 f"of another shape {sorted(map(str, report['mismatched_keys']))}. Use the model's own folder, or "
                 "name parameters that start fresh in the class attribute `new_parameters`."
             )
-        state = dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
-        _adopt(self, state, device, dtype)
+        return dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
 
     def export(self, folder: Path) -> None:
         architectures = self.config.architectures
@@ -210,102 +234,26 @@ def _parameters_land_on_meta() -> bool:
     return bool(probe.get_parameter("probe").is_meta)
 
 
-def _adopt(module: nn.Module, state: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-    """Put ``state`` into ``module`` in place of its meta parameters; tied parameters stay one."""
-    names_of = _names_by_parameter(module)
-    missing = _put_parameters(module, names_of, state, device, dtype)
-    for name, buffer in list(module.named_buffers()):
-        if state.get(name, buffer).is_meta:
-            raise CheckpointError(
-                f"buffer {name} of {type(module).__name__} has no values; make the module under rlcore.meta_device(), "
-                "which leaves buffers real"
-            )
-        owner, leaf = _owner(module, name)
-        owner._buffers[leaf] = owned(state.get(name, buffer).to(device))
-    unexpected = sorted(state.keys() - {name for names in names_of.values() for name in names} - _buffer_names(module))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the weights do not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Parameters "
-            "that start fresh go into the class attribute `new_parameters`."
-        )
-
-
-def _put_parameters(
-    module: nn.Module,
-    names_of: Mapping[nn.Parameter, list[str]],
-    state: Mapping[str, Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[str]:
-    """The names of parameters that ``state`` lacks."""
-    missing = []
-    for old, names in names_of.items():
-        found = next((name for name in names if name in state), None)
-        if found is None and not names[0].startswith(_new_parameters(module)):
-            missing.append(names[0])
-            continue
-        value = torch.empty_like(old, device=device) if found is None else state[found].detach()
-        if value.shape != old.shape:
-            raise CheckpointError(f"{names[0]} has shape {list(old.shape)}; the checkpoint has {list(value.shape)}")
-        new = nn.Parameter(owned(value.to(device, dtype)), requires_grad=old.requires_grad)
-        for name in names:
-            owner, leaf = _owner(module, name)
-            owner._parameters[leaf] = new
-        if found is None:
-            owner.reset_parameters()  # type: ignore[operator]
-    return missing
-
-
-def _new_parameters(module: nn.Module) -> tuple[str, ...]:
-    return module.new_parameters if isinstance(module, TrainModule) else ()
-
-
 def owned(tensor: Tensor) -> Tensor:
     """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
-def _names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
-def _buffer_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_buffers()}
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
-
-
-def _read_source(source: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if isinstance(source, Mapping):
-        return source
-    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-    if not files or not files[0].exists():
-        raise CheckpointError(f"no safetensors file at {source}")
-    with _errors_named(source):
-        return {name: tensor for file in files for name, tensor in _safetensors().torch.load_file(file).items()}
-
-
 def _read_config(cls: Any, path: str | Path) -> Any:
-    with _errors_named(path):
+    with errors_named(path):
         return cls.config_class.from_pretrained(path, local_files_only=True)
 
 
 @contextlib.contextmanager
-def _errors_named(path: str | Path) -> Iterator[None]:
+def errors_named(path: str | Path) -> Iterator[None]:
     """What the loaders raise for a damaged folder, as one error that names the folder."""
     try:
         yield
-    except (OSError, ValueError, _safetensors().SafetensorError) as error:
+    except (OSError, ValueError, safetensors_library().SafetensorError) as error:
         raise CheckpointError(f"cannot read the model at {path}: {error}") from error
 
 
-def _safetensors() -> Any:
+def safetensors_library() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:

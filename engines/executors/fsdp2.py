@@ -1,39 +1,54 @@
-"""The train executor: what one worker does with the user's module. One worker needs no sharding."""
+"""The train executor: what each worker does with the user's module, sharded over them by FSDP2."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.export import replace_folder
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.materialize import materialize
+from rlcore.engines.micro_batch import Share
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
+from rlcore.engines.sharding import Sharding, copy_own_part, reshard, shard, whole
 from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
+from rlcore.engines.weight_source import open_weights
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
-_MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_COLLECTIVE_TIMEOUT_S = 3600.0
+"""Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
 
 
 class Fsdp2Worker(Worker):
-    """Owns the module on one device."""
+    """Owns its shards of the module on one device."""
 
+    runs_on_many_devices = True
     module: TrainModule
 
-    def build(self, module: TrainModule, *, dtype: str = "float32") -> bool:
-        """Materialize the module; True if it has an optimizer. ``dtype`` is that of the parameters."""
-        if dtype not in _MASTER_DTYPES:
-            raise InvalidInputError(f"dtype must be one of {', '.join(_MASTER_DTYPES)}, got {dtype!r}")
-        module.materialize(self.device.torch_device, _MASTER_DTYPES[dtype])
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._context = context
+
+    def build(self, module: TrainModule, **options: Any) -> bool:
+        """Shard and materialize the module; True if it has an optimizer. ``options`` are those of ``Sharding``."""
+        sharding = Sharding(**options)
+        device, context = self.device.torch_device, self._context
+        source = open_weights(module, sharding.torch_dtype)
+        self._class_name = type(module).__name__  # FSDP changes it
+        shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
+        materialize(module, source, device, sharding.torch_dtype)
         module.train()
         module.on_weights_materialized()
         self.module = module
@@ -41,22 +56,26 @@ class Fsdp2Worker(Worker):
         return bool(train_state.optimizers_of(module))
 
     def _make_residents(self) -> dict[str, Resident]:
-        module = self.module
+        module, class_name = self.module, self._class_name
+
+        def weights() -> Iterator[nn.Parameter]:
+            reshard(module)
+            return module.parameters()
 
         def guard_weights(guard: Guard, state: str) -> None:
-            message = f"the weights of this {type(module).__name__} are {state}; call the engine's onload('weights')"
+            message = f"the weights of this {class_name} are {state}; call the engine's onload('weights')"
             guard.guard_module(module, message)
             guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
 
         def guard_optimizers(tag: str) -> Any:
             def guard_them(guard: Guard, state: str) -> None:
-                message = f"the {tag} of this {type(module).__name__} are {state}; call the engine's onload({tag!r})"
+                message = f"the {tag} of this {class_name} are {state}; call the engine's onload({tag!r})"
                 guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
 
             return guard_them
 
         return {
-            "weights": Resident(self.device, module.parameters, guard_weights),
+            "weights": Resident(self.device, weights, guard_weights),
             "optimizer": Resident(
                 self.device,
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
@@ -67,38 +86,50 @@ class Fsdp2Worker(Worker):
 
     # ------------------------------------------------------------------------------------------- training
 
-    def train_step(
-        self, packed: Mapping[str, Tensor], weight_T: Tensor, loss_fn: Any, options: StepOptions
-    ) -> dict[str, float]:
-        return train_step(self.module, self.device.torch_device, packed, weight_T, loss_fn, options=options)
+    def train_step(self, share: Share, loss_fn: Any, options: StepOptions) -> dict[str, float]:
+        return train_step(self.module, self.device.torch_device, share, loss_fn, options=options)
 
-    def score(self, packed: Mapping[str, Tensor], scored_T: Tensor, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device.torch_device, packed, scored_T, options)
+    def score(self, share: Share, options: ScoreOptions) -> Tensor:
+        return score(self.module, self.device.torch_device, share, options)
 
     # -------------------------------------------------------------------------------------- route "local"
 
     def check_weights_for(self, target: Any) -> None:
         """Raise SyncError unless ``target.module`` takes these weights."""
+        reshard(self.module)
         pair_weights(self.module.named_weights(), target.module)
 
     def copy_weights_to(self, target: Any) -> int:
         """Bytes written into ``target.module``."""
-        copied = copy_pairs(pair_weights(self.module.named_weights(), target.module))
+        copied = copy_pairs(pair_weights(self._whole_weights(), target.module))
         self.device.synchronize()
         return copied
 
     # ---------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self.module.named_weights()}
+        """Whole weights; of several workers in processes of their own only the first has them."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._whole_weights() if self._speaks}
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered one at a time: all workers must take all of them."""
+        reshard(self.module)
+        for name, tensor in self.module.named_weights():
+            yield name, whole(tensor)
+
+    @property
+    def _speaks(self) -> bool:
+        """Its user's program has no other worker to ask."""
+        return self._context.rank == 0 or self._context.joins_torchrun
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
         own = dict(self.module.named_weights())
         if found := mismatch(own, state):
             raise InvalidInputError(f"load_state_dict() needs exactly what state_dict() gives: {found}")
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            copy_own_part(tensor, state[name])
 
     # ---------------------------------------------------------------------------------------- checkpoints
 

@@ -1,0 +1,163 @@
+"""FSDP2 around a module: which parts are gathered at a time, in which dtype, and when gradients are exchanged.
+
+FSDP divides gradients by the number of ranks, as users of it expect of their own methods. A loss over the whole batch
+wants their sum: ``train_step`` multiplies it by that number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.errors import InvalidInputError
+from rlcore.nn import TrainModule
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a module is laid out over the workers and computed."""
+
+    dtype: str = "float32"
+    """Of the parameters that are kept, and so of the optimizer's states."""
+    compute_dtype: str | None = None
+    """Of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
+    replicas: int = 1
+    """Copies of the weights, each sharded over world size / ``replicas`` workers (HSDP)."""
+    activation_checkpointing: bool = False
+    """Compute each block's activations again in the backward instead of keeping them."""
+    compile: bool = False
+    """Compile the forward of each block."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("dtype", self.dtype), ("compute_dtype", self.compute_dtype or self.dtype)):
+            if value not in DTYPES:
+                raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def torch_compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.compute_dtype or self.dtype]
+
+
+def shard(
+    module: TrainModule, options: Sharding, device: torch.device, join_world: Callable[[], Any], size: int
+) -> None:
+    """Shard a meta module over ``size`` workers. One that computes in its own dtype is left whole.
+
+    Args:
+        join_world: makes the default process group, if it is needed.
+    """
+    _retype(module, options.torch_dtype)
+    blocks = _blocks(module)
+    for block in blocks:
+        _replace_forward(block, options)
+    if size == 1 and options.torch_compute_dtype == options.torch_dtype:
+        return
+    torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
+    join_world()
+    mesh = init_device_mesh(
+        device.type, (options.replicas, size // options.replicas), mesh_dim_names=("replicate", "shard")
+    )
+    policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
+    for part in [*blocks, module]:
+        fully_shard(part, mesh=mesh if options.replicas > 1 else mesh["shard"], mp_policy=policy)
+    # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
+    register_fsdp_forward_method(module, "hidden_states")
+
+
+def _retype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Meta parameters of another dtype; tied ones stay one."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part._parameters.items():
+            if old is not None:
+                converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
+                part._parameters[name] = converted[old]
+
+
+def _blocks(module: TrainModule) -> list[nn.Module]:
+    """The innermost first: FSDP leaves to an outer module what no inner one took."""
+    names = set(module.wrap_classes())
+    return [part for part in module.modules() if part is not module and type(part).__name__ in names][::-1]
+
+
+def _replace_forward(block: nn.Module, options: Sharding) -> None:
+    """In place: a wrapper module would put its name into those of the parameters."""
+    forward = block.forward
+    if options.activation_checkpointing:
+        forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
+    if options.compile:
+        forward = torch.compile(forward)
+    if forward is not block.forward:
+        block.forward = forward
+
+
+def num_gradient_parts(module: nn.Module) -> int:
+    """What FSDP divides gradients by."""
+    return dist.get_world_size() if isinstance(module, FSDPModule) else 1
+
+
+def sync_gradients(module: nn.Module, is_last: bool) -> None:
+    """Whether the next backward exchanges gradients, those of earlier ones with it."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+
+
+@contextmanager
+def leaving_it_sharded(module: nn.Module) -> Iterator[None]:
+    """Afterwards nothing stays gathered, and of a failure no gradient and no half-done state stays either."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(module, FSDPModule):
+            module.reset_iter_state()
+        raise
+    finally:
+        reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what FSDP keeps gathered after a forward without a backward: ``parameters()`` are the shards again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathered if it is sharded, by all ranks together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_box(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of a tensor that this rank holds, as a slice for each dimension; of a plain tensor all."""
+    bounds = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                start, stop = bounds[placement.dim]
+                chunk = -(-(stop - start) // tensor.device_mesh.size(mesh_dim))  # as torch.chunk: the last are short
+                start = min(stop, start + chunk * tensor.device_mesh.get_local_rank(mesh_dim))
+                bounds[placement.dim] = start, min(stop, start + chunk)
+    return tuple(slice(*bound) for bound in bounds)
+
+
+def copy_own_part(tensor: Tensor, source: Tensor) -> None:
+    """Overwrite a tensor, sharded or not, by this rank's part of a whole one."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.copy_(source[own_box(tensor)])

@@ -1,0 +1,91 @@
+"""Named tensors that can be read a slice at a time, from safetensors files or from memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlcore.errors import CheckpointError
+from rlcore.nn import TrainModule, errors_named, safetensors_library
+
+_log = logging.getLogger(__name__)
+
+
+class TensorSlices:
+    """One tensor, of which ``read`` copies no more than it is asked for."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found  # a tensor, or safetensors' slice of a memory map: both are indexed the same
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._found.shape if isinstance(self._found, Tensor) else self._found.get_shape())
+
+    def read(self, box: tuple[slice, ...]) -> Tensor:
+        """On the host, in the dtype of the source; perhaps a view of a memory map."""
+        read: Tensor = self._found[box or ...]
+        return read.detach()
+
+
+class WeightSource(Mapping[str, TensorSlices]):
+    """Where the weights of a module are, by its own names."""
+
+    def __init__(self, named: Mapping[str, Any], *, is_whole: bool = False) -> None:
+        self._named = named
+        self.is_whole = is_whole
+        """Read whole into host memory and converted, rather than a slice at a time."""
+
+    def __getitem__(self, name: str) -> TensorSlices:
+        return TensorSlices(self._named[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+
+def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
+    """The source of a module that is not sharded yet.
+
+    Raises:
+        CheckpointError: no file there, or a damaged one.
+    """
+    source = module.materialization_source()
+    if isinstance(source, Mapping):
+        return WeightSource(source)
+    with errors_named(source):
+        named = {name: found for file in _files(source) for name, found in _slices(file).items()}
+    if named and not module.needs_conversion(named.keys()):
+        return WeightSource(named)
+    if not named and type(module).converted_weights is TrainModule.converted_weights:
+        raise CheckpointError(f"no safetensors file at {source}")
+    _log.warning(
+        "%s: the tensors of %s are not this module's name by name; every worker reads them whole and converts them",
+        type(module).__name__,
+        source,
+    )
+    return WeightSource(module.converted_weights(dtype), is_whole=True)
+
+
+def _files(source: Path) -> list[Path]:
+    """As transformers chooses: what the index names, else the one file, else whatever there is."""
+    if source.is_file():
+        return [source]
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        names = msgspec.json.decode(index.read_bytes())["weight_map"].values()
+        return [source / name for name in sorted(set(names))]
+    one = source / "model.safetensors"
+    return [one] if one.exists() else sorted(source.glob("*.safetensors"))
+
+
+def _slices(file: Path) -> dict[str, Any]:
+    opened = safetensors_library().safe_open(file, framework="pt", device="cpu")
+    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
