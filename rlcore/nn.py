@@ -123,15 +123,11 @@ class HuggingFaceTrainModule(TrainModule):
         return self._source
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        # Right padding under a causal mask: no token sees another sequence or the padding, whatever the attention.
-        lengths_N = batch["cu_seqlens"].diff()
-        row_T = torch.repeat_interleave(torch.arange(len(lengths_N), device=lengths_N.device), lengths_N)
-        column_T = torch.arange(len(row_T), device=row_T.device) - batch["cu_seqlens"][:-1].long()[row_T]
-        padded_NL = batch["input_ids"].new_zeros(len(lengths_N), int(lengths_N.max()))
-        padded_NL[row_T, column_T] = batch["input_ids"]
+        # transformers is an extra, and whoever is here has it.
+        from rlcore.packed_attention import packed_hidden_states
+
         decoder = self.get_decoder()  # type: ignore[operator]
-        hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
-        return hidden_NLH[row_T, column_T]
+        return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"])
 
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]

@@ -1,0 +1,172 @@
+"""Hidden states of packed sequences: one row of all tokens, and no attention from one sequence to another.
+
+A decoder that ``packed_proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
+position ids that start again at each sequence. Its attention, registered with transformers, then is the best of
+``packed_implementations``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
+pays for the padding. ``explain`` says which, and why.
+
+Letters: T packed tokens, N sequences, L longest sequence, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from rlcore.errors import UnsupportedError
+from rlcore.packed_implementations import (
+    IMPLEMENTATIONS,
+    Choice,
+    PackedSequences,
+    choose,
+    compute_dtype,
+    own_attention,
+)
+from rlcore.packed_proof import Proof, no_attention_mask, prove
+
+logger = logging.getLogger(__name__)
+
+_OWN = ("sdpa", "eager")
+"""Attention of a model that packed attention stands in for."""
+_SUFFIX = "_or_packed"
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How one decoder runs."""
+
+    own: str
+    proof: Proof
+    choices: dict[torch.dtype, str] = field(default_factory=dict)
+
+
+_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+
+
+def packed_hidden_states(
+    decoder: Any, input_ids: Tensor, cu_seqlens: Tensor, *, implementation: str | None = None
+) -> Tensor:
+    """The last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
+
+    Args:
+        input_ids: [T] int64.
+        cu_seqlens: [N+1] int32, rising from 0 to T. A host tensor saves a wait for the device.
+        implementation: one of ``IMPLEMENTATIONS`` by name, or "padded"; by default the best that can.
+
+    Raises:
+        UnsupportedError: the implementation asked for cannot run this decoder here.
+    """
+    lengths = tuple(cu_seqlens.diff().tolist())
+    plan = _plan(decoder)
+    if implementation == "padded" or (implementation is None and plan.proof.reason is not None):
+        return _run_padded(decoder, input_ids, lengths)
+    if plan.proof.reason is not None:
+        raise UnsupportedError(f"packed attention by {implementation!r}", plan.proof.reason)
+    packed = PackedSequences(
+        cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
+        lengths=lengths,
+        max_length=max(lengths),
+        choices=plan.choices if implementation is None else {},
+        choose=partial(choose, plan.proof.calls, implementation=implementation),
+    )
+    hidden_1TH: Tensor = decoder(
+        input_ids=input_ids[None],
+        position_ids=_positions(packed.cu_seqlens, lengths)[None],
+        attention_mask=no_attention_mask(input_ids.device),
+        use_cache=False,
+        packed_sequences=packed,
+    ).last_hidden_state
+    return hidden_1TH[0]
+
+
+def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Choice:
+    """What ``packed_hidden_states`` runs on ``device`` where attention computes in ``dtype``, and why nothing else."""
+    reason = _plan(decoder).proof.reason
+    if reason is not None:
+        return Choice("padded", tuple((name, reason) for name in IMPLEMENTATIONS))
+    return choose(_plan(decoder).proof.calls, device, dtype)
+
+
+def _plan(decoder: nn.Module) -> _Plan:
+    whole: Any = getattr(decoder, "_orig_mod", decoder)  # torch.compile's wrapper
+    config = getattr(whole, "config", None)
+    name = str(getattr(config, "_attn_implementation", None))
+    plan = _plans.get(whole)
+    if plan is None or name.removesuffix(_SUFFIX) != plan.own:
+        plan = _plans[whole] = _make_plan(whole, name.removesuffix(_SUFFIX))
+    if plan.proof.reason is None:  # at every call: somebody may have set it back
+        whole.config._attn_implementation_internal = plan.own + _SUFFIX
+    return plan
+
+
+def _make_plan(decoder: nn.Module, own: str) -> _Plan:
+    if own in _OWN:
+        proof = prove(decoder, own)
+        _register(own)
+    else:
+        proof = Proof(frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}")
+    if proof.reason is not None:
+        logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, proof.reason)
+    return _Plan(own, proof)
+
+
+# ---------------------------------------------------------------------------------- in transformers' registries
+
+
+def _register(own: str) -> None:
+    """The attention ``own`` that packs where the model is handed ``packed_sequences``, and is ``own`` elsewhere."""
+    AttentionInterface.register(own + _SUFFIX, partial(_attention, own))
+    AttentionMaskInterface.register(own + _SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[own])
+
+
+def _attention(  # noqa: PLR0917  # transformers' signature
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_sequences: PackedSequences | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if packed_sequences is None:
+        result: tuple[Tensor, Tensor | None] = own_attention(module, own)(
+            module, query, key, value, attention_mask, **options
+        )
+        return result
+    dtype = compute_dtype(query)
+    name = packed_sequences.choices.get(dtype) or _choose(packed_sequences, query, dtype)
+    attend: Callable[..., Tensor] = IMPLEMENTATIONS[name].attend
+    return attend(module, query, key, value, packed_sequences, own=own, **options), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
+    # Only here is it known what attention computes in: FSDP and autocast cast on the way.
+    return packed.choices.setdefault(dtype, packed.choose(query.device, dtype).implementation)
+
+
+# ------------------------------------------------------------------------------------------------------ batches
+
+
+def _run_padded(decoder: Any, input_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Right padding under a causal mask: no token sees another sequence or the padding, whatever the attention."""
+    padded_NL = nn.utils.rnn.pad_sequence(list(torch.split(input_ids, list(lengths))), batch_first=True)
+    hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
+    return torch.cat([hidden_LH[:length] for hidden_LH, length in zip(hidden_NLH, lengths, strict=True)])
+
+
+def _positions(cu_seqlens: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[T]: the position of every token in its sequence."""
+    total = sum(lengths)
+    starts_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=total)
+    return torch.arange(total, device=cu_seqlens.device) - starts_T
