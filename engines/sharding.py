@@ -78,6 +78,7 @@ def shard(
     for part in [*blocks, module]:
         fully_shard(part, mesh=mesh if options.replicas > 1 else mesh["shard"], mp_policy=policy)
     # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
+    module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
 
 
@@ -108,6 +109,17 @@ def _replace_forward(block: nn.Module, options: Sharding) -> None:
         block.forward = forward
 
 
+def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """FSDP's backward hangs on the result, and is lost if a view is changed in place."""
+
+    @functools.wraps(hidden_states)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        hidden_TH = hidden_states(*args, **kwargs)
+        return hidden_TH if hidden_TH._base is None else hidden_TH.clone()
+
+    return call
+
+
 def num_gradient_parts(module: nn.Module) -> int:
     """What FSDP divides gradients by."""
     return dist.get_world_size() if isinstance(module, FSDPModule) else 1
@@ -121,15 +133,37 @@ def sync_gradients(module: nn.Module, is_last: bool) -> None:
 
 @contextmanager
 def leaving_it_sharded(module: nn.Module) -> Iterator[None]:
-    """Afterwards nothing stays gathered, and of a failure no gradient and no half-done state stays either."""
+    """For all workers together. Afterwards nothing stays gathered, and a failure does not reach the next round."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    _drop_failed_gradients(module)
     try:
         yield
     except BaseException:
-        if isinstance(module, FSDPModule):
+        module.has_failed = True
+        if hasattr(module, "reset_iter_state"):  # newer torch
             module.reset_iter_state()
         raise
     finally:
+        module.set_requires_gradient_sync(True)
         reshard(module)
+
+
+def _drop_failed_gradients(module: nn.Module) -> None:
+    """Those of micro-batches before a failure are on the gathered parameters, which can only be seen gathered.
+
+    Not at the failure: were it one worker's alone, it would wait here for the others, and nobody would hear of it.
+    """
+    if not getattr(module, "has_failed", False):
+        return
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+    for parameter in module.parameters():
+        parameter.grad = None
+    module.has_failed = False
+    reshard(module)
 
 
 def reshard(module: nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -137,3 +138,134 @@ def test_log_probs_come_back_in_the_order_of_the_batch(build: Build, workers: in
         for options in ({}, {"max_tokens_per_micro_batch": 14}, {"temperature": 0.7, "top_p": 0.8, "top_k": 5}):
             found, expected = (engine.forward_logprobs(batch, **options) for engine in (sharded, alone))  # type: ignore[arg-type]
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_failed_loss_leaves_nothing_behind(build: Build) -> None:
+    alone, sharded = build(1), build(2)
+    batch = batch_of()
+    seen: list[int] = []
+
+    def fails_at_the_second(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        seen.append(len(logprob))
+        if len(seen) == 2:
+            raise ValueError("planted")
+        return -logprob, {}
+
+    with pytest.raises(WorkerError, match="ValueError: planted"):
+        sharded.train_batch(batch, fails_at_the_second, max_tokens_per_micro_batch=15)
+    expected = alone.train_batch(batch, ppo_clip())
+    assert_same_metrics(sharded.train_batch(batch, ppo_clip()), expected)
+    assert_same_weights(sharded.state_dict(), alone.state_dict())
+
+
+def test_an_infinite_gradient_is_refused_on_all_workers(build: Build) -> None:
+    sharded = build(2)
+    before = sharded.state_dict()
+
+    def explodes(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        return logprob * torch.where(per_token["advantages"] == per_token["advantages"].max(), float("inf"), 1.0), {}
+
+    with pytest.raises(RlcoreError, match="no step was taken"):
+        sharded.train_batch(batch_of(), explodes)
+    assert_same_weights(sharded.state_dict(), before, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ layouts
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": 2},
+    "recomputed": {"activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_trains_alike(build: Build, layout: str) -> None:
+    alone, sharded = build(1), build(2, **LAYOUTS[layout])
+    for max_tokens in (16384, 15):
+        expected = alone.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
+        found = sharded.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
+        assert_same_metrics(found, expected)
+    assert_same_weights(sharded.state_dict(), alone.state_dict())
+
+
+def test_one_worker_computes_in_bfloat16_as_several_do(build: Build) -> None:
+    exact, alone, several = build(1), build(1, compute_dtype="bfloat16"), build(2, compute_dtype="bfloat16")
+    found = [engine.train_batch(batch_of(), ppo_clip()) for engine in (exact, alone, several)]
+    assert found[1]["loss"] != found[0]["loss"], "it is another precision"
+    for metrics in found[1:]:
+        assert metrics["loss"] == pytest.approx(found[0]["loss"], rel=0.05)
+        assert metrics["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=0.05)
+    assert all(tensor.dtype == torch.float32 for tensor in several.state_dict().values())
+
+
+def test_every_worker_holds_its_part(build: Build) -> None:
+    sizes = build(3).local_sizes()
+    whole = {name: tensor.numel() for name, tensor in build(1).state_dict().items()}
+    assert {name: sum(part[name] for part in sizes) for name in whole} == whole
+    rows = [part["model.embed_tokens.weight"] // 32 for part in sizes]
+    assert rows == [7, 7, 7]
+    assert [part["model.norm.weight"] for part in sizes] == [11, 11, 10]
+
+
+# ------------------------------------------------------------------------------------------- the user's methods
+
+
+def test_methods_see_fsdps_own_mean_of_gradients(build: Build) -> None:
+    expected = build(1, compute_dtype="bfloat16").mean_gradient(3)[0]
+    assert build(2, compute_dtype="bfloat16").mean_gradient(3) == [pytest.approx(expected, rel=0.05)] * 2
+
+
+def test_arguments_are_split_and_results_gathered(build: Build) -> None:
+    engine = build(3)
+    assert engine.total(rlcore.NeedParallel([1, 2, 3, 4, 5])) == [1, 5, 9]
+    assert engine.total(rlcore.NeedParallel([7])) == [0, 0, 7]
+    assert engine.call("total", [1, 2], gather="mean") == 3.0
+
+
+def test_refusals(build: Build, policy: Any, qwen2_folder: Path) -> None:
+    engine = build(2)
+    with rlcore.InferenceEngine(qwen2_folder, executor="hf") as infer:
+        infer.build(devices="cpu")
+        with pytest.raises(UnsupportedError, match=r"sync_weights\(\) from 2 workers.*each worker holds a part"):
+            engine.sync_weights(infer)
+    batch = batch_of()
+    batch["input_ids"][13] = VOCAB
+    with pytest.raises(InvalidInputError, match="input_ids of sequence 1 holds 21; the model's vocabulary is 0 to 20"):
+        engine.train_batch(batch, ppo_clip())
+    with pytest.raises(InvalidInputError, match="a sequence has 14 tokens; max_tokens_per_micro_batch is 13: raise it"):
+        engine.forward_logprobs(batch_of(), max_tokens_per_micro_batch=13)
+    with rlcore.meta_device():
+        module = policy.from_pretrained(qwen2_folder)
+    with pytest.raises(InvalidInputError, match="replicas must be a whole number of at least 1, got 0"):
+        rlcore.TrainEngine(module).build(replicas=0)
+    with pytest.raises(InvalidInputError, match="compute_dtype must be one of float32, bfloat16, got 'float8'"):
+        rlcore.TrainEngine(module).build(devices="cpu", compute_dtype="float8")
+
+
+# -------------------------------------------------------------------------------------------------- what leaves
+
+
+@pytest.mark.parametrize("workers", WORLDS)
+def test_offloads_between_steps_change_no_bit(build: Build, workers: int) -> None:
+    engine = build(workers)
+    lengths = [(12, 3, 7), (9, 4), (5, 14, 2, 6), (8, 8)]
+    curves = []
+    for moves in (False, True):
+        engine.load_state_dict(engine.initial)  # type: ignore[attr-defined]
+        engine.forget_steps()
+        losses = []
+        for seed, some in enumerate(lengths):
+            losses.append(engine.train_batch(batch_of(some, seed), ppo_clip()))
+            engine.forward_logprobs(batch_of(some, seed))  # leaves the root gathered, if nobody looks after it
+            if moves:
+                reports = engine.offload()
+                assert len(reports["weights"]) == workers
+                assert all(report.freed_device_bytes > 0 for report in reports["weights"])
+                assert all(one["tags"]["weights"]["device_bytes"] == 0 for one in engine.memory_report())
+                with pytest.raises(StateError, match=r"call onload\('weights'\)"):
+                    engine.state_dict()
+                engine.onload()
+        curves.append((losses, engine.state_dict()))
+    assert curves[0][0] == curves[1][0]
+    assert_same_weights(curves[1][1], curves[0][1], atol=0)
