@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import io
 import pickle
 import socket
@@ -65,7 +66,11 @@ class Channel:
             self._socket.sendall(envelope)
 
     def receive(self) -> tuple[Envelope, list[Tensor]] | None:
-        """The next message; None when the other end is gone."""
+        """The next message; None when the other end is gone.
+
+        Raises:
+            OSError: this process has no descriptor left for a message's tensors, which are lost.
+        """
         try:
             header, descriptors = self._header()
             if len(header) < _HEADER.size:
@@ -92,7 +97,9 @@ class Channel:
 
     def _header(self) -> tuple[bytes, list[int]]:
         room = socket.CMSG_SPACE(array.array("i").itemsize)
-        header, ancillary, _, _ = self._socket.recvmsg(_HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+        header, ancillary, flags, _ = self._socket.recvmsg(_HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "no file descriptor is left for a tensor; raise the limit (ulimit -n)")
         descriptors = array.array("i")
         for _, _, data in ancillary:
             descriptors.frombytes(data)
