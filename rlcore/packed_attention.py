@@ -2,7 +2,7 @@
 
 A decoder that ``packed_proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
 position ids that start again at each sequence. Its attention, registered with transformers, then is the best of
-``packed_implementations``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
+``packed_choice``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
 pays for the padding. ``explain`` says which, and why.
 
 Letters: T packed tokens, N sequences, L longest sequence, H hidden size.
@@ -23,14 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.errors import UnsupportedError
-from rlcore.packed_implementations import (
-    IMPLEMENTATIONS,
-    Choice,
-    PackedSequences,
-    choose,
-    compute_dtype,
-    own_attention,
-)
+from rlcore.packed_choice import IMPLEMENTATIONS, Choice, choose
+from rlcore.packed_implementations import PackedSequences, compute_dtype, own_attention
 from rlcore.packed_proof import Proof, no_attention_mask, prove
 
 logger = logging.getLogger(__name__)
@@ -76,7 +70,7 @@ def packed_hidden_states(
         lengths=lengths,
         max_length=max(lengths),
         choices=plan.choices if implementation is None else {},
-        choose=partial(choose, plan.proof.calls, implementation=implementation),
+        choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
     )
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
@@ -152,7 +146,7 @@ def _attention(  # noqa: PLR0917  # transformers' signature
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
     # Only here is it known what attention computes in: FSDP and autocast cast on the way.
-    return packed.choices.setdefault(dtype, packed.choose(query.device, dtype).implementation)
+    return packed.choices.setdefault(dtype, packed.choose(query.device, dtype))
 
 
 # ------------------------------------------------------------------------------------------------------ batches

@@ -24,6 +24,7 @@ BASE = {
     "hookspecs",
     "launch",
     "packed_attention",
+    "packed_choice",
     "packed_implementations",
     "packed_proof",
     "plugins",

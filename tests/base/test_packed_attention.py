@@ -1,0 +1,614 @@
+"""Packed sequences: nothing leaks, results equal padded ones, memory follows the tokens, and every refusal is told."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import modeling_flash_attention_utils  # noqa: E402
+
+from rlcore import packed_choice, packed_implementations  # noqa: E402  # they import transformers
+from rlcore.packed_attention import explain, packed_hidden_states  # noqa: E402
+from rlcore.packed_choice import AttentionCall, Implementation  # noqa: E402
+
+WINDOW = 7
+VOCAB = 96
+LENGTHS = (1, 37, 5, 5, 20, 2)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,  # attention that matters: with the usual 0.02 all tokens weigh alike
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ALTERNATING: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+PACKED: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": ALTERNATING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": ALTERNATING | {"query_pre_attn_scalar": 8},
+    "phi3": {},
+    "granite": {},
+    "olmo3": ALTERNATING,
+    "cohere2": ALTERNATING,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": ALTERNATING | {"num_local_experts": 4, "num_experts_per_tok": 2},  # with attention sinks
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+"""Model types, by what their config needs besides ``SMALL``."""
+
+Decoder = Any
+on_every_model = pytest.mark.parametrize("decoder", PACKED, indirect=True)
+on_three_models = pytest.mark.parametrize("decoder", ["qwen2", "gemma2", "gemma3_text"], indirect=True)
+
+
+def make(model_type: str, **changes: Any) -> Decoder:
+    options = SMALL | PACKED.get(model_type, {}) | changes
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(model_type, **options)
+        return transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return make(getattr(request, "param", "qwen2"))
+
+
+def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def tokens_of(lengths: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+
+
+def by_sequence(rows: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return torch.split(rows, list(lengths))
+
+
+def run(decoder: Decoder, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> Tensor:
+    device = next(decoder.parameters()).device
+    tokens = options.pop("tokens", tokens_of(lengths)).to(device)
+    return packed_hidden_states(decoder, tokens, cu_seqlens_of(lengths), **options)
+
+
+def gradients(decoder: Decoder, hidden_TH: Tensor) -> list[Tensor]:
+    weight = torch.randn(hidden_TH.shape, generator=torch.Generator().manual_seed(1)).to(hidden_TH.device)
+    used = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad((hidden_TH.float() * weight).sum(), used, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def assert_close(found: Tensor, expected: Tensor, relative: float) -> None:
+    error = float((found.float() - expected.float()).norm().detach() / expected.float().norm().detach())
+    assert error < relative, f"relative error {error:.1e}"
+
+
+def implementation_of(decoder: Decoder, dtype: torch.dtype = torch.float32) -> str:
+    return explain(decoder, next(decoder.parameters()).device, dtype).implementation
+
+
+# ------------------------------------------------------------------------------------------------- equals padded
+
+
+@on_every_model
+def test_packed_equals_padded_and_so_do_gradients(decoder: Decoder) -> None:
+    assert implementation_of(decoder) == "per_sequence"
+    packed, padded = run(decoder), run(decoder, implementation="padded")
+    assert packed.shape == (sum(LENGTHS), 32)
+    assert_close(packed, padded, 2e-6)
+    pairs = list(zip(gradients(decoder, packed), gradients(decoder, padded), strict=True))
+    assert len(pairs) > 10
+    for found, expected in pairs:
+        assert_close(found, expected, 2e-5)
+
+
+@on_three_models
+@pytest.mark.parametrize(
+    "lengths", [(1,), (40,), (1, 1, 1), (6, 7, 8), (9,) * 5, (150, *[1] * 20), (1, 150, 1)], ids=str
+)
+def test_every_sequence_is_as_it_is_alone(decoder: Decoder, lengths: tuple[int, ...]) -> None:
+    hidden = by_sequence(run(decoder, lengths), lengths)
+    for part, tokens in zip(hidden, by_sequence(tokens_of(lengths), lengths), strict=True):
+        assert_close(part, decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0], 2e-6)
+
+
+def test_position_ids_start_again_at_each_sequence(decoder: Decoder) -> None:
+    seen = []
+    decoder.register_forward_pre_hook(lambda *call: seen.append(call[2]["position_ids"]), with_kwargs=True)
+    run(decoder, (3, 1, 2))
+    assert seen[0].tolist() == [[0, 1, 2, 0, 0, 1]]
+
+
+@on_three_models
+def test_under_autocast(decoder: Decoder) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, padded = run(decoder), run(decoder, implementation="padded")
+    assert_close(packed, padded, 5e-2)  # 4 layers in bfloat16
+    assert_close(packed, run(decoder), 1e-1)
+
+
+# --------------------------------------------------------------------------------------------------- no leakage
+
+
+@pytest.mark.parametrize("decoder", [name for name in PACKED if name != "mixtral"], indirect=True)
+def test_changing_one_sequence_changes_no_bit_of_another(decoder: Decoder) -> None:
+    if any("expert" in name for name, _ in decoder.named_modules()):
+        pytest.skip("experts multiply groups of tokens, whose sizes change the rounding of other tokens")
+    tokens = tokens_of(LENGTHS)
+    before = by_sequence(run(decoder, tokens=tokens), LENGTHS)
+    for changed, cu in enumerate(cu_seqlens_of(LENGTHS)[:-1].tolist()):
+        other = tokens.clone()
+        other[cu : cu + LENGTHS[changed]] = other[cu : cu + LENGTHS[changed]] % (VOCAB - 1) + 1
+        after = by_sequence(run(decoder, tokens=other), LENGTHS)
+        same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+        assert same == [sequence != changed for sequence in range(len(LENGTHS))]
+
+
+@on_every_model
+def test_gradients_do_not_cross(decoder: Decoder) -> None:
+    # Each sequence has words of its own, so a word's gradient is that of its sequence.
+    lengths = (4, 9, 30)
+    tokens = torch.cat([torch.arange(length) % 20 + 1 + 25 * sequence for sequence, length in enumerate(lengths)])
+    hidden = by_sequence(run(decoder, lengths, tokens=tokens), lengths)
+    for sequence, part in enumerate(hidden):
+        (gradient,) = torch.autograd.grad(part.square().sum(), decoder.get_input_embeddings().weight, retain_graph=True)
+        touched = gradient.abs().sum(1).nonzero().squeeze(1)
+        assert set(touched.tolist()) == set(by_sequence(tokens, lengths)[sequence].tolist())
+
+
+def test_the_check_for_leakage_can_fail(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def across(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(packed_choice.IMPLEMENTATIONS, "per_sequence", Implementation(across, lambda *_: None))
+        with pytest.raises(AssertionError):
+            test_changing_one_sequence_changes_no_bit_of_another(decoder)
+        with pytest.raises(AssertionError):
+            test_gradients_do_not_cross(decoder)
+
+
+# -------------------------------------------------------------------------- with the rest of a model's life
+
+
+@pytest.mark.parametrize("decoder", ["qwen2", "gemma2"], indirect=True)
+def test_plain_calls_of_the_model_stay_as_they_were(decoder: Decoder) -> None:
+    tokens = tokens_of((24,)).view(2, 12)
+    mask = torch.ones_like(tokens).index_fill(1, torch.tensor([10, 11]), 0)
+    before = [decoder(input_ids=tokens, attention_mask=given).last_hidden_state for given in (None, mask)]
+    run(decoder)
+    after = [decoder(input_ids=tokens, attention_mask=given).last_hidden_state for given in (None, mask)]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_setting_the_attention_anew_keeps_sequences_apart(decoder: Decoder, name: str) -> None:
+    first = run(decoder)
+    decoder.set_attn_implementation(name)
+    assert_close(run(decoder), first, 2e-6)
+    decoder.set_attn_implementation(name)  # back to the name that the first call saw
+    assert_close(run(decoder), first, 2e-6)
+
+
+def test_a_saved_config_does_not_name_our_attention(decoder: Decoder, tmp_path: Any) -> None:
+    run(decoder)
+    decoder.config.save_pretrained(tmp_path)
+    assert "packed" not in (tmp_path / "config.json").read_text()
+
+
+def test_the_random_state_is_left_alone(decoder: Decoder) -> None:
+    before = torch.get_rng_state()
+    run(decoder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@on_three_models
+@pytest.mark.parametrize("kind", ["transformers", "reentrant", "torch"])
+def test_activation_checkpointing_recomputes_the_same(decoder: Decoder, kind: str) -> None:
+    hidden = run(decoder)
+    expected = gradients(decoder, hidden)
+    if kind == "torch":
+        layers = set(decoder.layers)
+        apply_activation_checkpointing(decoder, check_fn=lambda module: module in layers)
+    else:
+        enable = getattr(decoder, "activation_checkpointing_enable", decoder.gradient_checkpointing_enable)
+        enable({"use_reentrant": kind == "reentrant"})
+        decoder.train()
+    again = run(decoder)
+    assert torch.equal(hidden, again)
+    if kind == "reentrant":  # which knows no torch.autograd.grad
+        torch.autograd.backward(again.square().sum())
+        assert all(parameter.grad is not None for parameter in decoder.layers.parameters())
+        return
+    assert all(map(torch.equal, gradients(decoder, again), expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+@pytest.mark.parametrize("decoder", ["qwen2", "gemma2"], indirect=True)
+def test_compiled_blocks(decoder: Decoder) -> None:
+    hidden = run(decoder)
+    expected = gradients(decoder, hidden)
+    for layer in decoder.layers:
+        layer.compile(backend="aot_eager")
+    compiled = run(decoder)
+    assert_close(compiled, hidden, 2e-6)
+    for found, wanted in zip(gradients(decoder, compiled), expected, strict=True):
+        assert_close(found, wanted, 2e-5)
+    other = (3, 30, 11)
+    assert_close(run(decoder, other), run(decoder, other, implementation="padded"), 2e-6)
+
+
+def test_attention_dropout_is_the_models_own() -> None:
+    decoder = make("llama", attention_dropout=0.5)
+    refused = dict(explain(decoder, torch.device("cpu"), torch.float32).refused)
+    assert refused["varlen_attn"] == "it has no dropout"
+    assert torch.equal(run(decoder), run(decoder)), "eval"
+    decoder.train()
+    assert not torch.equal(run(decoder), run(decoder))
+
+
+def test_low_rank_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL))
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), module
+    )
+    decoder = adapted.get_decoder().eval()
+    assert_close(run(decoder), run(decoder, implementation="padded"), 2e-6)
+
+
+def test_hidden_states_of_a_train_module_run_packed() -> None:
+    class Policy(HuggingFaceTrainModule, transformers.Qwen2ForCausalLM):  # type: ignore[name-defined, misc]
+        pass
+
+    policy: Any = Policy(transformers.Qwen2Config(**SMALL)).eval()
+    rows = []
+    policy.model.layers[0].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape))
+    hidden = policy.hidden_states({"input_ids": tokens_of(LENGTHS), "cu_seqlens": cu_seqlens_of(LENGTHS)})
+    assert rows == [(1, sum(LENGTHS), 32)]
+    assert_close(hidden, run(policy.model, implementation="padded"), 2e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def saved_bytes(decoder: Decoder, lengths: tuple[int, ...], **options: Any) -> int:
+    """What autograd keeps for the backward, parameters aside."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = run(decoder, lengths, **options)
+    del hidden
+    return sum(storage.nbytes() for at, storage in storages.items() if at not in parameters)
+
+
+@pytest.mark.parametrize("decoder", ["llama", "gemma3_text", "mistral"], indirect=True)
+def test_memory_follows_the_tokens_not_the_longest_sequence(decoder: Decoder) -> None:
+    uneven = (512, *[8] * 64)
+    even = (64,) * 16
+    assert sum(uneven) == sum(even)
+    assert saved_bytes(decoder, uneven) < 1.25 * saved_bytes(decoder, even)
+    assert saved_bytes(decoder, uneven, implementation="padded") > 20 * saved_bytes(decoder, uneven)
+
+
+@pytest.mark.parametrize("decoder", ["llama", "gemma3_text", "mistral"], indirect=True)
+def test_memory_of_one_sequence_is_linear(decoder: Decoder) -> None:
+    assert saved_bytes(decoder, (1024,)) < 2.1 * saved_bytes(decoder, (512,))
+
+
+# ------------------------------------------------------------------------------------- what is not run packed
+
+
+PADDED: dict[str, tuple[dict[str, Any], str]] = {
+    "llama4_text": (
+        {"attention_chunk_size": 8, "num_local_experts": 2},
+        "the mask of Llama4TextAttention has window 8",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "Lfm2Model has a convolution, layers.0.conv.conv"),
+    "bloom": ({"n_head": 4, "n_layer": 2}, "BloomModel does not call its attention through transformers'"),
+    "gemma3_text": ({"use_bidirectional_attention": True}, "config.use_bidirectional_attention is True"),
+}
+
+
+@pytest.mark.parametrize("model_type", PADDED)
+def test_other_models_run_padded_and_say_why(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    changes, reason = PADDED[model_type]
+    decoder = make(model_type, **changes)
+    with caplog.at_level(logging.WARNING, logger="rlcore.packed_attention"):
+        hidden = run(decoder)
+        run(decoder)
+    assert [record.message for record in caplog.records if reason in record.message] == [
+        f"{type(decoder).__name__} runs packed sequences padded: {dict(explain_cpu(decoder).refused)['per_sequence']}"
+    ]
+    assert explain_cpu(decoder).implementation == "padded"
+    assert torch.equal(hidden, run(decoder, implementation="padded"))
+    with pytest.raises(UnsupportedError, match="packed attention by 'per_sequence' is not supported: "):
+        run(decoder, implementation="per_sequence")
+
+
+def explain_cpu(decoder: Decoder) -> packed_choice.Choice:
+    return explain(decoder, torch.device("cpu"), torch.float32)
+
+
+def own_mask(attention: type) -> type:
+    class Attention(attention):  # type: ignore[misc]
+        def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+            return super().forward(*args, attention_mask=attention_mask.clone(), **options)
+
+    return Attention
+
+
+def own_window(attention: type) -> type:
+    class Attention(attention):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.sliding_window = 3
+
+    return Attention
+
+
+def bidirectional(attention: type) -> type:
+    class Attention(attention):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.is_causal = False
+
+    return Attention
+
+
+def without_options(attention: type) -> type:
+    class Attention(attention):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
+            return super().forward(hidden_states, position_embeddings, attention_mask)
+
+    return Attention
+
+
+def without_attention(attention: type) -> type:
+    class Attention(attention):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+            return hidden_states.cumsum(1), None
+
+    return Attention
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (own_mask, "Attention attends under a mask of its own"),
+        (own_window, "the mask of Attention has window None, its attention 3"),
+        (bidirectional, "Attention is not causal"),
+        (without_options, "Attention is not handed the keyword arguments of the model"),
+        (without_attention, "of its 4 layers these attend, in this order: []"),
+    ],
+)
+def test_an_attention_that_does_more_is_found_out(
+    change: Callable[[type], type], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "transformers.models.qwen3.modeling_qwen3"
+    attention = change(importlib.import_module(file).Qwen3Attention)
+    monkeypatch.setattr(f"{file}.Qwen3Attention", attention)
+    choice = explain_cpu(make("qwen3"))
+    assert (choice.implementation, choice.refused[0][1]) == ("padded", reason)
+
+
+def test_a_module_that_is_not_from_transformers_has_no_decoder_to_pack() -> None:
+    assert explain_cpu(nn.Linear(1, 1)).refused[0][1] == (
+        "its attention is 'None'; packed attention stands in for sdpa and eager"
+    )
+
+
+def test_an_attention_that_was_asked_for_by_name_is_kept(decoder: Decoder) -> None:
+    decoder.config._attn_implementation_internal = "flex_attention"
+    assert explain_cpu(decoder).refused[0][1].startswith("its attention is 'flex_attention'")
+
+
+# ------------------------------------------------------------------------------------------------------ choosing
+
+
+def test_explain_says_why_each_other_one_does_not_run(decoder: Decoder) -> None:
+    choice = explain_cpu(decoder)
+    reasons = dict(choice.refused)
+    assert reasons["flash_attention_2"] == "the package flash-attn is not installed for this device"
+    assert reasons["varlen_attn"].startswith("its probe failed: NotImplementedError: Could not run")
+    assert reasons["flex_attention"].startswith("it is slow unless compiled with triton: ")
+    assert str(choice).splitlines()[0] == "per_sequence runs"
+    assert f"not varlen_attn: {reasons['varlen_attn']}" in str(choice).splitlines()
+
+
+def test_an_implementation_asked_for_runs_or_raises(decoder: Decoder) -> None:
+    assert torch.equal(run(decoder, implementation="per_sequence"), run(decoder))
+    with pytest.raises(
+        UnsupportedError, match=r"packed attention in torch.float32 on cpu by 'varlen_attn' is not supp"
+    ):
+        run(decoder, implementation="varlen_attn")
+    with pytest.raises(InvalidInputError, match=r"packed attention has flash_attention_3, .*; got 'fast'"):
+        run(decoder, implementation="fast")
+
+
+def reference(qkv: tuple[Tensor, ...], cu: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+    """flash-attn's conventions: [T, heads, D], and token i sees i - left to i + right."""
+    query, key, value = qkv
+    group = query.shape[1] // key.shape[1]
+    scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(group, 1)) * scale
+    row = torch.arange(len(query))
+    sequence = torch.searchsorted(cu[1:], row, right=True)
+    left, right = (len(query) if side < 0 else side for side in window)
+    apart = row[:, None] - row
+    seen = (sequence[:, None] == sequence) & (apart <= left) & (apart >= -right)
+    weight = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weight, value.repeat_interleave(group, 1))
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that this machine lacks, by their conventions in plain torch."""
+    signature = inspect.signature(modeling_flash_attention_utils._flash_attention_forward)
+
+    def varlen_attn(*args: Any, **options: Any) -> Tensor:
+        query, key, value, cu_q, cu_k, max_q, max_k = args
+        assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == int(cu_q.diff().max())
+        assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
+        return reference((query, key, value), cu_q, options["window_size"], options["scale"])
+
+    varlen_attn.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("window_size", "enable_gqa")]
+    )
+
+    def flash(*args: Any, **options: Any) -> Tensor:
+        given = signature.bind(*args, **options).arguments
+        window = given["sliding_window"]
+        left = -1 if window is None else window - 1  # as transformers hands it to flash-attn
+        parts = tuple(given[f"{name}_states"][0] for name in ("query", "key", "value"))
+        return reference(parts, given["cu_seq_lens_q"], (left, 0), given["softmax_scale"])[None]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(packed_implementations, "_flash_attention_forward", flash)
+    monkeypatch.setattr(packed_choice, "is_flash_attn_2_available", lambda: True)
+
+
+@pytest.mark.parametrize("decoder", ["qwen2", "gemma3_text"], indirect=True)
+@pytest.mark.parametrize("name", ["flash_attention_2", "varlen_attn"])
+def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fake_kernels: None) -> None:
+    assert implementation_of(decoder) == "flash_attention_2"
+    assert_close(run(decoder, implementation=name), run(decoder, implementation="padded"), 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile imports it
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("decoder", ["qwen2", "gemma2"], indirect=True)
+def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_choice, "_refusal", lambda name, *_: None)  # on the CPU it has no backward to probe
+    # Uncompiled it is plain torch operations.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert_close(run(decoder, implementation="flex_attention"), run(decoder, implementation="padded"), 2e-6)
+
+
+CALLS = {
+    "plain": AttentionCall(4, 2, 16, 16),
+    "window": AttentionCall(4, 2, 16, 16, window=4),
+    "softcap": AttentionCall(4, 4, 16, 16, softcap=1.0),
+    "sinks": AttentionCall(4, 2, 16, 16, has_sinks=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"), [(call, fault) for call, fault in itertools.product(CALLS, CALLS) if call != "plain"]
+)
+def test_the_probe_finds_an_attention_that_ignores_something(
+    call: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        return packed_choice._definition(*args, **options | ({} if fault == "plain" else {names[fault]: None}))
+
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
+    for dtype in (torch.float32, torch.bfloat16):
+        reason = packed_choice._refusal("varlen_attn", CALLS[call], torch.device("cpu"), dtype)
+        if call == fault:
+            assert reason is not None and reason.startswith("its probe gave a wrong output: relative error ")
+        else:
+            assert reason is None
+
+
+def test_the_probe_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, packed: Any, **_: Any) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
+    reason = packed_choice._refusal("varlen_attn", CALLS["plain"], torch.device("cpu"), torch.bfloat16)
+    assert reason is not None and reason.startswith("its probe gave a wrong output")
+
+
+# --------------------------------------------------------------------------------------------------- on the GPU
+
+on_gpu = pytest.mark.parametrize(
+    ("name", "model_type", "dtype"),
+    [
+        ("varlen_attn", "qwen2", torch.bfloat16),
+        ("varlen_attn", "gemma3_text", torch.float16),
+        ("flex_attention", "llama", torch.float32),
+        ("flex_attention", "gemma2", torch.bfloat16),
+        ("flex_attention", "gpt_oss", torch.bfloat16),
+        ("per_sequence", "gemma2", torch.bfloat16),
+    ],
+)
+GPU_SIZES = {"head_dim": 64, "hidden_size": 128, "query_pre_attn_scalar": 64, "initializer_range": 0.1}
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
+    sizes = GPU_SIZES if model_type.startswith("gemma") else GPU_SIZES | {"query_pre_attn_scalar": None}
+    decoder = make(model_type, **sizes).to("cuda", dtype)
+    lengths = (1, 300, 17, 17, 129)
+    packed = run(decoder, lengths, implementation=name)
+    padded = run(decoder, lengths, implementation="padded")
+    tolerance = 5e-2 if dtype.itemsize == 2 else 2e-2
+    assert_close(packed, padded, tolerance)
+    for found, expected in zip(gradients(decoder, packed), gradients(decoder, padded), strict=True):
+        assert_close(found, expected, 2 * tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_leaks_on_the_gpu(dtype: torch.dtype) -> None:
+    decoder = make("llama", head_dim=64).to("cuda", dtype)
+    expected = "varlen_attn" if dtype == torch.bfloat16 else "flex_attention"
+    assert implementation_of(decoder, dtype) in ("flash_attention_3", "flash_attention_2", expected)
+    test_changing_one_sequence_changes_no_bit_of_another(decoder)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_on_the_gpu() -> None:
+    decoder = make("llama", head_dim=64).to("cuda", torch.bfloat16)
+    expected = run(decoder)
+    for layer in decoder.layers:
+        layer.compile()
+    for lengths in (LENGTHS, (30, 4), (100, 1, 60)):
+        assert_close(run(decoder, lengths), run(decoder, lengths, implementation="padded"), 5e-2)
+    assert_close(run(decoder), expected, 5e-2)
+
+
+@pytest.mark.gpu
+def test_autocast_on_the_gpu() -> None:
+    decoder = make("llama", head_dim=64).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        packed, padded = run(decoder), run(decoder, implementation="padded")
+    assert_close(packed, padded, 5e-2)
