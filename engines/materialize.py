@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from rlcore.engines.sharding import own_box
+from rlcore.engines.sharding import like, own_box
 from rlcore.engines.weight_source import TensorSlices, WeightSource
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule, owned
@@ -28,7 +27,7 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
         found = next((name for name in names if name in source), None)
         whole = _fresh(module, names[0], device) if found is None else source[found]
         local = _local_part(old, whole, device, dtype)
-        new = nn.Parameter(_like(old, local), requires_grad=old.requires_grad)
+        new = nn.Parameter(like(old, local), requires_grad=old.requires_grad)
         for name in names:
             owner, leaf = owner_of(module, name)
             owner._parameters[leaf] = new
@@ -90,14 +89,6 @@ def _local_part(old: Tensor, whole: TensorSlices, device: torch.device, dtype: t
     if local.numel():
         local.copy_(whole.read(box).to(device))  # crosses in the file's dtype: nothing is converted on the host
     return local
-
-
-def _like(old: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(old, DTensor):
-        return local
-    return DTensor.from_local(
-        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-    )
 
 
 def _fresh(module: nn.Module, name: str, device: torch.device) -> TensorSlices:

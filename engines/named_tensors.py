@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 _SHOWN = 5  # of each kind: a wrong model differs in thousands
 
 
-def mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+class Shaped(Protocol):
+    @property
+    def shape(self) -> Iterable[int]: ...
+
+
+def mismatch(own: Mapping[str, Shaped], given: Mapping[str, Shaped]) -> str:
     """How ``given`` differs from ``own`` in names and shapes, for an error; "" if it does not."""
     kinds = {
         "missing": own.keys() - given.keys(),

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
+_FAILED = "_rlcore_failed_in_a_batch"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -141,7 +142,7 @@ def leaving_it_sharded(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        module.has_failed = True
+        setattr(module, _FAILED, True)
         if hasattr(module, "reset_iter_state"):  # newer torch
             module.reset_iter_state()
         raise
@@ -155,14 +156,14 @@ def _drop_failed_gradients(module: nn.Module) -> None:
 
     Not at the failure: were it one worker's alone, it would wait here for the others, and nobody would hear of it.
     """
-    if not getattr(module, "has_failed", False):
+    if not getattr(module, _FAILED, False):
         return
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
     for parameter in module.parameters():
         parameter.grad = None
-    module.has_failed = False
+    delattr(module, _FAILED)
     reshard(module)
 
 
@@ -191,7 +192,26 @@ def own_box(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(*bound) for bound in bounds)
 
 
-def copy_own_part(tensor: Tensor, source: Tensor) -> None:
-    """Overwrite a tensor, sharded or not, by this rank's part of a whole one."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.copy_(source[own_box(tensor)])
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(sharded: Tensor, local: Tensor) -> Tensor:
+    """A tensor laid out as another one, of which ``local`` is this rank's part."""
+    if not isinstance(sharded, DTensor):
+        return local
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Of the ranks that hold the same part of a tensor, one."""
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    mesh = tensor.device_mesh
+    return all(
+        isinstance(placement, Shard) or mesh.get_local_rank(mesh_dim) == 0
+        for mesh_dim, placement in enumerate(tensor.placements)
+    )

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.engines.checkpoint import Checkpoint
 from rlcore.engines.named_tensors import mismatch
+from rlcore.engines.saved_tensor import OF_EACH_RANK, SavedTensor
+from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What to save: tensors by group and name, as this worker holds them, and plain state."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
 
 
 def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
@@ -26,24 +41,60 @@ def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
     return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
 
 
-def capture(module: nn.Module, device: Any) -> Checkpoint:
+def capture(module: nn.Module, device: Any) -> Captured:
     """Weights, optimizers, schedulers and random generators."""
     optimizer_tensors: dict[str, Tensor] = {}
     optimizer_values: dict[str, Any] = {}
     for name, optimizer in optimizers_of(module).items():
         optimizer_values[name] = _split_optimizer(name, optimizer, optimizer_tensors)
-    return Checkpoint(
-        tensors={
-            "weights": dict(_named_values(module)),
-            "optimizer": optimizer_tensors,
-            "rng": {"cpu": torch.get_rng_state(), "device": device.rng_state()},
-        },
+    return Captured(
+        tensors={"weights": dict(_named_values(module)), "optimizer": optimizer_tensors, "rng": _random_states(device)},
         state={
             "optimizers": optimizer_values,
             "schedulers": {name: _plain(value.state_dict()) for name, value in schedulers_of(module).items()},
-            "python_rng": random.getstate(),
+            "num_workers": _world()[1],
         },
     )
+
+
+def _world() -> tuple[int, int]:
+    """Rank and size."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _random_states(device: Any) -> dict[str, Tensor]:
+    """Of this rank; Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given."""
+    _, internal, gauss = random.getstate()
+    states = {
+        "cpu": torch.get_rng_state(),
+        "device": device.rng_state(),
+        "python": torch.tensor(internal),
+        "gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    return {f"{OF_EACH_RANK}{_world()[0]}-{name}": value for name, value in states.items()}
+
+
+def _restore_random_states(checkpoint: Checkpoint, device: Any) -> None:
+    rank, size = _world()
+    if (saved_size := checkpoint.state["num_workers"]) != size:
+        _log.warning(
+            "the checkpoint is of %d workers and there are %d now: random generators start from new seeds",
+            saved_size,
+            size,
+        )
+        first = checkpoint.tensors["rng"][f"{OF_EACH_RANK}0-python"].read()
+        seed = int(first[0]) * size + rank
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return
+    states = {
+        name: checkpoint.tensors["rng"][f"{OF_EACH_RANK}{rank}-{name}"].read()
+        for name in ("cpu", "device", "python", "gauss")
+    }
+    torch.set_rng_state(states["cpu"])
+    device.set_rng_state(states["device"])
+    gauss = states["gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
 
 
 def check(checkpoint: Checkpoint, module: nn.Module) -> None:
@@ -72,15 +123,12 @@ def restore(checkpoint: Checkpoint, module: nn.Module, device: Any) -> None:
     """Put a checked checkpoint back, values in place."""
     saved = checkpoint.tensors["weights"]
     for name, value in _named_values(module):
-        value.copy_(saved[name])
+        local_part(value).copy_(saved[name].read(own_box(value)))
     for name, optimizer in optimizers_of(module).items():
-        optimizer.load_state_dict(_join_optimizer(name, checkpoint))
+        optimizer.load_state_dict(_join_optimizer(name, optimizer, checkpoint))
     for name, scheduler in schedulers_of(module).items():
         scheduler.load_state_dict(checkpoint.state["schedulers"][name])
-    torch.set_rng_state(checkpoint.tensors["rng"]["cpu"])
-    device.set_rng_state(checkpoint.tensors["rng"]["device"])
-    version, internal, gauss = checkpoint.state["python_rng"]
-    random.setstate((version, tuple(internal), gauss))
+    _restore_random_states(checkpoint, device)
 
 
 def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -103,16 +151,22 @@ def _split_optimizer(name: str, optimizer: Optimizer, tensors: dict[str, Tensor]
     return {"values": plain, "groups": [_plain(group) for group in state["param_groups"]]}
 
 
-def _join_optimizer(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+def _join_optimizer(name: str, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
     saved = checkpoint.state["optimizers"][name]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["values"].items()}
     for path, tensor in checkpoint.tensors["optimizer"].items():
         owner, index, key = path.split("/")
         if owner == name:
-            # a copy: the storage of a tensor from a file cannot be freed for an offload
-            state.setdefault(int(index), {})[key] = tensor.clone()
+            state.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], tensor)
     groups = [{key: _tupled(key, value) for key, value in group.items()} for group in saved["groups"]]
     return {"state": state, "param_groups": groups}
+
+
+def _laid_out_as(parameter: Tensor, saved: SavedTensor) -> Tensor:
+    if saved.shape != parameter.shape:  # such as the number of steps
+        return saved.read()
+    return like(parameter, saved.read(own_box(parameter)).to(local_part(parameter).device))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -95,10 +95,10 @@ class TrainModule(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define converted_weights() if it needs conversion")
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as ``model.safetensors`` under their checkpoint names."""
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write ``weights``, those of ``named_weights()`` and whole, as ``model.safetensors``."""
         save_file = safetensors_library().torch.save_file
-        save_file({name: tensor.contiguous() for name, tensor in self.named_weights()}, folder / "model.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 class HuggingFaceTrainModule(TrainModule):
@@ -167,9 +167,9 @@ class HuggingFaceTrainModule(TrainModule):
             )
         return dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
 
-    def export(self, folder: Path) -> None:
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         architectures = self.config.architectures
-        self.save_pretrained(folder)  # type: ignore[operator]
+        self.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
         self.config.architectures = architectures  # save_pretrained wrote the user's class name
         self.config.save_pretrained(folder)
         for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):

@@ -20,7 +20,7 @@ from rlcore.engines.micro_batch import Share
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
-from rlcore.engines.sharding import Sharding, copy_own_part, reshard, shard, whole
+from rlcore.engines.sharding import Sharding, local_part, own_box, reshard, shard, whole
 from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.engines.weight_source import open_weights
@@ -129,20 +129,23 @@ class Fsdp2Worker(Worker):
         if found := mismatch(own, state):
             raise InvalidInputError(f"load_state_dict() needs exactly what state_dict() gives: {found}")
         for name, tensor in own.items():
-            copy_own_part(tensor, state[name])
+            local_part(tensor).copy_(state[name][own_box(tensor)])
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path, extra: dict[str, Any]) -> float:
         """Seconds it took."""
         started = time.perf_counter()
+        reshard(self.module)
         captured = train_state.capture(self.module, self.device)
-        checkpoint.write(folder, captured.tensors, captured.state | {"extra": extra})
+        state = captured.state | {"extra": extra}
+        checkpoint.write(folder, captured.tensors, state, self.device.torch_device)
         return time.perf_counter() - started
 
     def load(self, folder: Path) -> dict[str, Any]:
         """The ``extra`` that was saved."""
         saved = checkpoint.read(folder)
+        reshard(self.module)
         train_state.check(saved, self.module)
         self._residents["weights"].forget()
         self._residents["optimizer"].forget()
@@ -151,4 +154,7 @@ class Fsdp2Worker(Worker):
         return extra
 
     def export(self, folder: Path) -> None:
-        replace_folder(folder, self.module.export)
+        """Gathered on the host of the first worker, which writes."""
+        weights = {name: tensor.cpu() for name, tensor in self._whole_weights() if self._context.rank == 0}
+        if self._context.rank == 0:
+            replace_folder(folder, partial(self.module.export, weights))

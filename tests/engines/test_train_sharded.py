@@ -5,6 +5,9 @@ Engines are shared by the tests of this file, which bring them back to the weigh
 
 from __future__ import annotations
 
+import random
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerError
+from rlcore.errors import CheckpointError, InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -44,6 +47,14 @@ def policy() -> Any:
 
         def local_sizes(self) -> dict[str, int]:
             return {name: parameter.to_local().numel() for name, parameter in self.named_parameters()}
+
+        def noise(self) -> tuple[float, float]:
+            return float(torch.rand(1)), random.random()
+
+        def limit_file_size(self, limits: list[int | None]) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limits[0] is None else limits[0], hard))
 
         def mean_gradient(self, token: int) -> float:
             self(torch.full((1, 4), token, device=self.device)).logits.square().mean().backward()
@@ -269,3 +280,76 @@ def test_offloads_between_steps_change_no_bit(build: Build, workers: int) -> Non
         curves.append((losses, engine.state_dict()))
     assert curves[0][0] == curves[1][0]
     assert_same_weights(curves[1][1], curves[0][1], atol=0)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def next_steps(engine: rlcore.TrainEngine, seeds: tuple[int, ...] = (7, 8)) -> list[dict[str, float]]:
+    return [engine.train_batch(batch_of(seed=seed), ppo_clip()) for seed in seeds]
+
+
+@pytest.mark.parametrize(("written", "read"), [(3, 3), (3, 2), (2, 1), (1, 3)])
+def test_a_checkpoint_resumes_on_any_number_of_workers(build: Build, tmp_path: Path, written: int, read: int) -> None:
+    first = build(written)
+    next_steps(first, (1, 2))
+    first.save(tmp_path, {"step": 2})
+    state, expected = first.state_dict(), next_steps(first)
+    second = build(read)
+    assert second.load(tmp_path) == {"step": 2}
+    assert_same_weights(second.state_dict(), state, atol=0)
+    for found, one in zip(next_steps(second), expected, strict=True):
+        if written == read:
+            assert found == one, "exactly"
+        assert_same_metrics(found, one)
+    weights = sum(path.stat().st_size for path in tmp_path.glob("weights-*"))
+    whole = sum(tensor.nbytes for tensor in state.values())
+    assert whole < weights < 1.2 * whole + 20_000, "every part once"
+
+
+def test_replicas_write_a_part_once(build: Build, tmp_path: Path) -> None:
+    engine = build(2, replicas=2)
+    engine.save(tmp_path)
+    state = engine.state_dict()
+    assert sum(path.stat().st_size for path in tmp_path.glob("weights-*")) < 1.2 * sum(
+        tensor.nbytes for tensor in state.values()
+    )
+    next_steps(engine)
+    engine.load(tmp_path)
+    assert_same_weights(engine.state_dict(), state, atol=0)
+
+
+def test_random_states_are_those_of_each_rank(build: Build, tmp_path: Path) -> None:
+    engine = build(2)
+    engine.save(tmp_path)
+    noise = engine.noise()
+    assert noise[0] != noise[1]
+    assert engine.noise() != noise
+    engine.load(tmp_path)
+    assert engine.noise() == noise
+
+
+def test_one_worker_that_cannot_write_stops_all(build: Build, tmp_path: Path) -> None:
+    engine = build(2)
+    engine.save(tmp_path, {"step": 1})
+    files = sorted(path.name for path in tmp_path.iterdir())
+    engine.limit_file_size(rlcore.NeedParallel([None, 1000]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .* is intact"):
+            engine.save(tmp_path, {"step": 2})
+    finally:
+        engine.limit_file_size([None])
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert engine.load(tmp_path) == {"step": 1}
+
+
+def test_an_export_is_a_hugging_face_folder(build: Build, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+    engine = build(3)
+    next_steps(engine)
+    engine.export(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(loaded) is Qwen2ForCausalLM
+    state = engine.state_dict()
+    assert_same_weights({name: loaded.get_parameter(name).detach() for name in state}, state, atol=0)
