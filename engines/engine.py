@@ -6,6 +6,7 @@ device each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +16,9 @@ from typing import Any, ClassVar, Self
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.placement import choose_devices
-from rlcore.engines.residency import Move, Residency, State
+from rlcore.engines.residency import MOVE_TO, Move, Residency, State
 from rlcore.engines.runtime import current
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError
 from rlcore.registry import executor_class
 from rlcore.types import OffloadReport
 
@@ -39,6 +40,7 @@ class Engine(ABC):
         self._is_closed = False
         self._start: Callable[[], WorkerGroup]
         self._options: dict[str, Any] = {}
+        self._host_memory: tuple[int | None, int | None] = (None, None)
 
     # ---------------------------------------------------------------------------------------------- life
 
@@ -53,6 +55,8 @@ class Engine(ABC):
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         onload: bool = True,
+        host_memory_bytes: int | None = None,
+        reserve_host_bytes: int | None = None,
         timeout_s: float = 3600.0,
         **executor_options: Any,
     ) -> Self:
@@ -65,6 +69,10 @@ class Engine(ABC):
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
             onload: False leaves the engine in host memory until ``onload()``.
+            host_memory_bytes: the most host memory that everything offloaded from one device of this process may take,
+                besides the limits of the control group; None keeps what an earlier build said.
+            reserve_host_bytes: host memory for each worker to allocate in the background while the engine is built, so
+                that its first offload is as fast as the later ones.
             timeout_s: the longest that one call of a worker may take.
             executor_options: passed to the executor; it names those it does not know.
 
@@ -88,6 +96,7 @@ class Engine(ABC):
             timeout_s=timeout_s,
         )
         self._options = executor_options
+        self._host_memory = host_memory_bytes, reserve_host_bytes
         self._bring_up(onload)
         return self
 
@@ -95,6 +104,8 @@ class Engine(ABC):
         self._group = self._start()
         self._residency = Residency(self.label, self.tags)
         try:
+            if self._host_memory != (None, None):
+                self._call("reserve_host_memory", *self._host_memory)
             self._build_workers(self._options)
             if not onload:
                 self.offload()
@@ -201,12 +212,26 @@ class Engine(ABC):
         return self._move(Move.META, tags)
 
     def _move(self, move: Move, tags: tuple[str, ...]) -> Reports:
-        self._built_group()
         reports: Reports = {}
-        for tag, state in self._residency.plan(move, tags).items():
-            reports[tag] = self._call(move.value, tag)
+        for tag, state in self._planned(move, tags).items():
+            before = self._residency.states[tag]
+            try:
+                reports[tag] = self._call(move.value, tag)
+            except BaseException:
+                self._take_back(tag, before)
+                raise
             self._residency.set(tag, state)
         return reports
+
+    def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
+        """The new state of each tag that has to move; raises StateError for a wrong order."""
+        self._built_group()
+        return self._residency.plan(move, tags)
+
+    def _take_back(self, tag: str, state: State) -> None:
+        """A move failed on some worker, which undid it: bring the others back to ``state`` too."""
+        with contextlib.suppress(RlcoreError):  # the workers may have ended
+            self._call(MOVE_TO[state].value, tag)
 
     # RLite's names for the same moves. `cuda` and `npu` mean "to the engine's own device", whichever it is.
 

@@ -127,10 +127,10 @@ class InferenceEngine(Engine):
         with self.poisoned_until(0 if path is None else self._version + 1):
             self._call("take_weights")
 
-    def _move(self, move: Move, tags: tuple[str, ...]) -> Any:
+    def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
         if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):
             self._require_serving("taking the KV cache back")
-        return super()._move(move, tags)
+        return super()._planned(move, tags)
 
     def _require_serving(self, purpose: str) -> None:
         if self._sync_state is SyncState.POISONED:

@@ -46,6 +46,8 @@ _TABLES: dict[str, dict[tuple[Move, State], State]] = {
     "grads": _COMMON | {(Move.ONLOAD, R): L, (Move.OFFLOAD, R): R},
     "kv_cache": _COMMON | {(Move.ONLOAD, R): L, (Move.OFFLOAD, L): R, (Move.OFFLOAD, R): R},
 }
+MOVE_TO = {L: Move.ONLOAD, E: Move.ONLOAD, O: Move.OFFLOAD, R: Move.META}
+"""State -> what a worker does that is to be in it again, after a move that others could not make."""
 _REMEDY = {
     (Move.ONLOAD, R): "{owner} released its {tag}; call load(path), or build it again",
     (

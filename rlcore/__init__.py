@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
     from rlcore.engines.offload.resident import offloaded as offloaded
     from rlcore.engines.runtime import init as init
+    from rlcore.engines.swap import swap as swap
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
@@ -37,6 +38,7 @@ _HOME = {
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.nn",
     "offloaded": "rlcore.engines.offload.resident",
+    "swap": "rlcore.engines.swap",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604

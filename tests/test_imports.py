@@ -116,6 +116,7 @@ def test_public_names() -> None:
         "list_devices",
         "meta_device",
         "offloaded",
+        "swap",
     ]  # fmt: skip
 
 

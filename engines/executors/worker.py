@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.resident import Resident
+from rlcore.engines.offload.resident import Resident, exchange
+from rlcore.engines.residency import Move
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
+
+_BOTH_WAYS = (Move.OFFLOAD, Move.ONLOAD)
 
 
 class TagBytes(TypedDict):
@@ -41,6 +45,29 @@ class Worker:
 
     def meta(self, tag: str) -> OffloadReport:
         return self._residents[tag].meta()
+
+    def swap(self, plan: Sequence[tuple[int, Move, str]], *workers: Worker) -> list[OffloadReport]:
+        """Tags of workers on this device leave while others come back; one report a step, in the order of ``plan``.
+
+        Args:
+            plan: (position in ``workers``, OFFLOAD or ONLOAD, tag).
+        """
+        chosen = [workers[position]._residents[tag] for position, _, tag in plan]
+        out, in_ = ([one for one, step in zip(chosen, plan, strict=True) if step[1] is move] for move in _BOTH_WAYS)
+        reports = dict(zip([*out, *in_], exchange(out, in_), strict=True))
+        return [reports[resident] for resident in chosen]
+
+    def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
+        """Limit the host memory of offloads, and allocate some in the background; None leaves that alone.
+
+        Raises:
+            DeviceError: there is not so much.
+        """
+        arena = arena_of(self.device)
+        if host_memory_bytes is not None:
+            arena.set_limit(host_memory_bytes)
+        if reserve_host_bytes is not None:
+            arena.reserve(reserve_host_bytes)
 
     def memory_report(self) -> MemoryReport:
         tags: dict[str, TagBytes] = {

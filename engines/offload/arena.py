@@ -6,6 +6,8 @@ back leaves room for the next. A slab is handed out in blocks, the unit in which
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.offload.host_limits import HostLimit, cgroup_limits, lock_limit_bytes
-from rlcore.errors import DeviceError, InvalidInputError
+from rlcore.errors import DeviceError, InvalidInputError, StateError
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Arena:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._slabs: list[Slab] = []
-        self._free: list[Block] = []
+        self._free: list[Block] = []  # by size
         self._limit_bytes: int | None = None
         self._growing_bytes = 0
         self._failure: BaseException | None = None
@@ -128,7 +130,8 @@ class Arena:
             buffer = slab.buffer
             del slab.tensor, slab.buffer
             if buffer is not None:
-                self._device.memory.host_free(buffer)
+                with contextlib.suppress(StateError):  # a traceback still holds a view: unmapped when that goes
+                    self._device.memory.host_free(buffer)
         return freed
 
     # --------------------------------------------------------------------------------------------- lending
@@ -145,16 +148,15 @@ class Arena:
             if not self._free:
                 self._raise_failure()
                 return None
-            enough = [block for block in self._free if block.nbytes >= wanted]
-            block = min(enough, key=_nbytes) if enough else max(self._free, key=_nbytes)
-            self._free.remove(block)
+            position = bisect.bisect_left(self._free, wanted, key=_nbytes)
+            block = self._free.pop(min(position, len(self._free) - 1))
             block.slab.num_lent += 1
             return block
 
     def give(self, block: Block) -> None:
         with self._changed:
             block.slab.num_lent -= 1
-            self._free.append(block)
+            bisect.insort(self._free, block, key=_nbytes)
             self._changed.notify_all()
 
     # --------------------------------------------------------------------------------------------- growing
@@ -179,6 +181,7 @@ class Arena:
                 with self._changed:
                     self._slabs.append(slab)
                     self._free.extend(Block(part, slab) for part in torch.split(slab.tensor, BLOCK_BYTES))
+                    self._free.sort(key=_nbytes)
                     self._growing_bytes -= nbytes
                     self._changed.notify_all()
                 missing -= nbytes

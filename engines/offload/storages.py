@@ -40,7 +40,7 @@ def freeable_storages(tensors: Iterable[Tensor], device: Any) -> list[torch.Unty
                 f"a tensor of shape {list(tensor.shape)} on {device.name} is exported to other processes, which may "
                 "read it while it is freed; call device.memory.revoke(handle) first"
             )
-        _check_can_be_freed(storage, tensor)
+        _check_can_be_freed(storage, tensor, device)
         found[storage._cdata] = storage
     return list(found.values())
 
@@ -50,13 +50,13 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local.untyped_storage()
 
 
-def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor) -> None:
+def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor, device: Any) -> None:
     if not storage.resizable():
         raise UnsupportedError(
             f"offloading a tensor of shape {list(tensor.shape)} made from a file or a numpy array",
             "torch cannot free its storage; give the module or optimizer tensor.clone() instead",
         )
-    if storage.device.type == "cpu" and storage.is_shared():
+    if device.spec.is_host and storage.is_shared():
         raise UnsupportedError(
             f"offloading a tensor of shape {list(tensor.shape)} that is in shared memory of the host, as after "
             "export_ipc or share_memory_",

@@ -1,0 +1,510 @@
+"""Offload of plain modules: bytes, identity, memory, and what is left after every kind of failure."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rlcore
+from rlcore.engines.offload import arena as arena_module
+from rlcore.engines.offload import transfer as transfer_module
+from rlcore.engines.offload.arena import Arena, arena_of
+from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
+from rlcore.engines.offload.storages import distinct_storages
+from rlcore.errors import DeviceError, StateError, UnsupportedError
+
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, device: Any) -> Iterator[None]:
+    """So that small sets take many blocks and slabs, and begin with an empty arena."""
+    for module in (arena_module, transfer_module):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4 * KIB)
+    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 * KIB)
+    monkeypatch.setattr(arena_module, "_arenas", {})
+    yield
+    gc.collect()
+    arena_of(device).trim()
+
+
+def no_guard(*_: Any) -> None:
+    pass
+
+
+def resident_of(device: Any, tensors: Sequence[Tensor]) -> Resident:
+    return Resident(device, lambda: tensors, no_guard)
+
+
+def random_tensors(device: Any, sizes: Sequence[int], seed: int = 0) -> list[Tensor]:
+    """[size] uint8 each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(256, (size,), generator=generator, dtype=torch.uint8).to(device.torch_device) for size in sizes
+    ]
+
+
+class SmallDevice:
+    """Storages that grow in place count against a limit, as the memory of a device that is nearly full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, live: Sequence[Tensor] = ()) -> None:
+        self.limit_bytes = limit_bytes
+        self.live_bytes = self.peak_bytes = sum(storage.nbytes() for storage in distinct_storages(live))
+        resize = torch.UntypedStorage.resize_
+
+        def limited(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            after = self.live_bytes + nbytes - storage.nbytes()
+            if after > self.limit_bytes:
+                raise torch.OutOfMemoryError(f"no memory for {nbytes} bytes")
+            self.live_bytes, self.peak_bytes = after, max(self.peak_bytes, after)
+            return resize(storage, nbytes)
+
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", limited)
+
+
+ODD_SIZES = (1, 63, 64, 65, 4 * KIB, 4 * KIB + 1, 30_000, 7, 0, 12_345)
+
+
+# ------------------------------------------------------------------------------------------------- moves
+
+
+def test_everything_comes_back_bit_equal_into_the_same_storages(device: Any) -> None:
+    tensors = random_tensors(device, ODD_SIZES)
+    views = [*tensors, tensors[6][10:20], tensors[6].view(3, 10_000)]
+    before = [tensor.clone() for tensor in views]
+    resident = resident_of(device, views)
+    report = resident.offload()
+    total = sum(ODD_SIZES)
+    assert report.moved_bytes == report.freed_device_bytes == total
+    assert [storage.nbytes() for storage in distinct_storages(views)] == [0] * len(tensors)
+    assert resident.device_bytes == 0 and resident.host_bytes >= total
+    report = resident.onload()
+    assert report.moved_bytes == total and report.freed_device_bytes == -total
+    assert all(map(torch.equal, views, before))
+    assert resident.device_bytes == total and resident.host_bytes == 0
+
+
+def test_moving_twice_does_nothing(device: Any) -> None:
+    resident = resident_of(device, random_tensors(device, [100]))
+    assert resident.onload().moved_bytes == 0
+    resident.offload()
+    assert resident.offload().moved_bytes == 0
+    assert resident.onload().moved_bytes == 100
+
+
+def test_pinned_says_what_the_memory_was(device: Any) -> None:
+    report = resident_of(device, random_tensors(device, [100])).offload()
+    assert report.pinned is device.memory.can_pin
+
+
+def test_many_small_tensors_leave_in_few_calls(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 1 << 20)
+    tensors = random_tensors(device, [512] * 5000)
+    copy_batch, calls = device.memory.copy_batch, []
+    monkeypatch.setattr(device.memory, "copy_batch", lambda *args: (calls.append(len(args[0])), copy_batch(*args)))
+    resident_of(device, tensors).offload()
+    assert sum(calls) >= 5000 and len(calls) <= 4
+
+
+def test_what_a_device_does_not_hold_stays(device: Any) -> None:
+    if device.type == "cpu":
+        pytest.skip("every tensor is on the cpu device")
+    steps = torch.ones(3)
+    resident = resident_of(device, [steps, *random_tensors(device, [64])])
+    assert resident.offload().freed_device_bytes == 64
+    assert steps.sum() == 3
+
+
+def test_meta_frees_both_sides_and_gives_room_back(device: Any) -> None:
+    tensors = random_tensors(device, [30_000, 64])
+    resident = resident_of(device, tensors)
+    resident.offload()
+    report = resident.meta()
+    assert report.moved_bytes == report.freed_device_bytes == resident.host_bytes == 0
+    assert arena_of(device).free_bytes == arena_of(device).total_bytes
+    report = resident.onload()
+    assert (report.moved_bytes, report.freed_device_bytes) == (0, -30_064)
+    assert resident.meta().freed_device_bytes == 30_064
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------- arena
+
+
+def test_slabs_have_the_exact_size_and_are_used_again(device: Any) -> None:
+    first, second = (resident_of(device, random_tensors(device, [50_000, 1])) for _ in range(2))
+    report = first.offload()
+    assert report.first_use
+    assert arena_of(device).total_bytes == 50_048 + 64
+    first.onload()
+    assert not second.offload().first_use
+    assert arena_of(device).total_bytes == 50_048 + 64
+    assert arena_of(device).free_bytes == 0
+
+
+def test_the_host_memory_of_a_dropped_set_is_free_again(device: Any) -> None:
+    resident = resident_of(device, random_tensors(device, [50_000]))
+    resident.offload()
+    arena = arena_of(device)
+    assert arena.trim() == 0
+    del resident
+    gc.collect()
+    assert arena.trim() == arena_of(device).total_bytes + 50_048
+    assert arena.total_bytes == 0
+
+
+def test_reserved_memory_is_there_before_the_first_move(device: Any) -> None:
+    arena = arena_of(device)
+    assert arena.reserve(100_000)
+    arena.wait()
+    assert arena.free_bytes == 100_032
+    assert not arena.reserve(100_000)
+    assert not resident_of(device, random_tensors(device, [99_000])).offload().first_use
+
+
+def test_too_little_host_memory_is_refused_before_anything_moves(device: Any) -> None:
+    arena_of(device).set_limit(20_000)
+    tensors = random_tensors(device, [15_000, 15_000])
+    before = [tensor.clone() for tensor in tensors]
+    resident = resident_of(device, tensors)
+    message = "needs 30080 bytes of host memory more, and host_memory_bytes is 20000 bytes, of which 0 are used; raise"
+    with pytest.raises(DeviceError, match=message):
+        resident.offload()
+    assert all(map(torch.equal, tensors, before))
+    assert arena_of(device).total_bytes == 0
+    arena_of(device).set_limit(None)
+    resident.offload()
+
+
+def test_pageable_memory_is_used_and_named_where_pinning_fails(
+    device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(nbytes: int) -> Any:
+        raise DeviceError("planted")
+
+    monkeypatch.setattr(device.memory, "host_alloc", refuse)
+    tensors = random_tensors(device, [30_000])
+    before = tensors[0].clone()
+    resident = resident_of(device, tensors)
+    assert not resident.offload().pinned
+    assert "could not be pinned (planted; the lock limit, ulimit -l, is " in caplog.text
+    resident.onload()
+    assert torch.equal(tensors[0], before)
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("num_slabs", [0, 1, 2])
+def test_host_memory_that_ends_halfway_leaves_all_on_the_device(
+    device: Any, monkeypatch: pytest.MonkeyPatch, num_slabs: int
+) -> None:
+    made, new_slab = itertools.count(), Arena._new_slab
+
+    def limited(self: Arena, nbytes: int) -> Any:
+        if next(made) == num_slabs:
+            raise DeviceError("planted: no host memory")
+        return new_slab(self, nbytes)
+
+    monkeypatch.setattr(Arena, "_new_slab", limited)
+    tensors = random_tensors(device, [10_000] * 5)
+    before = [tensor.clone() for tensor in tensors]
+    raised: list[str] = []
+    resident = Resident(device, lambda: tensors, lambda guard, state: raised.append(state))
+    message = r"planted: no host memory. Nothing has moved: what was to leave is on"
+    with pytest.raises(DeviceError, match=message):
+        resident.offload()
+    assert all(map(torch.equal, tensors, before))
+    assert not resident.is_away and resident.host_bytes == 0
+    assert arena_of(device).free_bytes == arena_of(device).total_bytes == num_slabs * 16 * KIB
+    monkeypatch.setattr(Arena, "_new_slab", new_slab)
+    resident.offload()
+    resident.onload()
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 9_000, 25_000, 49_999])
+def test_device_memory_that_ends_halfway_leaves_all_on_the_host(
+    device: Any, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
+) -> None:
+    tensors = random_tensors(device, [10_000] * 5)
+    before = [tensor.clone() for tensor in tensors]
+    resident = resident_of(device, tensors)
+    resident.offload()
+    with monkeypatch.context() as patched:
+        small = SmallDevice(patched, limit_bytes)
+        message = (
+            r"has no memory for .* no memory for 10000 bytes; .* Nothing has moved: what was to come back is in host"
+        )
+        with pytest.raises(DeviceError, match=message):
+            resident.onload()
+        assert small.live_bytes == 0
+    assert resident.is_away and resident.device_bytes == 0
+    resident.onload()
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = random_tensors(device, [10_000] * 5)
+    before = [tensor.clone() for tensor in tensors]
+    resident = resident_of(device, tensors)
+    copy_batch = device.memory.copy_batch
+
+    def fail_at(number: int) -> None:
+        made = itertools.count()
+
+        def copy(*args: Any) -> None:
+            if next(made) == number:
+                raise KeyboardInterrupt
+            copy_batch(*args)
+
+        monkeypatch.setattr(device.memory, "copy_batch", copy)
+
+    for move in (resident.offload, resident.onload):
+        fail_at(5)
+        with pytest.raises(KeyboardInterrupt) as error:
+            move()
+        assert error.value.__notes__[0].startswith("Nothing has moved")
+        assert resident.is_away == (move == resident.onload)
+        monkeypatch.setattr(device.memory, "copy_batch", copy_batch)
+        assert move().moved_bytes == 50_000
+    assert all(map(torch.equal, tensors, before))
+    assert arena_of(device).free_bytes == arena_of(device).total_bytes
+
+
+def test_exported_memory_is_refused(device: Any) -> None:
+    (tensor,) = random_tensors(device, [1000])
+    resident = resident_of(device, [tensor])
+    handle = device.memory.export_ipc(tensor)
+    with pytest.raises(
+        StateError, match=r"of shape \[1000\] .* is exported to other processes.*revoke\(handle\) first"
+    ):
+        resident.offload()
+    device.memory.revoke(handle)
+    if device.type == "cpu":  # torch 2.13 crashes the process when such a storage grows again
+        with pytest.raises(UnsupportedError, match=r"shared memory of the host.*tensor.clone\(\)"):
+            resident.offload()
+    else:
+        resident.offload()
+
+
+# ------------------------------------------------------------------------------------------------- both ways
+
+
+def test_two_sets_that_do_not_fit_together_change_places(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [10_000, 300, 5_000, 20_000, 64] * 4
+    first, second = (random_tensors(device, sizes, seed) for seed in (1, 2))
+    before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
+    here, away = resident_of(device, first), resident_of(device, second)
+    away.offload()
+    total = sum(sizes)
+    small = SmallDevice(monkeypatch, total, first)
+    for _ in range(3):
+        out, in_ = exchange([here], [away])
+        assert out.moved_bytes == out.freed_device_bytes == in_.moved_bytes == -in_.freed_device_bytes == total
+        here, away = away, here
+    assert small.peak_bytes == total, "it never took more than was free"
+    exchange([here], [away])
+    assert all(map(torch.equal, first, before[0]))
+    here, away = away, here
+    exchange([here], [away])
+    assert all(map(torch.equal, second, before[1]))
+
+
+def test_a_swap_needs_little_more_host_memory_than_the_larger_set(device: Any) -> None:
+    first, second = (resident_of(device, random_tensors(device, [2_000] * 200, seed)) for seed in (1, 2))
+    first.offload()
+    for out, in_ in ((second, first), (first, second)) * 5:
+        exchange([out], [in_])
+    assert arena_of(device).total_bytes < 1.2 * 400_000
+
+
+def test_what_arrives_starts_before_all_has_left(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (resident_of(device, random_tensors(device, [4 * KIB] * 20, seed)) for seed in (1, 2))
+    second.offload()
+    copy_batch, ways = device.memory.copy_batch, []
+
+    def copy(dst: Any, src: Any, stream: Any) -> None:
+        ways.append("out" if dst[0].data_ptr() not in {t.data_ptr() for t in second._tensors()} else "in")
+        copy_batch(dst, src, stream)
+
+    monkeypatch.setattr(device.memory, "copy_batch", copy)
+    exchange([first], [second])
+    assert ways.index("in") <= 4
+    assert [way for way, _ in itertools.groupby(ways)].count("in") > 10, ways
+
+
+@pytest.mark.parametrize("limit_bytes", [50_000, 59_999, 75_000])
+def test_a_swap_that_fails_halfway_moves_nothing(
+    device: Any, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
+) -> None:
+    first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000, 3, 30_000] * 2, 2)
+    before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
+    here, away = resident_of(device, first), resident_of(device, second)
+    away.offload()
+    with monkeypatch.context() as patched:
+        small = SmallDevice(patched, limit_bytes, first)
+        message = "Nothing has moved: what was to leave is on .*, what was to come back is in host memory"
+        with pytest.raises(DeviceError, match=message):
+            exchange([here], [away])
+        assert small.live_bytes == 50_000
+    assert not here.is_away and away.is_away
+    assert all(map(torch.equal, first, before[0]))
+    away.onload()
+    assert all(map(torch.equal, second, before[1]))
+
+
+def test_a_swap_with_no_host_memory_to_spare_is_refused_with_the_numbers(device: Any) -> None:
+    here, away = (resident_of(device, random_tensors(device, [10_000] * 5, seed)) for seed in (1, 2))
+    away.offload()
+    arena_of(device).set_limit(arena_of(device).total_bytes)
+    with pytest.raises(
+        DeviceError, match="needs 44608 bytes of host memory more, and host_memory_bytes is 50240 bytes"
+    ):
+        exchange([here], [away])
+    assert not here.is_away and away.is_away
+
+
+def test_a_released_set_takes_only_room_in_a_swap(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000] * 5, 2)
+    here, away = resident_of(device, first), resident_of(device, second)
+    away.meta()
+    with monkeypatch.context() as patched:
+        SmallDevice(patched, 49_000, first)
+        with pytest.raises(DeviceError, match="Nothing has moved"):
+            exchange([], [away])
+        patched.undo()
+    SmallDevice(monkeypatch, 50_000, first)
+    out, in_ = exchange([here], [away])
+    assert (out.moved_bytes, in_.moved_bytes, in_.freed_device_bytes) == (50_000, 0, -50_000)
+
+
+# -------------------------------------------------------------------------------------------- whole modules
+
+
+class Trainer:
+    """A small module with Adam, on a device, that is there only while it works."""
+
+    def __init__(self, device: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.module = nn.Sequential(nn.Linear(37, 301), nn.Tanh(), nn.Linear(301, 11)).to(device.torch_device)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
+        self.residents = [
+            resident_of(device, list(self.module.parameters())),
+            Resident(device, lambda: optimizer_tensors([self.optimizer]), no_guard),
+            GradResident(device, self.module, no_guard),
+        ]
+        self._inputs = torch.randn(64, 37).to(device.torch_device)
+
+    def step(self) -> float:
+        """Gradients are kept until the next step."""
+        self.optimizer.zero_grad()
+        loss = self.module(self._inputs).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def test_five_trainers_in_turns_learn_as_if_alone(device: Any) -> None:
+    alone, in_turns = ([Trainer(device, seed) for seed in range(5)] for _ in range(2))
+    expected = [[trainer.step() for _ in range(4)] for trainer in alone]
+    for trainer in in_turns[1:]:
+        exchange(trainer.residents, [])
+    found: list[list[float]] = [[] for _ in in_turns]
+    here = 0
+    for _, position in itertools.product(range(4), range(5)):
+        if position != here:
+            exchange(in_turns[here].residents, in_turns[position].residents)
+        found[position].append(in_turns[position].step())
+        here = position
+    assert found == expected
+
+
+def test_twenty_cycles_leave_memory_as_it_was(device: Any) -> None:
+    trainer = Trainer(device, 0)
+
+    def cycle() -> None:
+        trainer.step()
+        exchange(trainer.residents, [])
+        exchange([], trainer.residents)
+
+    def memory() -> tuple[int, ...]:
+        gc.collect()
+        stats = device.memory.stats()
+        on_device = 0 if device.type == "cpu" else stats.allocated_bytes
+        return arena_of(device).total_bytes, arena_of(device).free_bytes, on_device
+
+    cycle()
+    cycle()
+    before = memory()
+    for _ in range(20):
+        cycle()
+    assert memory() == before
+    assert before[0] == before[1] > 0
+
+
+def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "BLOCK_BYTES", 4 << 20)
+    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 << 20)
+    memory = rlcore.get_device("cpu").memory
+    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(8)])
+
+    def allocated() -> int:
+        memory.empty_cache()
+        return int(memory.stats().allocated_bytes)
+
+    for _ in range(2):
+        resident.offload()
+        resident.onload()
+    before = allocated()
+    for _ in range(20):
+        resident.offload()
+        resident.onload()
+    assert allocated() - before < 16 << 20, "one set has 64 MiB"
+
+
+def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
+    module = nn.Linear(8, 8).to(device.torch_device)
+    inputs = torch.ones(1, 8, device=device.torch_device)
+    grads = GradResident(device, module, no_guard)
+    module(inputs).sum().backward()
+    once = module.weight.grad.clone()  # type: ignore[union-attr]
+    grads.offload()
+    assert module.weight.grad is None
+    module(inputs).sum().backward()
+    grads.onload()
+    torch.testing.assert_close(module.weight.grad, 2 * once)
+
+
+def test_each_use_of_what_is_away_is_refused(device: Any) -> None:
+    trainer = Trainer(device, 0)
+    trainer.step()
+    module, optimizer = trainer.module, trainer.optimizer
+    uses: list[Callable[[], Any]] = [
+        lambda: module(torch.ones(1, 37, device=device.torch_device)),
+        lambda: module[0](torch.ones(1, 37, device=device.torch_device)),
+        module.state_dict,
+        optimizer.step,
+        optimizer.state_dict,
+    ]
+    with rlcore.offloaded(module, optimizer):
+        for use in uses:
+            with pytest.raises(StateError, match=r"are offloaded inside `with offloaded\(...\)`"):
+                use()
+    for use in uses:
+        use()
+
+
+def test_a_failed_offload_leaves_no_guard(device: Any) -> None:
+    trainer = Trainer(device, 0)
+    arena_of(device).set_limit(1)
+    with pytest.raises(DeviceError, match="host_memory_bytes is 1 bytes"), rlcore.offloaded(trainer.module):
+        pass
+    trainer.step()

@@ -1,0 +1,212 @@
+"""``rlcore.swap`` between engines: what moves, what is refused, what stands after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.offload import arena as arena_module
+from rlcore.engines.offload.arena import arena_of
+from rlcore.errors import DeviceError, InvalidInputError, StateError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "BLOCK_BYTES", 4096)
+
+
+@pytest.fixture(scope="session")
+def policy() -> Any:
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Policy
+
+
+@pytest.fixture
+def build_train(policy: Any, qwen2_folder: Path) -> Iterator[Build]:
+    built: list[rlcore.TrainEngine] = []
+
+    def build(**options: Any) -> rlcore.TrainEngine:
+        with rlcore.meta_device():
+            module = policy.from_pretrained(qwen2_folder)
+        built.append(rlcore.TrainEngine(module))
+        return built[-1].build(**options)
+
+    yield build
+    for engine in reversed(built):
+        engine.close()
+
+
+@pytest.fixture
+def build_infer(qwen2_folder: Path) -> Iterator[Build]:
+    built: list[rlcore.InferenceEngine] = []
+
+    def build(**options: Any) -> rlcore.InferenceEngine:
+        built.append(rlcore.InferenceEngine(qwen2_folder))
+        return built[-1].build(**options)
+
+    yield build
+    for engine in reversed(built):
+        engine.close()
+
+
+def batch(device: Any = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(21, (4, 12), generator=generator),
+        "attention_mask": torch.ones(4, 12, dtype=torch.bool),
+        "old_logprobs": torch.full((4, 12), -3.0),
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
+    }
+
+
+def train_once(engine: rlcore.TrainEngine) -> float:
+    return engine.train_batch(batch(), ppo_clip())["loss"]
+
+
+def greedy(engine: rlcore.InferenceEngine) -> list[int]:
+    output = engine.generate("1+2=", {"temperature": 0, "max_tokens": 8})
+    return list(output[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
+def test_trainer_and_sampler_change_places(build_train: Build, build_infer: Build, launcher: str, device: Any) -> None:
+    train = build_train(devices=device.name, launcher=launcher)
+    infer = build_infer(devices=device.name, launcher=launcher)
+    expected = greedy(infer)
+    losses = []
+    infer.offload()
+    for _ in range(3):
+        losses.append(train_once(train))
+        reports = rlcore.swap(out=[(train, ())], in_=[(infer, ("weights",)), (infer, "kv_cache")])
+        assert set(train.state.values()) == {"offloaded"}
+        assert set(infer.state.values()) == {"loaded"}
+        assert greedy(infer) == expected
+        (out,), (weights, cache) = reports.out, reports.in_
+        assert set(out) == {"weights", "optimizer", "grads"} and set(weights) == {"weights"} and len(cache) == 1
+        assert out["optimizer"][0].moved_bytes > out["weights"][0].moved_bytes > 0
+        assert weights["weights"][0].moved_bytes == -weights["weights"][0].freed_device_bytes > 0
+        rlcore.swap(out=[(infer, ())], in_=[(train, ())])
+    alone = build_train(devices=device.name, launcher=launcher)
+    assert losses == [train_once(alone) for _ in range(3)]
+    tags = train.memory_report()[0]["tags"]
+    assert tags["optimizer"]["device_bytes"] > 0 == tags["optimizer"]["host_bytes"]
+
+
+def test_five_engines_take_turns_on_one_device(build_train: Build, build_infer: Build) -> None:
+    trainers = [build_train(devices="cpu", onload=False) for _ in range(4)]
+    sampler = build_infer(devices="cpu")
+    expected = greedy(sampler)
+    engines = [sampler, *trainers]
+    losses: list[list[float]] = [[] for _ in trainers]
+    sizes = []
+    arena = arena_of(rlcore.get_device("cpu"))
+    for _ in range(4):
+        for here, following in zip(engines, [*engines[1:], engines[0]], strict=True):
+            rlcore.swap(out=[(here, ())], in_=[(following, ())])
+            assert [engine.state["weights"] for engine in engines].count("loaded") == 1
+            if following is not sampler:
+                losses[trainers.index(following)].append(train_once(following))
+        assert greedy(sampler) == expected
+        sizes.append(arena.total_bytes)
+    assert losses[0] == losses[1] == losses[2] == losses[3]
+    assert sizes[1] == sizes[2] == sizes[3], "the host memory of the first rounds does for the later ones"
+
+
+def test_what_is_there_already_is_left_alone(build_train: Build) -> None:
+    train = build_train(devices="cpu")
+    train.offload("grads")
+    reports = rlcore.swap(out=[(train, "grads")], in_=[(train, "weights")])
+    assert reports == ([{}], [{}])
+
+
+def test_one_engine_changes_its_own_tags(build_train: Build) -> None:
+    train = build_train(devices="cpu")
+    train.offload("optimizer")
+    rlcore.swap(out=[(train, "weights")], in_=[(train, "optimizer")])
+    assert train.state == {"weights": "offloaded", "optimizer": "loaded", "grads": "loaded"}
+
+
+def test_released_weights_come_back_empty(build_train: Build, build_infer: Build) -> None:
+    train, infer = build_train(devices="cpu"), build_infer(devices="cpu")
+    infer.meta()
+    rlcore.swap(out=[(train, ("optimizer", "grads"))], in_=[(infer, "weights")])
+    assert infer.state["weights"] == "empty"
+    train.sync_weights(infer)
+    greedy_needs_cache = pytest.raises(StateError, match="needs the kv_cache")
+    with greedy_needs_cache:
+        greedy(infer)
+
+
+def test_wrong_orders_move_nothing(build_train: Build, build_infer: Build) -> None:
+    train, infer = build_train(devices="cpu"), build_infer(devices="cpu")
+    train.meta("optimizer")
+    with pytest.raises(StateError, match="released its optimizer"):
+        rlcore.swap(out=[(infer, ())], in_=[(train, ())])
+    with pytest.raises(InvalidInputError, match="'weights' of the inference engine is named twice"):
+        rlcore.swap(out=[(infer, "weights"), (infer, ())], in_=[])
+    with pytest.raises(InvalidInputError, match="has the tags weights, kv_cache; got 'grads'"):
+        rlcore.swap(out=[(infer, "grads")], in_=[])
+    assert set(infer.state.values()) == {"loaded"}
+    with pytest.raises(StateError, match=r"is not built; call build\(\) first"):
+        rlcore.swap(out=[(rlcore.InferenceEngine("unused"), ())], in_=[])
+
+
+def test_workers_of_different_processes_are_refused(build_train: Build, build_infer: Build, launcher: str) -> None:
+    train, infer = build_train(devices="cpu"), build_infer(devices="cpu", launcher="process")
+    infer.offload()
+    with pytest.raises(UnsupportedError, match=r"only workers that share both can swap; call offload\(\) of one, then"):
+        rlcore.swap(out=[(train, ())], in_=[(infer, ())])
+    assert set(train.state.values()) == {"loaded"} and infer.state["weights"] == "offloaded"
+
+
+def test_a_failure_halfway_leaves_both_engines_where_they_were(
+    build_train: Build, build_infer: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, infer = build_train(devices="cpu"), build_infer(devices="cpu")
+    expected = greedy(infer)
+    train_once(train)
+    train.offload()
+    resize, room_bytes = torch.UntypedStorage.resize_, [50_000]
+
+    def limited(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        grown = nbytes - storage.nbytes()
+        if grown > room_bytes[0]:
+            raise torch.OutOfMemoryError("planted")
+        room_bytes[0] -= grown
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", limited)
+    with pytest.raises(DeviceError, match=r"planted; offload something else first. Nothing has moved"):
+        rlcore.swap(out=[(infer, ())], in_=[(train, ())])
+    monkeypatch.undo()
+    assert set(infer.state.values()) == {"loaded"} and set(train.state.values()) == {"offloaded"}
+    assert greedy(infer) == expected
+    train.onload()
+    train_once(train)
+
+
+def test_host_memory_is_limited_and_reserved_at_build(build_train: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_arenas", {})
+    arena = arena_of(rlcore.get_device("cpu"))
+    train = build_train(devices="cpu", reserve_host_bytes=1 << 20, host_memory_bytes=1 << 20)
+    arena.wait()
+    assert arena.total_bytes == 1 << 20
+    assert not train.offload("weights")["weights"][0].first_use
+    train.close()
+    assert arena.total_bytes == 0, "a closed engine gives its host memory back"
+    with pytest.raises(DeviceError, match="needs 1048640 bytes of host memory more, and host_memory_bytes is 1048576"):
+        build_train(devices="cpu", reserve_host_bytes=(1 << 20) + 1)
