@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.packing import balance, inverse_permutation
 
 
 @dataclass(frozen=True, slots=True)
 class NeedParallel:
-    """Split ``data`` along its first dimension: a sequence, a tensor, or a dict of them.
+    """Split ``data`` along its first dimension: a sequence, a tensor, a TensorDict, or a dict of them.
 
     Workers get contiguous parts whose sizes differ by at most one; with fewer rows than workers, some get none.
     """
 
     data: Any
     type: Literal["dp", "seq"] = "dp"
+    balance_by: Sequence[int] | Tensor | None = None
+    """A cost for each row, such as its tokens: workers get parts of about equal cost instead, rows in their order."""
 
     def __post_init__(self) -> None:
         if self.type == "seq":
             raise UnsupportedError("NeedParallel(type='seq')", "no executor splits sequences yet; use type='dp'")
         if self.type != "dp":
             raise InvalidInputError(f"NeedParallel.type must be 'dp' or 'seq', got {self.type!r}")
-        _num_rows(self.data)
+        rows = _num_rows(self.data)
+        if self.balance_by is not None and len(self.balance_by) != rows:
+            raise InvalidInputError(f"NeedParallel.balance_by has {len(self.balance_by)} costs for {rows} rows")
 
     def split(self, parts: int) -> list[Any]:
-        """``parts`` contiguous pieces, in order."""
+        """``parts`` pieces; without ``balance_by`` they are contiguous and in order."""
+        if self.balance_by is not None:
+            return [_select(self.data, rows) for rows in self.rows_of(parts)]
         rows = _num_rows(self.data)
         bounds = [rows * part // parts for part in range(parts + 1)]
         return [_slice(self.data, start, stop) for start, stop in itertools.pairwise(bounds)]
 
+    def rows_of(self, parts: int) -> list[list[int]]:
+        """The rows of each part, where they are balanced."""
+        assert self.balance_by is not None
+        return balance(self.balance_by, num_bins=parts)
+
 
 def _num_rows(data: Any) -> int:
+    if _is_tensordict(data):
+        if not data.batch_dims:
+            raise InvalidInputError("NeedParallel takes a TensorDict with a batch dimension; its batch_size is empty")
+        return int(data.shape[0])
     if isinstance(data, Mapping):
         lengths = {name: _num_rows(value) for name, value in data.items()}
         if len(set(lengths.values())) != 1:
@@ -49,10 +67,23 @@ def _num_rows(data: Any) -> int:
     raise InvalidInputError(f"NeedParallel takes a list, tuple, tensor or dict of them, got {type(data).__name__}")
 
 
+def _is_tensordict(data: Any) -> bool:
+    tensordict = sys.modules.get("tensordict")  # whoever has one has imported it
+    return tensordict is not None and isinstance(data, tensordict.TensorDictBase)
+
+
 def _slice(data: Any, start: int, stop: int) -> Any:
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not _is_tensordict(data):
         return {name: _slice(value, start, stop) for name, value in data.items()}
     return data[start:stop]
+
+
+def _select(data: Any, rows: list[int]) -> Any:
+    if _is_tensordict(data) or isinstance(data, Tensor):
+        return data[torch.tensor(rows, dtype=torch.int64)]
+    if isinstance(data, Mapping):
+        return {name: _select(value, rows) for name, value in data.items()}
+    return [data[row] for row in rows]
 
 
 def split_arguments(
@@ -72,3 +103,19 @@ def split_arguments(
         )
         for part in range(parts)
     ]
+
+
+def in_order_of_rows(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Any:
+    """Results of all workers, one a row and joined by rank, in the order of the argument that was balanced."""
+    balanced = [
+        one for one in (*args, *kwargs.values()) if isinstance(one, NeedParallel) and one.balance_by is not None
+    ]
+    if not balanced:
+        return joined
+    places = inverse_permutation(balanced[0].rows_of(parts))
+    if len(joined) != len(places):
+        raise InvalidInputError(
+            f"gather='cat' after balance_by needs one result a row: {len(joined)} results for {len(places)} rows; "
+            "use gather='list'"
+        )
+    return _select(joined, places)

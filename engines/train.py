@@ -17,7 +17,7 @@ from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
-from rlcore.engines.need_parallel import split_arguments
+from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
 from rlcore.engines.residency import State
 from rlcore.engines.sync.local import ROUTE
 from rlcore.engines.train_step import SCORED, WEIGHT, ScoreOptions, StepOptions
@@ -86,15 +86,16 @@ class TrainEngine(Engine):
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 
         Args:
-            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors or lists joined.
+            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors or lists joined,
+                in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
         """
         group = self._built_group()
         if not callable(getattr(self._module_class, name, None)):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._residency.require("weights", f"{name}()")
         calls = split_arguments(args, kwargs, len(group.workers))
-        results = group.call(f"module.{name}", calls)
-        return _gathered(results, gather)
+        gathered = _gathered(group.call(f"module.{name}", calls), gather)
+        return in_order_of_rows(gathered, args, kwargs, len(group.workers)) if gather == "cat" else gathered
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -27,7 +27,28 @@ from rlcore.ops import ppo_clip
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
 VOCAB = 21
-WORLDS = [2, 3]
+
+
+class Place(NamedTuple):
+    device: str
+    workers: int
+
+    @property
+    def rel(self) -> float:
+        """Of one worker's metrics: the order of sums differs, on GPUs with the shape of a batch too."""
+        return 2e-5 if self.device == "cpu" else 1e-3
+
+
+on_each_place = pytest.mark.parametrize(
+    "place",
+    [
+        Place("cpu", 2),
+        Place("cpu", 3),
+        pytest.param(Place("cuda", 2), marks=pytest.mark.multigpu),
+        pytest.param(Place("cuda", 4), marks=pytest.mark.multigpu),
+    ],
+    ids=lambda place: f"{place.workers} {place.device}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +65,12 @@ def policy() -> Any:
 
         def total(self, rows: Any) -> int:
             return sum(rows)
+
+        def totals(self, rows: Any) -> list[int]:
+            return [sum(rows)]
+
+        def squares(self, rows: Any) -> list[int]:
+            return [row * row for row in rows]
 
         def local_sizes(self) -> dict[str, int]:
             return {name: parameter.to_local().numel() for name, parameter in self.named_parameters()}
@@ -83,6 +110,8 @@ def build(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFact
                 with rlcore.meta_device():
                     module = policy.from_pretrained(folder)
                 engine = stack.enter_context(rlcore.TrainEngine(module))
+                if device == "cuda" and torch.cuda.device_count() < workers:
+                    pytest.skip(f"needs {workers} GPUs, found {torch.cuda.device_count()}")
                 devices = [f"{device}:{index}" for index in range(workers)]
                 shards = workers // options.get("replicas", 1)
                 engines[key] = engine.build(devices=devices, data_parallel_size=shards, timeout_s=120, **options)
@@ -109,9 +138,9 @@ def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9, 5, 14), seed: int = 0) 
     }
 
 
-def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel: float = 2e-5) -> None:
     assert found.keys() == expected.keys()
-    assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    assert found == pytest.approx(expected, rel=rel, abs=rel / 20)
 
 
 def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
@@ -125,30 +154,30 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], a
 # ------------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("workers", WORLDS)
+@on_each_place
 @pytest.mark.parametrize(
     ("lengths", "max_tokens"),
     [((12, 3, 7, 2, 9, 5, 14), 16384), ((12, 3, 7, 2, 9, 5, 14), 15), ((9,), 16384), ((4, 11), 11)],
     ids=["one micro-batch", "several micro-batches", "one sequence", "two sequences"],
 )
-def test_steps_are_those_of_one_worker(build: Build, workers: int, lengths: tuple[int, ...], max_tokens: int) -> None:
-    alone, sharded = build(1), build(workers)
+def test_steps_are_those_of_one_worker(build: Build, place: Place, lengths: tuple[int, ...], max_tokens: int) -> None:
+    alone, sharded = build(1, place.device), build(place.workers, place.device)
     batch = batch_of(lengths)
     options: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "max_grad_norm": 0.1}
     for _ in range(3):
         expected = alone.train_batch(batch, ppo_clip(), **options)
-        assert_same_metrics(sharded.train_batch(batch, ppo_clip(), **options), expected)
-    assert_same_weights(sharded.state_dict(), alone.state_dict())
+        assert_same_metrics(sharded.train_batch(batch, ppo_clip(), **options), expected, place.rel)
+    assert_same_weights(sharded.state_dict(), alone.state_dict(), atol=place.rel / 10)
 
 
-@pytest.mark.parametrize("workers", WORLDS)
-def test_log_probs_come_back_in_the_order_of_the_batch(build: Build, workers: int) -> None:
-    alone, sharded = build(1), build(workers)
+@on_each_place
+def test_log_probs_come_back_in_the_order_of_the_batch(build: Build, place: Place) -> None:
+    alone, sharded = build(1, place.device), build(place.workers, place.device)
     for lengths in ((12, 3, 7, 2, 9, 5, 14), (6,)):
         batch = batch_of(lengths)
         for options in ({}, {"max_tokens_per_micro_batch": 14}, {"temperature": 0.7, "top_p": 0.8, "top_k": 5}):
             found, expected = (engine.forward_logprobs(batch, **options) for engine in (sharded, alone))  # type: ignore[arg-type]
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, expected, rtol=place.rel, atol=place.rel)
 
 
 def test_a_failed_loss_leaves_nothing_behind(build: Build) -> None:
@@ -184,10 +213,13 @@ def test_an_infinite_gradient_is_refused_on_all_workers(build: Build) -> None:
 # ------------------------------------------------------------------------------------------------------ layouts
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicas": {"replicas": 2},
-    "recomputed": {"activation_checkpointing": True},
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"replicas": {"replicas": 2}, "recomputed": {"activation_checkpointing": True}}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, when it compiles
+def test_wrappers_do_not_reach_names(build: Build) -> None:
+    names = build(1).state_dict().keys()
+    assert build(1, activation_checkpointing=True, compile=True).state_dict().keys() == names
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,6 +229,15 @@ def test_each_layout_trains_alike(build: Build, layout: str) -> None:
         expected = alone.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
         found = sharded.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
         assert_same_metrics(found, expected)
+    assert_same_weights(sharded.state_dict(), alone.state_dict())
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_shards(build: Build) -> None:
+    alone, sharded = build(1), build(4, replicas=2)
+    for lengths in ((12, 3, 7, 2, 9, 5, 14), (8, 3)):
+        expected = alone.train_batch(batch_of(lengths), ppo_clip())
+        assert_same_metrics(sharded.train_batch(batch_of(lengths), ppo_clip()), expected)
     assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
@@ -232,6 +273,11 @@ def test_arguments_are_split_and_results_gathered(build: Build) -> None:
     assert engine.total(rlcore.NeedParallel([1, 2, 3, 4, 5])) == [1, 5, 9]
     assert engine.total(rlcore.NeedParallel([7])) == [0, 0, 7]
     assert engine.call("total", [1, 2], gather="mean") == 3.0
+    rows = rlcore.NeedParallel([1, 2, 3, 4, 5], balance_by=[9, 1, 1, 1, 8])
+    assert engine.call("squares", rows, gather="cat") == [1, 4, 9, 16, 25], "in their own order"
+    assert sorted(map(len, engine.squares(rows))) == [1, 1, 3], "by cost"
+    with pytest.raises(InvalidInputError, match="needs one result a row: 3 results for 5 rows"):
+        engine.call("totals", rows, gather="cat")
 
 
 def test_refusals(build: Build, policy: Any, qwen2_folder: Path) -> None:
@@ -257,9 +303,9 @@ def test_refusals(build: Build, policy: Any, qwen2_folder: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what leaves
 
 
-@pytest.mark.parametrize("workers", WORLDS)
-def test_offloads_between_steps_change_no_bit(build: Build, workers: int) -> None:
-    engine = build(workers)
+@on_each_place
+def test_offloads_between_steps_change_no_bit(build: Build, place: Place) -> None:
+    engine = build(place.workers, place.device)
     lengths = [(12, 3, 7), (9, 4), (5, 14, 2, 6), (8, 8)]
     curves = []
     for moves in (False, True):
@@ -271,7 +317,7 @@ def test_offloads_between_steps_change_no_bit(build: Build, workers: int) -> Non
             engine.forward_logprobs(batch_of(some, seed))  # leaves the root gathered, if nobody looks after it
             if moves:
                 reports = engine.offload()
-                assert len(reports["weights"]) == workers
+                assert len(reports["weights"]) == place.workers
                 assert all(report.freed_device_bytes > 0 for report in reports["weights"])
                 assert all(one["tags"]["weights"]["device_bytes"] == 0 for one in engine.memory_report())
                 with pytest.raises(StateError, match=r"call onload\('weights'\)"):
@@ -305,6 +351,27 @@ def test_a_checkpoint_resumes_on_any_number_of_workers(build: Build, tmp_path: P
     weights = sum(path.stat().st_size for path in tmp_path.glob("weights-*"))
     whole = sum(tensor.nbytes for tensor in state.values())
     assert whole < weights < 1.2 * whole + 20_000, "every part once"
+
+
+@pytest.mark.multigpu
+def test_a_checkpoint_of_gpus_resumes_on_the_host(build: Build, tmp_path: Path) -> None:
+    first, second = build(2, "cuda"), build(3)
+    next_steps(first, (1, 2))
+    first.save(tmp_path)
+    expected = next_steps(first)
+    second.load(tmp_path)
+    for found, one in zip(next_steps(second), expected, strict=True):
+        assert_same_metrics(found, one, rel=1e-3)
+
+
+@pytest.mark.multigpu
+def test_compiled_and_recomputed_blocks_train_on_gpus(build: Build) -> None:
+    options = {"compute_dtype": "bfloat16", "activation_checkpointing": True, "compile": True}
+    plain, sharded = build(1, "cuda", compute_dtype="bfloat16"), build(2, "cuda", **options)
+    for seed in range(3):
+        expected = plain.train_batch(batch_of(seed=seed), ppo_clip())
+        assert_same_metrics(sharded.train_batch(batch_of(seed=seed), ppo_clip()), expected, rel=0.05)
+    assert sharded.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_replicas_write_a_part_once(build: Build, tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Weights on their way from files into a module: by slices, by transformers' own loader, or from nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import rlcore
+from rlcore.errors import CheckpointError
+from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
+
+READ_AS_RANK_2_OF_4 = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from rlcore.engines import weight_source
+from rlcore.engines.materialize import materialize
+from rlcore.engines.sharding import Sharding, shard
+from rlcore.nn import TrainModule, meta_device
+
+class Stack(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 4098, bias=False) for _ in range(8))
+    def wrap_classes(self):
+        return ["Linear"]
+    def materialization_source(self):
+        return Path(sys.argv[1])
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+with meta_device():
+    module = Stack()
+cpu = torch.device("cpu")
+join = lambda: dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+shard(module, Sharding(), cpu, join, 4)
+torch.ones(1 << 20).to(torch.bfloat16).float()  # memory that the first conversion takes
+source = weight_source.open_weights(module, torch.float32)
+before, peak, read = anonymous(), 0, weight_source.TensorSlices.read
+def watched(self, box):
+    global peak
+    peak = max(peak, anonymous())
+    return read(self, box)
+weight_source.TensorSlices.read = watched
+materialize(module, source, cpu, torch.float32)
+held = sum(parameter.to_local().nbytes for parameter in module.parameters())
+print(held, max(peak, anonymous()) - before, module.layers[7].weight.to_local()[0, 0].item())
+"""
+
+
+def test_a_rank_reads_its_own_slices_and_holds_nothing_else(run_python: Any, tmp_path: Path) -> None:
+    rows = torch.arange(4098.0)[:, None].expand(4098, 2048).bfloat16().contiguous()
+    save_file({f"layers.{index}.weight": rows.clone() for index in range(8)}, tmp_path / "model.safetensors")
+    script = tmp_path / "read.py"
+    script.write_text(READ_AS_RANK_2_OF_4)
+    done = run_python([str(script), str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    held, grown, first = map(float, done.stdout.split())
+    assert held == 8 * 1025 * 2048 * 4, "1025 of 4098 rows, in float32"
+    assert grown < held + 1025 * 2048 * 4 + 4e6, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of shards"
+    assert first == float(torch.tensor(2050.0).bfloat16())
+
+
+@pytest.fixture(scope="module")
+def policies() -> Any:
+    from transformers import Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+    class Dense(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        pass
+
+    class Experts(HuggingFaceTrainModule, Qwen3MoeForCausalLM):
+        pass
+
+    return {"dense": Dense, "experts": Experts}
+
+
+def weights_in(module_class: Any, folder: Path) -> dict[str, Tensor]:
+    with rlcore.meta_device():
+        module = module_class.from_pretrained(folder)
+    with rlcore.TrainEngine(module) as engine:
+        return engine.build(devices="cpu").state_dict()
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_folder_with_an_index_is_read_by_it(policies: Any, qwen2_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen2_folder, tmp_path, dirs_exist_ok=True)
+    whole = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{index % 2 + 1}-of-00002.safetensors" for index, name in enumerate(whole)}
+    for file in set(weight_map.values()):
+        save_file({name: whole[name] for name in whole if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"another.format": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert_equal(weights_in(policies["dense"], tmp_path), whole)
+
+
+def test_renamed_tensors_go_through_transformers_and_the_log_says_so(
+    policies: Any, qwen2_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = load_file(qwen2_folder / "model.safetensors")
+    shutil.copytree(qwen2_folder, tmp_path, dirs_exist_ok=True)
+    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, "rlcore"):
+        assert_equal(weights_in(policies["dense"], qwen2_folder), whole)
+        assert not caplog.messages
+        assert_equal(weights_in(policies["dense"], tmp_path), whole)
+    assert f"the tensors of {tmp_path} are not this module's name by name" in caplog.text
+
+
+def test_fused_experts_are_those_of_transformers(
+    policies: Any, write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**tiny_config, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    folder = write_checkpoint(config)
+    assert any(".experts.3." in name for name in load_file(folder / "model.safetensors")), "they are single in the file"
+    with caplog.at_level(logging.WARNING, "rlcore"):
+        found = weights_in(policies["experts"], folder)
+    assert "every worker reads them whole and converts them" in caplog.text
+    assert_equal(found, dict(Qwen3MoeForCausalLM.from_pretrained(folder).named_parameters()))
+
+
+def test_absent_tensors_of_a_model_folder_are_named(policies: Any, copy_of: Any, qwen2_folder: Path) -> None:
+    folder = copy_of(qwen2_folder)
+    whole = load_file(folder / "model.safetensors")
+    del whole["model.norm.weight"]
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"do not fit Dense: missing \['model.norm.weight'\], unexpected \[\]"):
+        weights_in(policies["dense"], folder)
+    save_file(whole | {"model.norm.weight": torch.ones(31)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has shape \[32\]; the checkpoint has \[31\]"):
+        weights_in(policies["dense"], folder)
+
+
+class Critic(TrainModule):
+    """Half of it is not in the checkpoint."""
+
+    new_parameters = ("value",)
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(21, 8)
+        self.value = nn.Linear(8, 5)
+        self.weights = weights
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.value.weight, self.value.bias)
+
+
+def test_parameters_that_start_fresh_are_initialized() -> None:
+    with rlcore.meta_device():
+        module = Critic({"embed.weight": torch.full((21, 8), 3.0)})
+    with rlcore.TrainEngine(module) as engine:
+        state = engine.build(devices="cpu").state_dict()
+    assert torch.equal(state["embed.weight"], torch.full((21, 8), 3.0))
+    bound = 8**-0.5
+    assert state["value.weight"].abs().max() <= bound and state["value.weight"].std() > 0.1 * bound
+    assert state["value.bias"].unique().numel() == 5

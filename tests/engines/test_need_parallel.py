@@ -1,0 +1,59 @@
+"""Arguments that are split over workers: every row goes to one of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlcore.engines.need_parallel import NeedParallel, in_order_of_rows, split_arguments
+from rlcore.errors import InvalidInputError, UnsupportedError
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [0, 1, 5, 6])
+def test_parts_are_contiguous_and_about_equal(parts: int, rows: int) -> None:
+    split = NeedParallel({"a": list(range(rows)), "b": torch.arange(rows * 2).view(rows, 2)}).split(parts)
+    assert [row for part in split for row in part["a"]] == list(range(rows))
+    assert torch.equal(torch.cat([part["b"] for part in split]), torch.arange(rows * 2).view(rows, 2))
+    sizes = [len(part["a"]) for part in split]
+    assert max(sizes) - min(sizes) <= 1 and sizes == [len(part["b"]) for part in split]
+
+
+def test_rows_are_dealt_out_by_cost_and_come_back_in_order() -> None:
+    costs = torch.tensor([100, 1, 1, 98, 3, 50, 47])
+    split = NeedParallel({"cost": costs, "name": list("abcdefg")}, balance_by=costs).split(3)
+    assert sorted(int(part["cost"].sum()) for part in split) == [100, 100, 100]
+    rows = NeedParallel(tuple("abcdefg"), balance_by=costs)
+    calls = split_arguments([rows], {"other": 1}, 3)
+    assert all(kwargs == {"other": 1} for _, kwargs in calls)
+    joined = [name for args, _ in calls for name in args[0]]
+    assert joined != list("abcdefg")
+    assert in_order_of_rows(joined, [rows], {}, 3) == list("abcdefg")
+    assert in_order_of_rows(torch.tensor(list(map(ord, joined))), [], {"x": rows}, 3).tolist() == list(b"abcdefg")
+
+
+def test_fewer_rows_than_workers_leave_some_without() -> None:
+    assert sorted(map(len, NeedParallel([1, 2], balance_by=[5, 6]).split(4))) == [0, 0, 1, 1]
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="takes a list, tuple, tensor or dict of them, got int"):
+        NeedParallel(3)
+    with pytest.raises(InvalidInputError, match=r"entries have one length, got {'a': 1, 'b': 2}"):
+        NeedParallel({"a": [1], "b": [1, 2]})
+    with pytest.raises(InvalidInputError, match="balance_by has 2 costs for 3 rows"):
+        NeedParallel([1, 2, 3], balance_by=[1, 2])
+    with pytest.raises(UnsupportedError, match="no executor splits sequences yet"):
+        NeedParallel([1], type="seq")
+
+
+def test_a_tensordict_is_split_as_one() -> None:
+    tensordict = pytest.importorskip("tensordict", reason="needs the package tensordict")
+    data = tensordict.TensorDict({"a": torch.arange(5), "b": {"c": torch.arange(10).view(5, 2)}}, batch_size=5)
+    split = NeedParallel(data).split(3)
+    assert [part.batch_size for part in split] == [torch.Size([1]), torch.Size([2]), torch.Size([2])]
+    assert torch.cat([part["b", "c"] for part in split]).tolist() == data["b", "c"].tolist()
+    dealt = NeedParallel({"batch": data, "cost": [5, 1, 1, 1, 1]}, balance_by=[5, 1, 1, 1, 1]).split(2)
+    assert sorted(part["batch"]["a"].tolist() for part in dealt) == [[0], [1, 2, 3, 4]]
+    with pytest.raises(InvalidInputError, match="its batch_size is empty"):
+        NeedParallel(tensordict.TensorDict({"a": torch.arange(5)}, batch_size=[]))
