@@ -115,7 +115,7 @@ def no_attention_mask(device: torch.device) -> Tensor:
 
 def _record_mask(**options: Any) -> Tensor:
     record = _record.get()
-    if options["use_vmap"] or "allow_is_causal_skip" not in options:
+    if options.get("use_vmap") or "allow_is_causal_skip" not in options:
         record.faults.append("its attention mask is not a plain causal one")
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)
     record.masks.append(mask)

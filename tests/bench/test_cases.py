@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -79,6 +81,24 @@ def test_kernel_case_refuses_a_wrong_result(name: str) -> None:
         changed = (*parts[:position], wrong, *parts[position + 1 :])
         with pytest.raises(AssertionError, match=" is wrong: "):
             only.check(wrong if isinstance(output, torch.Tensor) else changed)
+
+
+@pytest.mark.parametrize("name", ["packed_attention/even", "packed_attention/uneven"])
+def test_packed_attention_is_measured_beside_padding_and_a_leak_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed_attention = pytest.importorskip("rlcore.bench.cases.packed_attention")
+    small = dataclasses.replace(packed_attention._HOST, T=128, H=32, longest=64, shortest=16)
+    monkeypatch.setattr(packed_attention, "_HOST", small)
+    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
+    assert [(result.implementation, result.status) for result in results] == [
+        ("per_sequence", "pass"),
+        ("padded", "pass"),
+    ]
+    packed = load_cases()[name].prepare(get_device("cpu")).contenders[0]
+    hidden_TH, *gradients = packed.run()
+    with pytest.raises(AssertionError, match="packed differs from padded by"):
+        packed.check((hidden_TH.roll(1, 0), *gradients))
 
 
 @pytest.mark.parametrize("name", ["dispatch/device", "dispatch/op", "startup/import", "startup/help"])
