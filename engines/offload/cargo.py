@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,11 +44,12 @@ class Parcel:
         """Bytes in host memory, and the same on the device."""
         if self.block is None:
             return [], []
-        sizes = []
-        for part in self.ranges:
-            sizes += [part.nbytes, aligned(part.nbytes) - part.nbytes]
-        used = torch.split(self.block.tensor[: sum(sizes)], sizes)
-        return list(used[::2]), [bytes_of(part.storage, part.start, part.nbytes) for part in self.ranges]
+        ends = itertools.accumulate((aligned(part.nbytes) for part in self.ranges), initial=0)
+        memory, first = self.block.tensor, self.block.tensor.storage_offset()
+        return (
+            [memory.as_strided((part.nbytes,), (1,), first + at) for part, at in zip(self.ranges, ends, strict=False)],
+            [bytes_of(part.storage, part.start, part.nbytes) for part in self.ranges],
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +91,7 @@ class Departure:
 
     @property
     def is_over(self) -> bool:
-        return not any(self._unsent.values())
+        return not self._unsent
 
     def pack(self, block: Block) -> Parcel:
         """The next bytes, as many as the block holds."""
@@ -114,6 +116,7 @@ class Departure:
         for part in parcel.ranges:
             self._unsent[part.storage._cdata] -= part.nbytes
             if not self._unsent[part.storage._cdata]:
+                del self._unsent[part.storage._cdata]
                 part.storage.resize_(0)
                 self.freed_bytes += part.storage_bytes
 

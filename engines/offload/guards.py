@@ -22,7 +22,8 @@ class Guard:
         """Refuse ``forward`` of the module and of each part, and ``state_dict``."""
         refuse = _refusal(message)
         for part in module.modules():
-            self._handles.append(part.register_forward_pre_hook(refuse))
+            # before the hooks of FSDP, which read the weights
+            self._handles.append(part.register_forward_pre_hook(refuse, prepend=True))
         self._handles.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def guard_optimizers(self, optimizers: Iterable[Optimizer], message: str) -> None:

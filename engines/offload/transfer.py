@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlcore.engines.offload.arena import BLOCK_BYTES, Arena
 from rlcore.engines.offload.cargo import Arrival, Departure, Parcel
 from rlcore.errors import DeviceError
@@ -47,6 +49,7 @@ class Transfer:
         self._ended: dict[Departure | Arrival, float] = {}
         self._is_first_use = False
 
+    @torch.no_grad()
     def run(self) -> list[OffloadReport]:
         """Returns a report of each of ``out``, then of each of ``in_``; their seconds count from the common start.
 

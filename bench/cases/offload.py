@@ -1,0 +1,247 @@
+"""Offload of a module with Adam states, as shares of what the link does in the same run.
+
+Three questions: a steady cycle, the first offload of a process (whose host memory is not there yet), and two sets that
+change places beside one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.host_limits import cgroup_limits
+from rlcore.engines.offload.resident import Resident, exchange, optimizer_tensors
+from rlcore.types import OffloadReport
+
+_CYCLE_SHARE = 0.65
+"""Of the device's memory: a 7B model in float32 with Adam on 141 GB."""
+_SWAP_SHARE = 0.28
+_HOST_SHARE = 0.7
+"""Of what the control group leaves."""
+_BYTES_ON_HOST = 1 << 28
+"""Where the device is the host itself, and its share would be everybody's memory."""
+_LINK_BYTES = 1 << 31
+_NUM_RUNS = 5
+
+
+class _Set:
+    """Layers of a language model with Adam states, all of random values, that can leave the device."""
+
+    def __init__(self, device: Any, nbytes: int) -> None:
+        hidden, inner = (3584, 18944) if nbytes > 1 << 33 else (512, 2048)
+        self.module = nn.ModuleList()
+        while self._num_bytes < nbytes:
+            self.module.append(_layer(hidden, inner, device.torch_device))
+        self.optimizer = torch.optim.AdamW(self.module.parameters())
+        for parameter in self.module.parameters():
+            moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
+        self.resident = Resident(device, self._tensors, lambda guard, state: None)
+        self._expected = self._sums()
+
+    @property
+    def _num_bytes(self) -> int:
+        return 3 * sum(parameter.nbytes for parameter in self.module.parameters())
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.module.parameters(), *optimizer_tensors([self.optimizer])]
+
+    def _sums(self) -> list[int]:
+        with torch.no_grad():
+            sums = [tensor.view(torch.int32).sum() for tensor in self._tensors() if tensor.numel() > 1]
+            return torch.stack(sums).tolist()
+
+    def check(self) -> None:
+        expect(self._sums() == self._expected, "other values came back")
+
+
+def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
+    """The matrices, biases and norms of one block of Qwen2 with 7 query heads to a key."""
+    wide = [nn.Linear(hidden, size, device=device) for size in (hidden, hidden // 7, hidden // 7)]
+    plain = [(hidden, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+    linear = [nn.Linear(*sizes, bias=False, device=device) for sizes in plain]
+    return nn.ModuleList([*wide, *linear, *(nn.RMSNorm(hidden, device=device) for _ in range(2))])
+
+
+def _set_bytes(device: Any, share: float) -> int:
+    if device.spec.is_host:
+        return _BYTES_ON_HOST
+    room = min((limit.room_bytes for limit in cgroup_limits()), default=1 << 62)
+    return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room))
+
+
+class _Link:
+    """One copy between host memory of exact size and the device, each way."""
+
+    def __init__(self, device: Any) -> None:
+        nbytes = _BYTES_ON_HOST if device.spec.is_host else _LINK_BYTES
+        self._device = device
+        self._host = device.memory.host_alloc(nbytes).tensor
+        self._there = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second to the host and to the device, medians of three."""
+        return self._rate(self._host, self._there), self._rate(self._there, self._host)
+
+    def _rate(self, dst: Tensor, src: Tensor) -> float:
+        seconds = []
+        for _ in range(3):
+            self._device.synchronize()
+            started = time.perf_counter()
+            self._device.memory.copy_batch([dst], [src])
+            self._device.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return dst.nbytes / statistics.median(seconds)
+
+
+class _Moved(NamedTuple):
+    out: OffloadReport
+    in_: OffloadReport
+    seconds: float
+    link: tuple[float, float]
+    """Bytes a second to the host and to the device, measured just before."""
+
+
+def _quantities(moved: _Moved) -> Mapping[str, Quantity]:
+    rates = [report.moved_bytes / report.seconds for report in (moved.out, moved.in_)]
+    return {
+        "to_host": Quantity(rates[0], "B/s"),
+        "to_device": Quantity(rates[1], "B/s"),
+        "link_to_host": Quantity(moved.link[0], "B/s"),
+        "link_to_device": Quantity(moved.link[1], "B/s"),
+        "to_host_of_link": Quantity(rates[0] / moved.link[0], "1"),
+        "to_device_of_link": Quantity(rates[1] / moved.link[1], "1"),
+    }
+
+
+def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
+    def check(moved: _Moved) -> None:
+        expect(moved.out.moved_bytes == -moved.in_.freed_device_bytes > 0, f"unequal moves: {moved}")
+        for one in sets:
+            if not one.resident.is_away:
+                one.check()
+
+    return Contender(
+        implementation=name, run=run, check=check, seconds=lambda moved: moved.seconds, quantities=_quantities
+    )
+
+
+def _prepare_cycle(device: Any) -> Work:
+    link, one = _Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
+    first = one.resident.offload()
+    one.resident.onload()
+
+    def cycle() -> _Moved:
+        rates = link.rates()
+        out = one.resident.offload()
+        in_ = one.resident.onload()
+        return _Moved(out, in_, out.seconds + in_.seconds, rates)
+
+    return Work(
+        contenders=(_contender("arena", cycle, one),),
+        params={"bytes": first.moved_bytes, "tensors": len(one._tensors())},
+        num_runs=_NUM_RUNS,
+    )
+
+
+def _prepare_first(device: Any) -> Work:
+    link, one = _Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE) // 2)
+    nbytes = one.resident.device_bytes
+    arena = arena_of(device)
+
+    def first(is_reserved: bool) -> _Moved:
+        gc.collect()
+        arena.trim()
+        if is_reserved:
+            arena.reserve(nbytes + (nbytes >> 10))  # a little for alignment
+            arena.wait()
+        rates = link.rates()
+        out = one.resident.offload()
+        expect(out.first_use is not is_reserved, "the host memory was there, or was not")
+        return _Moved(out, one.resident.onload(), out.seconds, rates)
+
+    def torch_pinned() -> _Moved:
+        """A pinned tensor for each, from torch's allocator, as the usual offload loops make them."""
+        rates = link.rates()
+        started = time.perf_counter()
+        there = [tensor.detach() for tensor in one._tensors() if tensor.device == device.torch_device]
+        host = [torch.empty_like(tensor, device="cpu", pin_memory=device.memory.can_pin) for tensor in there]
+        for to, from_ in zip(host, there, strict=True):
+            to.copy_(from_, non_blocking=True)
+        device.synchronize()
+        seconds = time.perf_counter() - started
+        moved = sum(tensor.nbytes for tensor in there)
+        return _Moved(_report(moved, seconds), _report(-moved, seconds), seconds, rates)
+
+    return Work(
+        contenders=(
+            _contender("arena", lambda: first(False), one),
+            _contender("arena_reserved", lambda: first(True), one),
+            _contender("torch_pin_memory", torch_pinned, one),
+        ),
+        params={"bytes": nbytes},
+        num_runs=1,
+    )
+
+
+def _report(moved: int, seconds: float) -> OffloadReport:
+    return OffloadReport(moved_bytes=abs(moved), freed_device_bytes=moved, seconds=seconds, pinned=True, first_use=True)
+
+
+def _prepare_swap(device: Any) -> Work:
+    link = _Link(device)
+    nbytes = _set_bytes(device, _SWAP_SHARE)
+    here, away = _Set(device, nbytes), _Set(device, nbytes)
+    places = [here.resident, away.resident]
+    places[1].offload()
+    for _ in range(2):  # host memory and streams are there
+        exchange([places[0]], [places[1]])
+        places.reverse()
+
+    def swap() -> _Moved:
+        rates = link.rates()
+        started = time.perf_counter()
+        out, in_ = exchange([places[0]], [places[1]])
+        seconds = time.perf_counter() - started
+        places.reverse()
+        return _Moved(out, in_, seconds, rates)
+
+    def sequential() -> _Moved:
+        rates = link.rates()
+        started = time.perf_counter()
+        out = places[0].offload()
+        in_ = places[1].onload()
+        seconds = time.perf_counter() - started
+        places.reverse()
+        return _Moved(out, in_, seconds, rates)
+
+    return Work(
+        contenders=(_contender("swap", swap, here, away), _contender("one_after_the_other", sequential, here, away)),
+        params={"bytes": here.resident.device_bytes or away.resident.device_bytes},
+        num_runs=_NUM_RUNS,
+    )
+
+
+cycle_case = Case(
+    name="offload/cycle",
+    description="offload and onload a module with Adam states, in the steady state; shares of the link's rate",
+    prepare=_prepare_cycle,
+)
+first_case = Case(
+    name="offload/first",
+    description="the first offload of a process: with and without reserved host memory, beside torch's pin_memory",
+    prepare=_prepare_first,
+)
+swap_case = Case(
+    name="offload/swap",
+    description="two modules with Adam states change places: both directions at once, and one after the other",
+    prepare=_prepare_swap,
+)

@@ -1,0 +1,59 @@
+"""The offload cases pass on a host, and refuse what came back wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlcore.bench.case import load_cases
+from rlcore.bench.cases import offload
+from rlcore.bench.runner import run_case
+from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.cargo import Departure
+from rlcore.registry import get_device
+
+CONTENDERS = {
+    "offload/cycle": ["arena"],
+    "offload/first": ["arena", "arena_reserved", "torch_pin_memory"],
+    "offload/swap": ["swap", "one_after_the_other"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(offload, "_BYTES_ON_HOST", 1 << 20)
+    yield
+    arena_of(get_device("cpu")).trim()
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_offload_case_passes_and_gives_shares_of_the_link(name: str) -> None:
+    results = run_case(load_cases()[name], get_device("cpu"))
+    assert [(result.implementation, result.status, result.reason) for result in results] == [
+        (contender, "pass", "") for contender in CONTENDERS[name]
+    ]
+    for result in results:
+        metrics = {metric.name: metric.samples for metric in result.metrics}
+        for way in ("to_host", "to_device"):
+            shares = zip(metrics[way], metrics[f"link_{way}"], metrics[f"{way}_of_link"], strict=True)
+            assert all(rate / link == pytest.approx(share) for rate, link, share in shares)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_offload_case_refuses_other_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_left = Departure.has_left
+
+    def spoil(self: Departure, parcel: Any) -> None:
+        parcel.block.tensor[:4] ^= 255
+        has_left(self, parcel)
+
+    work = load_cases()[name].prepare(get_device("cpu"))
+    monkeypatch.setattr(Departure, "has_left", spoil)
+    contender = work.contenders[0]
+    moved = contender.run()
+    if name == "offload/swap":
+        moved = contender.run()
+    with pytest.raises(AssertionError, match="other values came back"):
+        contender.check(moved)
