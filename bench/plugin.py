@@ -37,6 +37,8 @@ _CASES = (
     "kernels:linear_logprob_forward_8b",
     "kernels:token_logprob_case",
     "kernels:token_logprob_forward_case",
+    "packed_attention:even_case",
+    "packed_attention:uneven_case",
     "offload:cycle_case",
     "offload:first_case",
     "offload:swap_case",
