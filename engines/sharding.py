@@ -41,6 +41,9 @@ class Sharding:
     """Compute each block's activations again in the backward instead of keeping them."""
     compile: bool = False
     """Compile the forward of each block."""
+    reduce_each_micro_batch: bool = False
+    """Exchange gradients after every micro-batch: more traffic, but each worker keeps only its part of them. Else
+    whole gradients are held from the first micro-batch of a step to its last."""
 
     def __post_init__(self) -> None:
         for name, value in (("dtype", self.dtype), ("compute_dtype", self.compute_dtype or self.dtype)):
@@ -126,10 +129,10 @@ def num_gradient_parts(module: nn.Module) -> int:
     return dist.get_world_size() if isinstance(module, FSDPModule) else 1
 
 
-def sync_gradients(module: nn.Module, is_last: bool) -> None:
+def sync_gradients(module: nn.Module, is_wanted: bool) -> None:
     """Whether the next backward exchanges gradients, those of earlier ones with it."""
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last)
+        module.set_requires_gradient_sync(is_wanted)
 
 
 @contextmanager

@@ -57,9 +57,7 @@ class TrainEngine(Engine):
 
         Args:
             replicas: copies of the sharded weights (HSDP); there are ``replicas * data_parallel_size`` workers.
-            options: of ``Engine.build``, and of the executor. For "fsdp2": ``dtype`` of the parameters that are kept
-                and ``compute_dtype`` of those gathered ("float32", "bfloat16"), ``activation_checkpointing`` and
-                ``compile`` (of each block; False).
+            options: of ``Engine.build``, and of the executor: for "fsdp2" those of ``engines.sharding.Sharding``.
         """
         for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
             if type(value) is not int or value < 1:

@@ -66,10 +66,11 @@ def train_step(
     loss_fn: Callable[..., Any],
     *,
     options: StepOptions,
+    reduce_each: bool = False,
 ) -> dict[str, float]:
     """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients.
 
-    All workers do this together, each on its share.
+    All workers do this together, each on its share; gradients are exchanged after the last micro-batch, or after each.
     """
     optimizers = optimizers_of(module)
     if not optimizers:
@@ -79,7 +80,7 @@ def train_step(
         )
     try:
         with leaving_it_sharded(module):
-            metrics = _accumulate(module, device, share, loss_fn, options)
+            metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
         grad_norm = _clip(module, options.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise RlcoreError(
@@ -103,11 +104,13 @@ def _accumulate(
     share: Share,
     loss_fn: Callable[..., Any],
     options: StepOptions,
+    *,
+    reduce_each: bool,
 ) -> _Metrics:
     metrics = _Metrics()
     parts = micro_batches(share, share.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device)
     for number, part in enumerate(parts, start=1):
-        sync_gradients(module, is_last=number == share.num_micro_batches)
+        sync_gradients(module, reduce_each or number == share.num_micro_batches)
         per_token = dict(part.per_token)
         weight_R = per_token.pop(WEIGHT)
         hidden_TH = module.hidden_states(part.tokens)

@@ -43,7 +43,7 @@ class Fsdp2Worker(Worker):
 
     def build(self, module: TrainModule, **options: Any) -> bool:
         """Shard and materialize the module; True if it has an optimizer. ``options`` are those of ``Sharding``."""
-        sharding = Sharding(**options)
+        self._sharding = sharding = Sharding(**options)
         device, context = self.device.torch_device, self._context
         source = open_weights(module, sharding.torch_dtype)
         self._class_name = type(module).__name__  # FSDP changes it
@@ -87,7 +87,10 @@ class Fsdp2Worker(Worker):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, share: Share, loss_fn: Any, options: StepOptions) -> dict[str, float]:
-        return train_step(self.module, self.device.torch_device, share, loss_fn, options=options)
+        reduce_each = self._sharding.reduce_each_micro_batch
+        return train_step(
+            self.module, self.device.torch_device, share, loss_fn, options=options, reduce_each=reduce_each
+        )
 
     def score(self, share: Share, options: ScoreOptions) -> Tensor:
         return score(self.module, self.device.torch_device, share, options)

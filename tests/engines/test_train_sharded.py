@@ -21,7 +21,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore.errors import CheckpointError, InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerError
-from rlcore.nn import HuggingFaceTrainModule
+from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import ppo_clip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
@@ -213,7 +213,11 @@ def test_an_infinite_gradient_is_refused_on_all_workers(build: Build) -> None:
 # ------------------------------------------------------------------------------------------------------ layouts
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {"replicas": {"replicas": 2}, "recomputed": {"activation_checkpointing": True}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": 2},
+    "recomputed": {"activation_checkpointing": True},
+    "reduced each time": {"reduce_each_micro_batch": True},
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, when it compiles
@@ -258,6 +262,54 @@ def test_every_worker_holds_its_part(build: Build) -> None:
     rows = [part["model.embed_tokens.weight"] // 32 for part in sizes]
     assert rows == [7, 7, 7]
     assert [part["model.norm.weight"] for part in sizes] == [11, 11, 10]
+
+
+class Tagger(TrainModule):
+    """Not from transformers: weights from memory, a buffer, a tied head, a part that starts fresh, no blocks."""
+
+    new_parameters = ("fresh",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 7)
+        self.fresh = torch.nn.Linear(7, 7)
+        self.head = torch.nn.Linear(7, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        return {"embed.weight": torch.linspace(-1, 1, VOCAB * 7).view(VOCAB, 7), "scale": torch.tensor(3.0)}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden: Tensor = self.fresh(self.embed(batch["input_ids"])) * self.scale
+        return hidden.view(-1, 7)
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.head.weight)
+
+    def fresh_weights(self) -> tuple[Tensor, float]:
+        return self.fresh.weight.to_local().detach().clone(), float(self.scale)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_module_that_is_not_from_transformers(build: Build, replicas: int) -> None:
+    build(2)  # its processes are used again
+    with rlcore.meta_device():
+        module, same = Tagger(), Tagger()
+    with rlcore.TrainEngine(module) as sharded, rlcore.TrainEngine(same) as alone:
+        sharded.build(devices=["cpu:0", "cpu:1"], data_parallel_size=2 // replicas, replicas=replicas)
+        alone.build(devices="cpu")
+        (first, scale), (second, _) = sharded.fresh_weights()
+        assert scale == 3.0
+        assert torch.equal(first, second) == (replicas == 2), "of one draw"
+        alone.load_state_dict(sharded.state_dict())
+        for lengths in ((12, 3, 7, 2), (6,)):
+            expected = alone.train_batch(batch_of(lengths), ppo_clip())
+            assert_same_metrics(sharded.train_batch(batch_of(lengths), ppo_clip()), expected)
+        assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
 # ------------------------------------------------------------------------------------------- the user's methods
@@ -420,3 +472,15 @@ def test_an_export_is_a_hugging_face_folder(build: Build, tmp_path: Path) -> Non
     assert type(loaded) is Qwen2ForCausalLM
     state = engine.state_dict()
     assert_same_weights({name: loaded.get_parameter(name).detach() for name in state}, state, atol=0)
+
+
+def test_a_gathered_module_whose_weights_are_away_refuses_before_it_gathers(build: Build) -> None:
+    engine = build(1, compute_dtype="bfloat16")
+    module = engine.executors[0].workers[0].worker.module
+    engine.offload("weights")
+    with pytest.raises(
+        StateError, match=r"weights of this Policy are offloaded; call the engine's onload\('weights'\)"
+    ):
+        module(torch.zeros(1, 3, dtype=torch.int64))
+    engine.onload("weights")
+    engine.train_batch(batch_of(), ppo_clip())
