@@ -68,7 +68,6 @@ def packed_hidden_states(
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
-        max_length=max(lengths),
         choices=plan.choices if implementation is None else {},
         choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
     )

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -150,13 +151,18 @@ def _refusal(name: str, call: AttentionCall, device: torch.device, dtype: torch.
     if reason is not None or name == "per_sequence":
         return reason
     try:
-        return _probe(name, call, device, dtype)
+        # The first question comes from within a model's forward. A thread of its own has none of the caller's
+        # autocast, hooks on saved tensors (activation checkpointing counts those) and dispatch modes.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_probe, name, call, device, dtype).result()
     except Exception as error:  # of a package's or a compiler's own making
         return f"its probe failed: {type(error).__name__}: {_first_line(error)}"
 
 
 def _probe(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the results or gradients of ``name`` are wrong, or None."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)  # a new thread is on the first one
     call = call._replace(window=call.window and _PROBE_WINDOW)
     total = sum(_PROBE_LENGTHS)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
@@ -164,21 +170,15 @@ def _probe(name: str, call: AttentionCall, device: torch.device, dtype: torch.dt
     qkv = [torch.randn(1, heads, total, width, generator=generator) for heads, width in sizes]
     weight = torch.randn(1, total, call.query_heads, call.value_dim, generator=generator).to(device)
     sinks = torch.randn(call.query_heads, generator=generator).to(device, dtype) if call.has_sinks else None
-    packed = PackedSequences(
-        torch.tensor([0, *_PROBE_LENGTHS], device=device).cumsum(0).int(),
-        _PROBE_LENGTHS,
-        max(_PROBE_LENGTHS),
-        {},
-        lambda *_: name,
-    )
+    cu_seqlens = torch.tensor([0, *_PROBE_LENGTHS], device=device).cumsum(0).int()
+    packed = PackedSequences(cu_seqlens, _PROBE_LENGTHS, {}, lambda *_: name)
     module = SimpleNamespace(training=True, is_causal=True)
     options = {"scaling": call.head_dim**-0.5, "sliding_window": call.window, "softcap": call.softcap, "s_aux": sinks}
 
     def run(fn: Callable[..., Tensor], compute: torch.dtype) -> list[Tensor]:
         leaves = [x.to(device, dtype).to(compute).requires_grad_() for x in qkv]
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            output = fn(module, *leaves, packed, **options)
-            gradients = torch.autograd.grad((output.to(compute) * weight.to(compute)).sum(), leaves)
+        output = fn(module, *leaves, packed, **options)
+        gradients = torch.autograd.grad((output.to(compute) * weight.to(compute)).sum(), leaves)
         return [output.detach(), *gradients]
 
     wide = torch.promote_types(dtype, torch.float32)

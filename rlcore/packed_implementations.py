@@ -12,7 +12,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -25,19 +24,31 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rlcore.errors import UnsupportedError
 
 
-@dataclass(slots=True, eq=False)
 class PackedSequences:
-    """Where the sequences of one packed row are; handed through the decoder to every attention call."""
+    """Where the sequences of one packed row are; handed through the decoder to every attention call.
 
-    cu_seqlens: Tensor
-    """[N+1] int32 on the device."""
-    lengths: tuple[int, ...]
-    max_length: int
-    choices: dict[torch.dtype, str]
-    """The implementation by the dtype that attention computes in."""
-    choose: Callable[[torch.device, torch.dtype], str]
-    """Asked for a dtype that is not among ``choices``."""
-    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    No dataclass: FSDP copies those, and what is in them, on the way into each block.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        lengths: tuple[int, ...],
+        choices: dict[torch.dtype, str],
+        choose: Callable[[torch.device, torch.dtype], str],
+    ) -> None:
+        """
+        Args:
+            cu_seqlens: [N+1] int32 on the device.
+            choices: the implementation by the dtype that attention computes in.
+            choose: asked for a dtype that is not among ``choices``.
+        """
+        self.cu_seqlens = cu_seqlens
+        self.lengths = lengths
+        self.max_length = max(lengths)
+        self.choices = choices
+        self.choose = choose
+        self.block_masks: dict[int | None, Any] = {}
 
     @property
     def runs(self) -> list[tuple[int, int]]:

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
@@ -21,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import modeling_flash_attention_utils  # noqa: E402
 
-from rlcore import packed_choice, packed_implementations  # noqa: E402  # they import transformers
+from rlcore import packed_attention, packed_choice, packed_implementations  # noqa: E402  # they import transformers
 from rlcore.packed_attention import explain, packed_hidden_states  # noqa: E402
 from rlcore.packed_choice import AttentionCall, Implementation  # noqa: E402
 
@@ -71,6 +74,8 @@ def make(model_type: str, **changes: Any) -> Decoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(model_type, **options)
+        if model_type == "gemma2":  # some transformers give it sdpa, which ignores the softcap
+            config._attn_implementation = "eager"
         return transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
 
 
@@ -250,6 +255,17 @@ def test_activation_checkpointing_recomputes_the_same(decoder: Decoder, kind: st
     assert all(map(torch.equal, gradients(decoder, again), expected))
 
 
+def test_the_first_choice_within_a_checkpointed_layer_under_autocast(decoder: Decoder, fake_kernels: None) -> None:
+    expected = gradients(decoder, run(decoder, implementation="padded"))
+    layers = set(decoder.layers)
+    apply_activation_checkpointing(decoder, check_fn=lambda module: module in layers)
+    for found, wanted in zip(gradients(decoder, run(decoder)), expected, strict=True):
+        assert_close(found, wanted, 2e-5)
+    assert implementation_of(decoder) == "flash_attention_2"
+    with torch.autocast("cpu", torch.bfloat16):  # another dtype: another choice
+        gradients(decoder, run(decoder))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 @pytest.mark.parametrize("decoder", ["qwen2", "gemma2"], indirect=True)
 def test_compiled_blocks(decoder: Decoder) -> None:
@@ -272,6 +288,35 @@ def test_attention_dropout_is_the_models_own() -> None:
     assert torch.equal(run(decoder), run(decoder)), "eval"
     decoder.train()
     assert not torch.equal(run(decoder), run(decoder))
+
+
+def test_sharded_blocks_choose_once_and_in_their_compute_dtype(
+    decoder: Decoder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        expected = run(decoder)
+        asked: list[torch.dtype] = []
+
+        def choose(calls: Any, device: torch.device, dtype: torch.dtype, implementation: Any) -> Any:
+            asked.append(dtype)
+            return packed_choice.choose(calls, device, dtype, implementation)
+
+        monkeypatch.setattr(packed_attention, "choose", choose)
+        options: Any = {
+            "mesh": init_device_mesh("cpu", (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        }
+        for layer in decoder.layers:
+            fully_shard(layer, **options)
+        fully_shard(decoder, **options)
+        for _ in range(2):
+            hidden = run(decoder)
+            torch.autograd.backward(hidden.square().sum())
+            assert_close(hidden, expected, 1e-1)
+        assert asked == [torch.bfloat16]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_low_rank_adapters() -> None:
