@@ -5,6 +5,7 @@ Engines are shared by the tests of this file, which bring them back to the weigh
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -20,7 +21,15 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.errors import CheckpointError, InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerError
+from rlcore.errors import (
+    CheckpointError,
+    InvalidInputError,
+    RlcoreError,
+    StateError,
+    UnsupportedError,
+    WorkerDiedError,
+    WorkerError,
+)
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import ppo_clip
 
@@ -484,3 +493,44 @@ def test_a_gathered_module_whose_weights_are_away_refuses_before_it_gathers(buil
         module(torch.zeros(1, 3, dtype=torch.int64))
     engine.onload("weights")
     engine.train_batch(batch_of(), ppo_clip())
+
+
+# ------------------------------------------------------------------------------------------------------- others
+
+
+def test_one_gathered_worker_gives_its_weights_to_inference(build: Build, qwen2_folder: Path) -> None:
+    engine = build(1, compute_dtype="bfloat16")
+    engine.train_batch(batch_of(), ppo_clip())
+    state = engine.state_dict()
+    with rlcore.InferenceEngine(qwen2_folder, executor="hf").build(devices="cpu") as infer:
+        report = engine.sync_weights(infer)
+        assert report.moved_bytes == sum(tensor.nbytes for tensor in state.values())
+        served = dict(infer.executors[0].workers[0].worker.module.named_parameters())
+    assert all(torch.equal(served[name], tensor) for name, tensor in state.items())
+
+
+def test_a_worker_killed_in_a_step_ends_all_and_restart_continues(
+    policy: Any, qwen2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / "runtime"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def dies(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -logprob, {}
+
+    with rlcore.meta_device():
+        module = policy.from_pretrained(qwen2_folder)
+    with rlcore.TrainEngine(module) as engine:
+        engine.build(devices=["cpu:6", "cpu:7"], data_parallel_size=2, timeout_s=60)  # processes of its own
+        engine.train_batch(batch_of(), ppo_clip())
+        engine.save(tmp_path / "checkpoint")
+        state = engine.state_dict()
+        with pytest.raises(WorkerDiedError):
+            engine.train_batch(batch_of(), dies)
+        with pytest.raises(StateError, match=r"call restart\(\)"):
+            engine.state_dict()
+        engine.restart()
+        assert_same_weights(engine.state_dict(), state, atol=0)
+        engine.train_batch(batch_of(), ppo_clip())
