@@ -87,7 +87,7 @@ class Transfer:
             if self._queue:
                 self._end_oldest()
             else:
-                self._force()
+                self._wait_for_room()
 
     def _send(self, *, waits: bool = False) -> bool:
         """Queue the next block that leaves, if there is one and room for it."""
@@ -106,13 +106,13 @@ class Transfer:
             raise
         return True
 
-    def _fetch(self, *, is_forced: bool = False) -> bool:
+    def _fetch(self) -> bool:
         """Queue the next block that comes back, if there is one and room for it."""
         way = next((way for way in self._in if way.has_rest), None)
         if way is None or self._num_queued(Arrival) == _QUEUED:
             return False
         is_leaving = not all(way.is_over for way in self._out)
-        if is_leaving and not is_forced and way.needed_bytes > self._freed_bytes:
+        if is_leaving and way.needed_bytes > self._freed_bytes:
             return False
         try:
             parcel = way.unpack()
@@ -127,14 +127,11 @@ class Transfer:
         self._copy(way, parcel, on_device, on_host)
         return True
 
-    def _force(self) -> None:
-        """Nothing is queued, and each direction waits for the other's memory."""
-        if self._fetch(is_forced=True):  # the device has more than has left
-            return
+    def _wait_for_room(self) -> None:
+        """Nothing is queued, and what leaves has no block: wait for those being allocated, or allocate."""
         rest = sum(way.rest_bytes for way in self._out)
-        self._is_first_use |= self._arena.reserve(rest)
-        if not self._send(waits=True):
-            raise DeviceError(f"the host memory of {self._device.name} has no room for {rest} bytes that leave")
+        self._is_first_use |= self._arena.reserve(min(rest, BLOCK_BYTES))
+        self._send(waits=True)
 
     def _copy(self, way: Departure | Arrival, parcel: Parcel, dst: list[Any], src: list[Any]) -> None:
         stream = self._streams[type(way)]

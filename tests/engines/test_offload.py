@@ -372,6 +372,25 @@ def test_a_swap_with_no_host_memory_to_spare_is_refused_with_the_numbers(device:
     assert not here.is_away and away.is_away
 
 
+def test_a_swap_whose_host_memory_does_not_grow_moves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000] * 5, 2)
+    before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
+    here, away = resident_of(device, first), resident_of(device, second)
+    away.offload()
+
+    def refuse(self: Arena, nbytes: int) -> Any:
+        raise DeviceError("planted: no host memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Arena, "_new_slab", refuse)
+        with pytest.raises(DeviceError, match=r"planted: no host memory\. Nothing has moved"):
+            exchange([here], [away])
+    assert not here.is_away and away.is_away
+    exchange([here], [away])
+    here.onload()
+    assert all(map(torch.equal, first, before[0])) and all(map(torch.equal, second, before[1]))
+
+
 def test_a_released_set_takes_only_room_in_a_swap(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000] * 5, 2)
     here, away = resident_of(device, first), resident_of(device, second)
