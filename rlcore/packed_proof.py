@@ -109,8 +109,11 @@ def _dry_run(decoder: Any, own: str) -> _Record:
 
 
 def no_attention_mask(device: torch.device) -> Tensor:
-    """Keeps transformers from making a mask [T, T]: a mask of four dimensions is taken as it is."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    """Keeps transformers from making a mask [T, T]: a mask of four dimensions is taken as it is.
+
+    It is empty, so that an attention other than ours, which would take it for a mask, fails and does not leak.
+    """
+    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
 def _record_mask(**options: Any) -> Tensor:

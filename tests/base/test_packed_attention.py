@@ -215,11 +215,22 @@ def test_plain_calls_of_the_model_stay_as_they_were(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_setting_the_attention_anew_keeps_sequences_apart(decoder: Decoder, name: str) -> None:
-    first = run(decoder)
+    expected = run(decoder, implementation="padded")
+    assert_close(run(decoder), expected, 2e-6)
     decoder.set_attn_implementation(name)
-    assert_close(run(decoder), first, 2e-6)
-    decoder.set_attn_implementation(name)  # back to the name that the first call saw
-    assert_close(run(decoder), first, 2e-6)
+    assert_close(run(decoder), expected, 2e-6)
+    decoder.set_attn_implementation(name)  # a name that an earlier call saw
+    assert_close(run(decoder), expected, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_setting_it_while_the_model_runs_fails_and_does_not_leak(decoder: Decoder, name: str) -> None:
+    def set_back(module: nn.Module, *_: Any) -> None:
+        decoder.config._attn_implementation_internal = name
+
+    decoder.register_forward_pre_hook(set_back)
+    with pytest.raises(RuntimeError, match=r"expanded size|size of tensor"):
+        run(decoder)
 
 
 def test_a_saved_config_does_not_name_our_attention(decoder: Decoder, tmp_path: Any) -> None:
