@@ -251,7 +251,8 @@ def test_device_memory_that_ends_halfway_leaves_all_on_the_host(
     assert all(map(torch.equal, tensors, before))
 
 
-def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [0, 5])
+def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     tensors = random_tensors(device, [10_000] * 5)
     before = [tensor.clone() for tensor in tensors]
     resident = resident_of(device, tensors)
@@ -268,11 +269,12 @@ def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.
         monkeypatch.setattr(device.memory, "copy_batch", copy)
 
     for move in (resident.offload, resident.onload):
-        fail_at(5)
+        fail_at(failing)
         with pytest.raises(KeyboardInterrupt) as error:
             move()
         assert error.value.__notes__[0].startswith("Nothing has moved")
         assert resident.is_away == (move == resident.onload)
+        assert resident.device_bytes == (0 if resident.is_away else 50_000)
         monkeypatch.setattr(device.memory, "copy_batch", copy_batch)
         assert move().moved_bytes == 50_000
     assert all(map(torch.equal, tensors, before))
@@ -298,24 +300,47 @@ def test_exported_memory_is_refused(device: Any) -> None:
 # ------------------------------------------------------------------------------------------------- both ways
 
 
-def test_two_sets_that_do_not_fit_together_change_places(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spare_bytes", [0, 1 << 30])
+def test_two_sets_that_do_not_fit_together_change_places(
+    device: Any, monkeypatch: pytest.MonkeyPatch, spare_bytes: int
+) -> None:
     sizes = [10_000, 300, 5_000, 20_000, 64] * 4
     first, second = (random_tensors(device, sizes, seed) for seed in (1, 2))
     before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
     here, away = resident_of(device, first), resident_of(device, second)
     away.offload()
     total = sum(sizes)
-    small = SmallDevice(monkeypatch, total, first)
+    small = SmallDevice(monkeypatch, total + spare_bytes, first)
     for _ in range(3):
         out, in_ = exchange([here], [away])
         assert out.moved_bytes == out.freed_device_bytes == in_.moved_bytes == -in_.freed_device_bytes == total
         here, away = away, here
-    assert small.peak_bytes == total, "it never took more than was free"
+    assert small.peak_bytes == total, "it never took more than had left"
     exchange([here], [away])
     assert all(map(torch.equal, first, before[0]))
     here, away = away, here
     exchange([here], [away])
     assert all(map(torch.equal, second, before[1]))
+
+
+def test_device_memory_that_was_freed_in_pieces_is_asked_for_again(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = random_tensors(device, [1_000] * 50, 1), random_tensors(device, [1_000] * 50, 2)
+    before = [tensor.clone() for tensor in second]
+    here, away = resident_of(device, first), resident_of(device, second)
+    away.offload()
+    resize, refused = torch.UntypedStorage.resize_, itertools.count()
+
+    def fragmented(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if nbytes and next(refused) < 3:
+            raise torch.OutOfMemoryError("in pieces")
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", fragmented)
+    exchange([here], [away])
+    assert next(refused) > 50
+    assert all(map(torch.equal, second, before))
 
 
 def test_a_swap_needs_little_more_host_memory_than_the_larger_set(device: Any) -> None:
