@@ -124,7 +124,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     def hidden_states(self, batch: Batch) -> Tensor:
         # transformers is an extra, and whoever is here has it.
-        from rlcore.packed_attention import packed_hidden_states
+        from rlcore.packed.attention import packed_hidden_states
 
         decoder = self.get_decoder()  # type: ignore[operator]
         return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"])

@@ -50,7 +50,7 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Any) -> Work:
     try:
         from transformers import Qwen2Config, Qwen2Model
 
-        from rlcore.packed_attention import explain, packed_hidden_states
+        from rlcore.packed.attention import explain, packed_hidden_states
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for="this case", extra="hf") from error
     size = _HOST if device.spec.is_host else _ACCELERATOR

@@ -24,9 +24,11 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import modeling_flash_attention_utils  # noqa: E402
 
-from rlcore import packed_attention, packed_choice, packed_implementations  # noqa: E402  # they import transformers
-from rlcore.packed_attention import explain, packed_hidden_states  # noqa: E402
-from rlcore.packed_choice import AttentionCall, Implementation  # noqa: E402
+from rlcore.packed import attention as packed_attention  # noqa: E402  # they import transformers
+from rlcore.packed import choice as packed_choice  # noqa: E402
+from rlcore.packed import implementations as packed_implementations  # noqa: E402
+from rlcore.packed.attention import explain, packed_hidden_states  # noqa: E402
+from rlcore.packed.choice import AttentionCall, Implementation  # noqa: E402
 
 WINDOW = 7
 VOCAB = 96
@@ -402,7 +404,7 @@ PADDED: dict[str, tuple[dict[str, Any], str]] = {
 def test_other_models_run_padded_and_say_why(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
     changes, reason = PADDED[model_type]
     decoder = make(model_type, **changes)
-    with caplog.at_level(logging.WARNING, logger="rlcore.packed_attention"):
+    with caplog.at_level(logging.WARNING, logger="rlcore.packed.attention"):
         hidden = run(decoder)
         run(decoder)
     assert [record.message for record in caplog.records if reason in record.message] == [

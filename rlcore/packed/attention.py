@@ -1,8 +1,8 @@
 """Hidden states of packed sequences: one row of all tokens, and no attention from one sequence to another.
 
-A decoder that ``packed_proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
+A decoder that ``proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
 position ids that start again at each sequence. Its attention, registered with transformers, then is the best of
-``packed_choice``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
+``choice``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
 pays for the padding. ``explain`` says which, and why.
 
 Letters: T packed tokens, N sequences, L longest sequence, H hidden size.
@@ -23,9 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.errors import UnsupportedError
-from rlcore.packed_choice import IMPLEMENTATIONS, Choice, choose
-from rlcore.packed_implementations import PackedSequences, compute_dtype, own_attention
-from rlcore.packed_proof import Proof, no_attention_mask, prove
+from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose
+from rlcore.packed.implementations import PackedSequences, compute_dtype, own_attention
+from rlcore.packed.proof import Proof, no_attention_mask, prove
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch._dynamo.device_interface import get_interface_for_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.packed_implementations import (
+from rlcore.packed.implementations import (
     PackedSequences,
     attend_flash,
     attend_flex,

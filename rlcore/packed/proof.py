@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from rlcore.packed_choice import AttentionCall
-from rlcore.packed_implementations import own_attention
+from rlcore.packed.choice import AttentionCall
+from rlcore.packed.implementations import own_attention
 
 _NAME = "rlcore_recorder"
 _NUM_TOKENS = 6
