@@ -23,12 +23,14 @@ from rlcore.types import OffloadReport
 
 _CYCLE_SHARE = 0.65
 """Of the device's memory: a 7B model in float32 with Adam on 141 GB."""
+_FIRST_SHARE = 0.15
+"""Small, because torch's allocator rounds up to a power of two and keeps what it had."""
 _SWAP_SHARE = 0.28
 _HOST_SHARE = 0.7
 """Of what the control group leaves."""
 _BYTES_ON_HOST = 1 << 28
 """Where the device is the host itself, and its share would be everybody's memory."""
-_LINK_BYTES = 1 << 31
+_LINK_SHARE = 1 / 64
 _NUM_RUNS = 5
 
 
@@ -74,6 +76,8 @@ def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
 def _set_bytes(device: Any, share: float) -> int:
     if device.spec.is_host:
         return _BYTES_ON_HOST
+    gc.collect()
+    arena_of(device).trim()  # of an earlier case
     room = min((limit.room_bytes for limit in cgroup_limits()), default=1 << 62)
     return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room))
 
@@ -82,7 +86,7 @@ class _Link:
     """One copy between host memory of exact size and the device, each way."""
 
     def __init__(self, device: Any) -> None:
-        nbytes = _BYTES_ON_HOST if device.spec.is_host else _LINK_BYTES
+        nbytes = _set_bytes(device, _LINK_SHARE)
         self._device = device
         self._host = device.memory.host_alloc(nbytes).tensor
         self._there = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
@@ -153,7 +157,7 @@ def _prepare_cycle(device: Any) -> Work:
 
 
 def _prepare_first(device: Any) -> Work:
-    link, one = _Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE) // 2)
+    link, one = _Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
     nbytes = one.resident.device_bytes
     arena = arena_of(device)
 
@@ -170,6 +174,7 @@ def _prepare_first(device: Any) -> Work:
 
     def torch_pinned() -> _Moved:
         """A pinned tensor for each, from torch's allocator, as the usual offload loops make them."""
+        arena.trim()
         rates = link.rates()
         started = time.perf_counter()
         there = [tensor.detach() for tensor in one._tensors() if tensor.device == device.torch_device]
