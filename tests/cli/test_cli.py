@@ -215,7 +215,7 @@ def test_help_names_every_command(rlcore_command: Run) -> None:
 
 def test_bench_list_names_the_cases(rlcore_command: Run) -> None:
     cases = json.loads(rlcore_command("bench", "list", "--json").stdout)
-    assert {"dispatch/device", "kernels/linear_loss", "startup/import"} <= {case["name"] for case in cases}
+    assert {"dispatch/device", "kernels/linear_loss/8b", "startup/import"} <= {case["name"] for case in cases}
     assert "clipped policy loss" in rlcore_command("bench", "list").stdout
 
 

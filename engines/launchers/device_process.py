@@ -1,0 +1,347 @@
+"""A child of the user's process for each device that has workers.
+
+Workers of several engines on one device live in the same child, take turns in it, and can work on each other's
+tensors there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rlcore.engines.launchers import boot, living
+from rlcore.engines.launchers.endings import crash, how_it_ended, state_of
+from rlcore.engines.launchers.logs import forward_logs
+from rlcore.engines.launchers.wire import Channel, Kind, dump_call, load_answer
+from rlcore.engines.launchers.worker import Current, Failure, WorkerContext, raised
+from rlcore.errors import InvalidInputError, WorkerDiedError
+
+_log = logging.getLogger(__name__)
+
+# The child's first act is to look where its parent looks: rlcore may have been found through sys.path alone.
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[4])
+from rlcore.engines.launchers.boot import main
+main(*map(int, sys.argv[1:4]))
+"""
+_STACK_DUMP_S = 1.0
+_LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
+
+_processes: dict[str, DeviceProcess] = {}
+"""The child of each device that has workers."""
+joining = threading.RLock()
+"""Held while workers join or leave a child, so that none joins one that is about to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A call that has not been answered."""
+
+    context: WorkerContext
+    method: str
+    timeout_s: float
+    expected: Any = None
+    on_event: Callable[[Any], None] | None = None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class DeviceProcess:
+    """A child process, its socket, and the calls it has not answered yet."""
+
+    def __init__(self, device_name: str, environment: dict[str, str]) -> None:
+        self.device_name = device_name
+        self.parent = os.getpid()
+        self._pending: dict[int, Pending] = {}  # in the order in which they run: the first runs now
+        self._first_since = 0.0
+        self._is_gone = False
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._engines: dict[int, str] = {}
+        self._outgoing: queue.SimpleQueue[tuple[Kind, int, int, bytes, list[Any]] | None] = queue.SimpleQueue()
+        self._label = device_name
+        self._last_stack = ""
+        self._ended_because = ""
+        with contextlib.ExitStack() as undo:
+            self._stacks = os.memfd_create("rlcore-stacks", os.MFD_CLOEXEC)
+            undo.callback(os.close, self._stacks)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(ours.close)
+            with theirs:
+                self._popen = self._spawn(theirs.fileno(), environment)
+            undo.callback(self._popen.__exit__, None, None, None)
+            undo.callback(self._popen.kill)
+            self._record = living.announce(self.pid, device_name, []).path
+            undo.pop_all()
+        self._channel = Channel(ours)
+        self._logs = forward_logs(self._popen, lambda: self._label)
+        self._receiver = self._thread(self._receive)
+        self._transmitter = self._thread(self._transmit)
+        self._thread(self._watch)
+
+    def _spawn(self, descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        arguments = [
+            str(descriptor),
+            str(self._stacks),
+            str(self.parent),
+            json.dumps([os.fspath(entry) for entry in sys.path]),
+        ]
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *arguments],
+            pass_fds=(descriptor, self._stacks),
+            env=environment | os.environ | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the user's process alone, which ends its workers in order
+        )
+
+    def _thread(self, task: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=task, name=f"rlcore-{self.device_name}", daemon=True)
+        thread.start()
+        return thread
+
+    @property
+    def pid(self) -> int:
+        pid: int = self._popen.pid
+        return pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    # ---------------------------------------------------------------------------------------------- calls
+
+    def start(self, worker_class: Any, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
+        """A new worker in this process: its number, and its readiness."""
+        number = next(self._numbers)
+        self._label = f"{context.rank} {self.device_name}"
+        pending = Pending(context, "start", timeout_s)
+        call = self.prepare("start", number, ((worker_class, context), {}), pending)
+        self._engines[number] = context.engine
+        self._announce()
+        return number, call()
+
+    def _announce(self) -> None:
+        living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
+
+    def prepare(
+        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: Pending
+    ) -> Callable[[], Future[Any]]:
+        """What queues a call. Its tensors must stay as they are until it is answered."""
+        body, tensors = dump_call((pending.method, *arguments))
+        return lambda: self._queue(kind, worker, body, tensors, pending)
+
+    def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: Pending) -> Future[Any]:
+        with self._lock:
+            if self._is_gone:
+                pending.future.set_exception(self._death(pending))
+                return pending.future
+            call = next(self._numbers)
+            if not self._pending:
+                self._first_since = time.monotonic()
+            self._pending[call] = pending
+        self._outgoing.put((kind, call, worker, body, tensors))
+        return pending.future
+
+    @property
+    def current(self) -> Current | None:
+        with self._lock:
+            first = next(iter(self._pending.values()), None)
+            if first is None:
+                return None
+            return Current(first.context.engine, first.method, first.timeout_s, self._first_since)
+
+    def _transmit(self) -> None:
+        # A thread of its own: a stopped child does not read, and whoever calls it must still meet his deadline.
+        while (message := self._outgoing.get()) is not None:
+            kind, call, worker, body, tensors = message
+            try:
+                self._channel.send(kind, call, body, worker=worker, tensors=tensors)
+            except ConnectionError:  # the child is gone: _receive tells every caller
+                pass
+            except Exception as error:  # no memory or descriptor for the tensors: the caller's to see
+                self._fail(call, error)
+            del message, body, tensors
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                envelope, tensors = message
+                answer = functools.partial(_answer, kind=envelope.kind, body=envelope.body, tensors=tensors)
+                if envelope.kind == "event":
+                    self._event(envelope.call, answer)
+                else:
+                    self._take(envelope.call, answer)
+                del message, envelope, tensors, answer  # what the user drops is free at once
+        except Exception as error:  # such as no descriptor left for a tensor: what follows cannot be read either
+            self.kill(f"its answer could not be received: {type(error).__name__}: {error}")
+        self._bury()
+
+    def _event(self, call: int, answer: Callable[[Pending], None]) -> None:
+        with self._lock:
+            pending = self._pending.get(call)
+        if pending is None:  # its caller has had an error
+            return
+        try:
+            answer(pending)
+        except Exception as error:  # of the user's progress callback
+            self._fail(call, error)
+
+    def _fail(self, call: int, error: Exception) -> None:
+        self._take(call, lambda pending: pending.future.set_exception(error))
+
+    def _take(self, call: int, settle: Callable[[Pending], None]) -> None:
+        """Settle a call, once."""
+        with self._lock:
+            pending = self._pending.pop(call, None)
+            self._first_since = time.monotonic()
+        if pending is not None:
+            settle(pending)
+
+    def _watch(self) -> None:
+        self._popen.wait()
+        self._channel.give_up()  # a descendant may hold the child's end of the socket
+
+    def _bury(self) -> None:
+        self._popen.wait()
+        self._outgoing.put(None)
+        self._transmitter.join()
+        with self._lock:
+            self._last_stack = crash(self._stack_file())
+            self._is_gone = True
+            os.close(self._stacks)
+            left, self._pending = self._pending, {}
+        self._channel.close()
+        self._record.unlink(missing_ok=True)
+        for pending in left.values():
+            pending.future.set_exception(self._death(pending))
+
+    def _death(self, pending: Pending) -> WorkerDiedError:
+        code = self._popen.wait()
+        how = f"was ended because {self._ended_because}" if self._ended_because else how_it_ended(code)
+        error = WorkerDiedError(rank=pending.context.rank, device=self.device_name, method=pending.method, how=how)
+        if self._last_stack:
+            error.traceback = self._last_stack
+            error.add_note(self._last_stack)
+        return error
+
+    # ----------------------------------------------------------------------------------------- end, health
+
+    def stack(self) -> str:
+        """What every thread of the process is doing, or why that cannot be seen."""
+        with self._lock:  # the file is open until the process has been seen to end
+            try:
+                return "the process has ended" if self._is_gone else self._stack()
+            except OSError as error:  # no descriptor is left, or it has just ended
+                return f"the process cannot be looked at: {error}"
+
+    def _stack(self) -> str:
+        state = state_of(self.pid)
+        if state == "T":
+            return "the process is stopped (SIGSTOP)"
+        before = len(self._stack_file())
+        self._popen.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_DUMP_S
+        while len(self._stack_file()) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # faulthandler writes line by line
+        dump = self._stack_file()[before:]
+        return dump or f"no stack came within {_STACK_DUMP_S:g} s (process state {state})"
+
+    def _stack_file(self) -> str:
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+    def forget(self, worker: int) -> None:
+        """This worker is asked to close; after the last the process ends."""
+        with joining:
+            self._engines.pop(worker, None)
+            if self._engines:
+                self._announce()
+            else:
+                self._retire()
+                self._outgoing.put(("end", 0, 0, b"", []))
+
+    def kill(self, because: str) -> None:
+        """End it and all its descendants now."""
+        with joining:
+            self._engines.clear()
+            self._retire()
+            self._ended_because = self._ended_because or because
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _retire(self) -> None:
+        """The next worker of the device gets a new process."""
+        if _processes.get(self.device_name) is self:
+            del _processes[self.device_name]
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end if it is to end; False if it still lives then."""
+        if self._engines:  # other workers keep it
+            return True
+        self._receiver.join(timeout_s)
+        if self._receiver.is_alive():
+            return False
+        self._logs.join(_LAST_LINES_S)
+        return True
+
+
+def _answer(pending: Pending, kind: Kind, body: bytes, tensors: list[Any]) -> None:
+    if kind == "event":
+        if pending.on_event is not None:
+            pending.on_event(load_answer(body, tensors, Any))
+    elif kind == "error":
+        failure = msgspec.msgpack.decode(body, type=Failure)
+        pending.future.set_exception(raised(failure, pending.context, pending.method))
+    else:
+        try:
+            value = load_answer(body, tensors, pending.expected)
+        except Exception as error:  # whatever msgspec says of an annotation, or of an answer unlike it
+            pending.future.set_exception(
+                InvalidInputError(f"{pending.method}() is annotated to return {pending.expected}: {error}")
+            )
+        else:
+            pending.future.set_result(value)
+
+
+def process_for(device_name: str, environment: dict[str, str]) -> DeviceProcess:
+    """The child that owns a device, started if there is none."""
+    if device_name not in _processes or not _processes[device_name].is_alive:
+        _processes[device_name] = DeviceProcess(device_name, environment)
+    return _processes[device_name]
+
+
+# A fork of the user's process has no workers, and no thread that could let go of the lock.
+os.register_at_fork(after_in_child=_processes.clear)
+os.register_at_fork(after_in_child=joining._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+@atexit.register
+def _end_all() -> None:
+    """Engines that the user did not close."""
+    processes = list(_processes.values())
+    for process in processes:
+        process.kill("the user's program ends")
+    for process in processes:
+        process.join(_STACK_DUMP_S)
