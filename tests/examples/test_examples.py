@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.cases import kernels
+from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.runner import Sampling, run_cases
 from rlcore.registry import get_device
 
@@ -59,8 +59,8 @@ def test_researchers_reward_rises(run_example: Run) -> None:
 def test_hardware_buyer_reads_a_record_made_here(
     run_example: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_HOST", kernels._Size(64, 501, 32, kernels._HOST.dtype))
-    cases = [load_cases()["kernels/linear_loss"]]
+    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(64, 501, 32, kernel_inputs.HOST.dtype))
+    cases = [load_cases()["kernels/linear_loss/8b"]]
     once = Sampling(min_samples=1, max_samples=1, max_warmup=1)
     run_cases(cases, get_device("cpu"), tmp_path / "mine.json", sampling=once)
     machine, *rows = run_example("hardware_buyer.py", "mine.json")
