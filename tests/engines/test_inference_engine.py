@@ -92,7 +92,9 @@ def test_the_samplers_log_probs_are_the_trainers(
     batch = rlcore.collate(outputs)
     for train in trainer(path):
         ours = train.forward_logprobs(batch, **sampling)
-    torch.testing.assert_close(ours, batch["old_logprobs"], rtol=0, atol=1e-4)
+    # A token at the very edge of a nucleus is on either side of it by rounding; that changes one position.
+    num_apart = int(((ours - batch["old_logprobs"]).abs() > 1e-4).sum())
+    assert num_apart <= ("top_p" in sampling)
     assert batch["old_logprobs"].min() < -0.5, "the comparison is not between zeros"
 
 
