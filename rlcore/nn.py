@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlcore.errors import CheckpointError, MissingDependencyError
@@ -54,6 +55,22 @@ class OutputHead(NamedTuple):
     logit_scale: float = 1.0
 
 
+class WeightView(NamedTuple):
+    """One weight, by the name that checkpoints and inference engines have for it, and where it is.
+
+    Element ``i`` of the weight is element ``view.storage_offset() + i @ view.stride()`` of its parameter, numbered row
+    by row. So a rank that holds some rows of a sharded parameter knows which elements of each weight it has.
+    """
+
+    name: str
+    parameter: Tensor | None
+    """The Parameter itself, a DTensor where it is sharded. None: the weight is no view of one; see ``compute``."""
+    view: Tensor
+    """On meta, of the weight's shape and dtype: a view of a contiguous tensor of the parameter's whole shape."""
+    compute: Callable[[], Tensor] | None = None
+    """Given instead of ``parameter``: makes the whole weight, new and on every rank; all ranks call it together."""
+
+
 class TrainModule(nn.Module):
     """What a train engine asks of a module. ``HuggingFaceTrainModule`` answers all of it for transformers."""
 
@@ -75,9 +92,31 @@ class TrainModule(nn.Module):
         """The projection from hidden states to logits."""
         raise NotImplementedError(f"{type(self).__name__} must define output_head() to use train_batch")
 
+    def weight_views(self) -> Iterator[WeightView]:
+        """What checkpoints hold and inference engines are given: every weight, tied ones once, and where it is.
+
+        All that leaves the module goes by this: ``named_weights()``, weight sync, ``state_dict`` and ``export``.
+        """
+        for name, parameter in self.named_parameters():
+            yield WeightView(name, parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What an inference engine is given: checkpoint names and the tensors themselves, tied ones once."""
-        yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+        """The tensors of ``weight_views()`` by name: parameters, DTensors where they are sharded, and views of them.
+
+        A view of a sharded parameter is one of the gathered parameter, so all ranks take all weights together.
+        """
+        last: Tensor | None = None
+        for name, parameter, view, compute in self.weight_views():
+            if compute is not None:
+                yield name, compute()
+                continue
+            assert parameter is not None
+            if view.shape == parameter.shape and view.is_contiguous():
+                yield name, parameter.detach()
+                continue
+            if parameter is not last:  # views of one parameter follow each other
+                last, whole = parameter, _gathered(parameter.detach())
+            yield name, whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
 
     def wrap_classes(self) -> Collection[str]:
         """Names of the classes whose modules are gathered, recomputed and compiled one at a time: the blocks."""
@@ -228,6 +267,10 @@ def _parameters_land_on_meta() -> bool:
     probe = nn.Module()
     probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
     return bool(probe.get_parameter("probe").is_meta)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Fsdp2Worker(Worker):
     def check_weights_for(self, target: Any) -> None:
         """Raise SyncError unless ``target.module`` takes these weights."""
         reshard(self.module)
-        pair_weights(self.module.named_weights(), target.module)
+        pair_weights(((weight.name, weight.view) for weight in self.module.weight_views()), target.module)
 
     def copy_weights_to(self, target: Any) -> int:
         """Bytes written into ``target.module``."""

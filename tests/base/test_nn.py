@@ -1,0 +1,53 @@
+"""The module contract: where each weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.nn import TrainModule, WeightView
+
+
+class Experts(TrainModule):
+    """Three experts in one parameter, which checkpoints hold singly, the second matrix turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(2, 3)
+        self.fused = nn.Parameter(torch.arange(3 * 4 * 2.0).view(3, 4, 2))
+
+    def weight_views(self) -> Iterator[WeightView]:
+        for weight in super().weight_views():
+            if weight.name != "fused":
+                yield weight
+                continue
+            for index, expert in enumerate(weight.view):
+                up, down = expert.chunk(2)
+                yield WeightView(f"experts.{index}.up", weight.parameter, up)
+                yield WeightView(f"experts.{index}.down", weight.parameter, down.T)
+        yield WeightView("total", None, torch.empty(1, device="meta"), lambda: self.fused.detach().sum()[None])
+
+
+def test_a_plain_module_has_its_parameters_by_their_own_names() -> None:
+    module = TrainModule()
+    module.a, module.b = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+    module.b.weight = module.a.weight
+    views = {weight.name: weight for weight in module.weight_views()}
+    assert list(views) == ["a.weight", "a.bias"], "tied ones once"
+    assert views["a.weight"].parameter is module.a.weight
+    assert views["a.weight"].view.is_meta and views["a.weight"].view.shape == (2, 3)
+    assert all(found.data_ptr() == module.get_parameter(name).data_ptr() for name, found in module.named_weights())
+
+
+def test_weights_that_are_parts_of_a_parameter_are_views_of_it_and_others_are_computed() -> None:
+    module = Experts()
+    weights: dict[str, Tensor] = dict(module.named_weights())
+    assert torch.equal(weights["experts.1.up"], module.fused[1, :2])
+    assert torch.equal(weights["experts.2.down"], module.fused[2, 2:].T)
+    assert weights["total"].item() == sum(range(24))
+    weights["experts.2.down"][0, 1] = -1.0
+    assert module.fused[2, 3, 0] == -1.0, "a view, not a copy"
+    shapes = {weight.name: weight.view.shape for weight in module.weight_views()}
+    assert all(weights[name].shape == shape for name, shape in shapes.items())
