@@ -172,7 +172,11 @@ class Exporter:
         with self._changed:
             return [
                 IpcExport(
-                    export.export_id, export.device_uuid, export.address, export.storage_bytes, self._holders(export)
+                    export.export_id,
+                    export.device_uuid,
+                    0 if export.has_moved else export.address,
+                    export.storage_bytes,
+                    self._holders(export),
                 )
                 for export in self._exports.values()
             ]

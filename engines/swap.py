@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.launchers.worker import WorkerHandle
-from rlcore.engines.residency import MOVE_TO, Move, State
-from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError
+from rlcore.engines.residency import Move, State
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.types import OffloadReport
 
 Entry = tuple[Engine, str | Sequence[str]]
@@ -114,8 +113,7 @@ def _call_at(site: Site, steps: Sequence[_Step]) -> tuple[tuple[Any, ...], dict[
 def _take_back(plan: Sequence[_Step]) -> None:
     """Some worker failed, which undid its part: bring the others back too, first out of the way what had come."""
     for step in sorted(plan, key=lambda step: step.move is Move.OFFLOAD):
-        with contextlib.suppress(RlcoreError):  # the workers may have ended
-            step.engine._call(MOVE_TO[step.before].value, step.tag)
+        step.engine._take_back(step.tag, step.before)
 
 
 def _check_reachable(engine: Engine, leader: Engine, sites: Sequence[Site]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals, rounded
-from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks
+from rlcore.kernels.loss_in_chunks import ChunkWork, LossOutput, LossTask, loss_in_chunks
 from rlcore.kernels.rows import RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_rows import row_gradient, row_statistics
@@ -82,7 +82,7 @@ def _room(head: LinearHead, logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.dtype == head.operand else torch.empty_like(logits_TV, dtype=head.operand)
 
 
-class _RowWork:
+class _RowWork(ChunkWork):
     """A chunk's logits, until its gradients are known."""
 
     dtype = torch.float32
@@ -112,10 +112,6 @@ class _RowWork:
     def totals(self) -> Totals:
         assert self._gradients is not None
         return self._gradients.totals()
-
-    @staticmethod
-    def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
 
 
 def linear_loss_rows(

@@ -22,7 +22,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
-from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, loss_in_chunks
+from rlcore.kernels.loss_in_chunks import ChunkWork, LossOutput, LossTask, loss_in_chunks
 from rlcore.kernels.rows import Rows
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_tiles import (
@@ -135,7 +135,7 @@ linear_logprob_tiled = Scorer(_forward, _backward, num_residuals=1)
 """No logits: their exponentials where the budget holds those of all rows, else a strip of their gradient."""
 
 
-class _TiledWork:
+class _TiledWork(ChunkWork):
     """A chunk's logits are exponentials, then the gradient in their place; one buffer serves all chunks."""
 
     dtype = torch.float32

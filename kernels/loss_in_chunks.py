@@ -9,8 +9,9 @@ Letters: T rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,22 +40,26 @@ class LossTask(NamedTuple):
     """Of a sequence-level loss: its chunks end where sequences end."""
 
 
-class ChunkWork(Protocol):
+class ChunkWork(ABC):
     dtype: torch.dtype
     """Of log-probabilities and loss."""
 
+    @abstractmethod
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies (None if not asked for), 0 in ignored rows."""
 
+    @abstractmethod
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         """Take in the gradients of what ``statistics`` last returned."""
 
+    @abstractmethod
     def totals(self) -> Totals:
         """Of all chunks so far."""
 
     @staticmethod
     def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``total`` times a scalar on its device, rounded once to ``dtype``."""
+        return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
 
 
 def loss_in_chunks(work: ChunkWork, inputs: HeadInputs, loss: LossTask, rows_per_chunk: int) -> LossOutput:

@@ -30,11 +30,22 @@ def start_time(pid: int) -> int | None:
 
     With ``pid`` it names one process for ever: ids are used again.
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc(5): R running, S sleeping, T stopped, Z ended and not yet waited for; "" if there is none."""
+    fields = _stat(pid)
+    return "" if fields is None else fields[0]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the state on; None if there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def pid_namespace() -> int:

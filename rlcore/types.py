@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from rlcore.errors import InvalidInputError
 
@@ -140,8 +140,30 @@ class Capability:
     reason: str = ""
 
 
+class _Handle:
+    """Plain data that travels to another process in any way."""
+
+    __slots__ = ()
+
+    def to_bytes(self) -> bytes:
+        """msgpack."""
+        import msgspec
+
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
+        import msgspec
+
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IpcHandle:
+class IpcHandle(_Handle):
     """One exported tensor, as plain data: another process of this machine opens it without unpickling anything."""
 
     device: str
@@ -175,22 +197,6 @@ class IpcHandle:
         if not self.exporter.startswith("/"):
             raise InvalidInputError(f"IpcHandle.exporter must be the path of a socket, got {self.exporter!r}")
 
-    def to_bytes(self) -> bytes:
-        """msgpack."""
-        import msgspec
-
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> IpcHandle:
-        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
-        import msgspec
-
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise InvalidInputError(f"these {len(data)} bytes are no IpcHandle: {error}") from error
-
 
 @dataclass(frozen=True, slots=True)
 class IpcExport:
@@ -199,14 +205,15 @@ class IpcExport:
     export_id: str
     device_uuid: str
     address: int
-    """First byte of the storage, in this process."""
+    """First byte of the storage, in this process; 0 when its owner has freed or resized it since, so that other memory
+    may be there now."""
     storage_bytes: int
     claims: dict[int, int]
     """Process id -> how many mappings or openings of it keep the storage from being revoked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EventHandle:
+class EventHandle(_Handle):
     """An interprocess event, as plain data: a stream of another process of this machine can wait for it."""
 
     device: str
@@ -215,22 +222,6 @@ class EventHandle:
     boot_id: str
     payload: bytes
     """The vendor's own name for the event."""
-
-    def to_bytes(self) -> bytes:
-        """msgpack."""
-        import msgspec
-
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> EventHandle:
-        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
-        import msgspec
-
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise InvalidInputError(f"these {len(data)} bytes are no EventHandle: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import faulthandler
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -15,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlcore.engines.launchers.traces import record_of, remove_stores_of_the_dead
 from rlcore.errors import StateError
-from rlcore.processes import pid_namespace, runtime_folder, start_time
 from rlcore.settings import Settings
 
 
@@ -56,12 +55,12 @@ def _leave_guard(parent: int) -> None:
     if os.getppid() != parent:  # it died before that
         os._exit(1)
     if os.fork() == 0:
-        _guard(group, parent, watched)
+        _guard(group, watched)
     for descriptor in watched:
         os.close(descriptor)
 
 
-def _guard(group: int, parent: int, watched: list[int]) -> None:
+def _guard(group: int, watched: list[int]) -> None:
     os.setpgid(0, 0)  # outside the group that it kills
     for entry in list(Path("/proc/self/fd").iterdir()):
         if (descriptor := int(entry.name)) not in watched:
@@ -76,18 +75,10 @@ def _guard(group: int, parent: int, watched: list[int]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        _tidy_up(group, parent)
+        record_of(group).unlink(missing_ok=True)
+        remove_stores_of_the_dead()
     finally:
         os._exit(0)
-
-
-def _tidy_up(group: int, parent: int) -> None:
-    """What a parent that was killed could not."""
-    folder, namespace = runtime_folder(), pid_namespace()
-    (folder / f"worker-{namespace}-{group}.json").unlink(missing_ok=True)
-    if start_time(parent) is None:
-        for store in folder.glob(f"store-{namespace}-{parent}-*"):
-            shutil.rmtree(store, ignore_errors=True)
 
 
 def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:

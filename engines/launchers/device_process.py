@@ -1,7 +1,7 @@
 """A child of the user's process for each device that has workers.
 
 Workers of several engines on one device live in the same child, take turns in it, and can work on each other's
-tensors there.
+tensors there. A worker that asks for it has a child of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from typing import Any
 import msgspec
 
 from rlcore.engines.launchers import boot, living
-from rlcore.engines.launchers.endings import crash, how_it_ended, state_of
+from rlcore.engines.launchers.endings import crash, how_it_ended
 from rlcore.engines.launchers.logs import forward_logs
 from rlcore.engines.launchers.wire import Channel, Kind, dump_call, load_answer
 from rlcore.engines.launchers.worker import Current, Failure, WorkerContext, raised
 from rlcore.errors import InvalidInputError, WorkerDiedError
+from rlcore.processes import state_of
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ main(*map(int, sys.argv[1:4]))
 _STACK_DUMP_S = 1.0
 _LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
 
-_processes: dict[str, DeviceProcess] = {}
-"""The child of each device that has workers."""
+_processes: dict[tuple[str, str], DeviceProcess] = {}
+"""(device, owner) -> child; the one that workers of a device share has no owner."""
 joining = threading.RLock()
 """Held while workers join or leave a child, so that none joins one that is about to end."""
 
@@ -68,8 +69,9 @@ class Pending:
 class DeviceProcess:
     """A child process, its socket, and the calls it has not answered yet."""
 
-    def __init__(self, device_name: str, environment: dict[str, str]) -> None:
+    def __init__(self, device_name: str, environment: dict[str, str], owner: str = "") -> None:
         self.device_name = device_name
+        self._owner = owner
         self.parent = os.getpid()
         self._pending: dict[int, Pending] = {}  # in the order in which they run: the first runs now
         self._first_since = 0.0
@@ -108,7 +110,7 @@ class DeviceProcess:
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments],
             pass_fds=(descriptor, self._stacks),
-            env=environment | os.environ | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
+            env=environment | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,7 +206,7 @@ class DeviceProcess:
             return
         try:
             answer(pending)
-        except Exception as error:  # of the user's progress callback
+        except Exception as error:  # what cannot be decoded, or the listener's own
             self._fail(call, error)
 
     def _fail(self, call: int, error: Exception) -> None:
@@ -293,8 +295,9 @@ class DeviceProcess:
 
     def _retire(self) -> None:
         """The next worker of the device gets a new process."""
-        if _processes.get(self.device_name) is self:
-            del _processes[self.device_name]
+        place = self.device_name, self._owner
+        if _processes.get(place) is self:
+            del _processes[place]
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end if it is to end; False if it still lives then."""
@@ -325,11 +328,12 @@ def _answer(pending: Pending, kind: Kind, body: bytes, tensors: list[Any]) -> No
             pending.future.set_result(value)
 
 
-def process_for(device_name: str, environment: dict[str, str]) -> DeviceProcess:
-    """The child that owns a device, started if there is none."""
-    if device_name not in _processes or not _processes[device_name].is_alive:
-        _processes[device_name] = DeviceProcess(device_name, environment)
-    return _processes[device_name]
+def process_for(device_name: str, environment: dict[str, str], owner: str = "") -> DeviceProcess:
+    """The child for a device, or for one worker of it, started with ``environment`` if there is none."""
+    place = device_name, owner
+    if place not in _processes or not _processes[place].is_alive:
+        _processes[place] = DeviceProcess(device_name, environment, owner)
+    return _processes[place]
 
 
 # A fork of the user's process has no workers, and no thread that could let go of the lock.

@@ -1,9 +1,8 @@
-"""How a process ended, and what state it is in."""
+"""How a process ended, in words."""
 
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 
 def how_it_ended(code: int) -> str:
@@ -18,8 +17,3 @@ def crash(stacks: str) -> str:
     """What faulthandler wrote when the process crashed."""
     _, found, stack = stacks.rpartition("Fatal Python error: ")
     return found + stack if found else ""
-
-
-def state_of(pid: int) -> str:
-    """The letter of proc(5): R running, S sleeping, T stopped, Z ended."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

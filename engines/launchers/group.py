@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlcore.engines.launchers.worker import Current, WorkerHandle
@@ -28,11 +28,8 @@ one order, so that their collectives cannot cross."""
 os.register_at_fork(after_in_child=sending._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """What a worker emitted."""
-
-    value: Any
+_Inbox = queue.SimpleQueue["Future[Any] | Callable[[], None]"]
+"""Of a call: futures as they end, and what is to be done with an event, in the order in which they came."""
 
 
 class WorkerGroup:
@@ -65,20 +62,21 @@ class WorkerGroup:
             Exception: what the first worker raised; if others cannot end without it, all are ended.
         """
         self._check_usable(method)
-        inbox: queue.SimpleQueue[Future[Any] | _Event] = queue.SimpleQueue()
+        inbox: _Inbox = queue.SimpleQueue()
         caller = threading.get_ident()
 
         def take(event: Any) -> None:
-            if on_event is not None and threading.get_ident() == caller:  # it runs in this very thread
+            assert on_event is not None
+            if threading.get_ident() == caller:  # the worker runs in this very thread
                 on_event(event)
             else:
-                inbox.put(_Event(event))
+                inbox.put(partial(on_event, event))
 
         prepared = [
-            worker.prepare(method, args, kwargs, on_event=None if on_event is None else take, timeout_s=self._timeout_s)
+            worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=self._timeout_s)
             for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
         ]
-        return self._results(method, self._send(prepared), inbox, on_event)
+        return self._results(method, self._send(prepared), inbox)
 
     def _check_usable(self, method: str) -> None:
         if self._owner != os.getpid():
@@ -105,43 +103,34 @@ class WorkerGroup:
 
     def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
         """Raises as ``call`` does."""
-        self._results("start", list(started), queue.SimpleQueue(), None)
+        self._results("start", list(started), queue.SimpleQueue())
 
-    def _results(
-        self,
-        method: str,
-        futures: list[Future[Any]],
-        inbox: queue.SimpleQueue[Future[Any] | _Event],
-        on_event: Callable[[Any], None] | None,
-    ) -> list[Any]:
+    def _results(self, method: str, futures: list[Future[Any]], inbox: _Inbox) -> list[Any]:
         for future in futures:
             future.add_done_callback(inbox.put)
-        while not all(future.done() for future in futures) and not _errors(futures):
+        unanswered = set(futures)
+        while unanswered:
+            present = self._present(futures)
+            # Without a present call its answer is being read, and will wake this up.
+            patience_s = min((current.remaining_s for current in present.values()), default=_LONGEST_WAIT_S)
             try:
-                item = inbox.get(timeout=self._patience_s(futures))
+                item = inbox.get(timeout=min(_LONGEST_WAIT_S, max(0.0, patience_s)))
             except queue.Empty:
-                if late := self._late(futures):
+                if late := {rank: at for rank, at in self._present(futures).items() if at.remaining_s <= 0}:
                     raise self._timeout(method, late) from None
                 continue
-            if isinstance(item, _Event) and on_event is not None:
-                on_event(item.value)
-        if _errors(futures):
-            raise self._failure(futures)
-        while on_event is not None and not inbox.empty():
-            if isinstance(item := inbox.get(), _Event):
-                on_event(item.value)
+            if not isinstance(item, Future):
+                item()
+            elif item.exception() is None:
+                unanswered.discard(item)
+            else:
+                raise self._failure(futures)
         return [future.result() for future in futures]
 
-    def _patience_s(self, futures: list[Future[Any]]) -> float:
-        """Seconds until some worker's present call is late."""
-        present = [worker.current for worker, future in zip(self.workers, futures, strict=True) if not future.done()]
-        remaining = [current.remaining_s for current in present if current is not None]
-        return min(_LONGEST_WAIT_S, max(0.0, min(remaining, default=0.0)))
-
-    def _late(self, futures: list[Future[Any]]) -> dict[int, Current]:
-        """Rank -> the call its worker does not end."""
-        present = {rank: self.workers[rank].current for rank, future in enumerate(futures) if not future.done()}
-        return {rank: current for rank, current in present.items() if current and current.remaining_s <= 0}
+    def _present(self, futures: list[Future[Any]]) -> dict[int, Current]:
+        """Rank -> the call that its worker is at, of those that have not answered."""
+        found = {rank: self.workers[rank].current for rank, future in enumerate(futures) if not future.done()}
+        return {rank: current for rank, current in found.items() if current is not None}
 
     def _failure(self, futures: list[Future[Any]]) -> BaseException:
         if not isinstance(_cause(_errors(futures)), WorkerDiedError):

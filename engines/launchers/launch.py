@@ -1,7 +1,7 @@
 """Start the workers of one executor, by launcher.
 
 inline     in the user's process
-process    in children of the user's process, one for each device of this host
+process    in children of the user's process, one for each device of this host, or one for each worker that asks for it
 torchrun   in the user's process, as this rank's worker of a world that torchrun started
 """
 
@@ -13,10 +13,11 @@ from typing import Any
 
 from rlcore.engines.launchers.group import WorkerGroup, sending
 from rlcore.engines.launchers.inline import InlineWorker
-from rlcore.engines.launchers.living import new_store
 from rlcore.engines.launchers.process import ProcessWorker
+from rlcore.engines.launchers.traces import new_store
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.registry import get_device, launch
 from rlcore.settings import Settings
 
 LAUNCHERS = ("inline", "process", "torchrun")
@@ -27,19 +28,38 @@ _numbers = itertools.count(1)
 """Of the engines that this process has started."""
 
 
-def choose_launcher(asked: str | None, num_workers: int) -> str:
-    """``asked``, else "inline" for one worker and "process" for more; ``RLCORE_DEBUG=pdb`` forces "inline"."""
+def choose_launcher(asked: str | None, num_workers: int, *, owns_process: bool = False) -> str:
+    """``asked``, else "inline" for one worker and "process" for more; ``RLCORE_DEBUG=pdb`` forces "inline".
+
+    Workers that need processes of their own have "process", and nothing else.
+    """
     if asked is not None and asked not in LAUNCHERS:
         raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {asked!r}")
+    if owns_process:
+        if asked in (None, "process"):
+            return "process"
+        raise UnsupportedError(
+            f"launcher {asked!r} for an executor whose workers need processes of their own",
+            "use 'process', or leave the launcher out of build() and rlcore.init()",
+        )
     if Settings.from_env().debug == "pdb":
         return "inline"
     return asked or ("inline" if num_workers == 1 else "process")
 
 
 def start_workers(
-    worker_class: Any, engine: str, device_names: list[str], *, launcher: str, timeout_s: float
+    worker_class: Any,
+    engine: str,
+    device_names: list[str],
+    *,
+    launcher: str,
+    timeout_s: float,
+    devices_each: int = 1,
+    owns_process: bool = False,
 ) -> WorkerGroup:
-    """Start one worker a device and wait until all are ready.
+    """Start one worker a device, or one for ``devices_each`` of them, and wait until all are ready.
+
+    A worker of several devices needs a process of its own, where they are the first and the others follow.
 
     Raises:
         InvalidInputError: this launcher cannot run so many workers, or torchrun's variables are absent.
@@ -55,7 +75,8 @@ def start_workers(
                 f"launcher 'inline'{cause} runs one worker, and {engine} has {world_size}; use 'process', or one worker"
             )
         return _start_inline(worker_class, WorkerContext(engine, 0, 1, device_names[0], next(_numbers)), timeout_s)
-    return _start_processes(worker_class, engine, device_names, timeout_s)
+    shares = [tuple(device_names[at : at + devices_each]) for at in range(0, world_size, devices_each)]
+    return _start_processes(worker_class, engine, shares, timeout_s, owns_process)
 
 
 def _start_inline(worker_class: Any, context: WorkerContext, timeout_s: float) -> WorkerGroup:
@@ -64,16 +85,21 @@ def _start_inline(worker_class: Any, context: WorkerContext, timeout_s: float) -
     return group
 
 
-def _start_processes(worker_class: Any, engine: str, device_names: list[str], timeout_s: float) -> WorkerGroup:
+def _start_processes(
+    worker_class: Any, engine: str, shares: list[tuple[str, ...]], timeout_s: float, owns_process: bool
+) -> WorkerGroup:
     store, number = str(new_store()), next(_numbers)
-    environment = _environment(device_names)
+    environment = _environment([name for share in shares for name in share]) | os.environ
     group = WorkerGroup(engine, timeout_s, store)
     started = []
     try:
         with sending:
-            for rank, name in enumerate(device_names):
-                context = WorkerContext(engine, rank, len(device_names), name, number, store)
-                worker = ProcessWorker(worker_class, context, environment, timeout_s)
+            for rank, devices in enumerate(shares):
+                local, order = _in_front(devices) if owns_process else ("", {})
+                context = WorkerContext(engine, rank, len(shares), devices[0], number, devices, local, store)
+                worker = ProcessWorker(
+                    worker_class, context, environment | order, timeout_s, owns_process=owns_process
+                )
                 group.workers.append(worker)
                 started.append(worker.started)
         group.wait_until_started(started)
@@ -90,6 +116,18 @@ def _environment(device_names: list[str]) -> dict[str, str]:
     if on_cpu:  # they divide its processors: each with as many threads as there are would hold the others up
         environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(on_cpu)))
     return environment
+
+
+def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """What a process calls the first of these, where they are numbered first; and the variable that makes it so.
+
+    It sees the others too: what it is to read may lie on them.
+    """
+    kind = device_names[0].partition(":")[0]
+    first = [get_device(name).index for name in device_names]
+    others = [index for index in range(get_device(device_names[0]).count()) if index not in first]
+    order = launch(kind).worker_environment([*first, *others])
+    return (f"{kind}:0" if order else ""), order
 
 
 def _torchrun_context(engine: str, device_names: list[str]) -> WorkerContext:

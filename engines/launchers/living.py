@@ -1,22 +1,19 @@
 """Which worker processes of this user are alive: one small file each, which ``rlcore ps`` reads.
 
-What a process could not tidy up, its file and the folder through which workers found each other, the next look
-removes. Files of another PID namespace, such as those of a container that shares the folder, are left alone: nobody
-here can tell whether their processes live.
+What a process could not tidy up, the next look removes (``traces.py``).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import uuid
 from pathlib import Path
 
 import msgspec
 
+from rlcore.engines.launchers.traces import record_of, records, remove_stores_of_the_dead
 from rlcore.errors import InvalidInputError
-from rlcore.processes import pid_namespace, runtime_folder, start_time
+from rlcore.processes import start_time
 
 
 class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +28,7 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> Path:
-        return runtime_folder() / f"worker-{pid_namespace()}-{self.pid}.json"
+        return record_of(self.pid)
 
     @property
     def age_s(self) -> float:
@@ -55,20 +52,11 @@ def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
     return process
 
 
-def new_store() -> Path:
-    """A folder of this process through which the workers of one group find each other."""
-    _remove_stores_of_the_dead()
-    name = f"store-{pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
-    store = runtime_folder() / name
-    store.mkdir(mode=0o700)
-    return store
-
-
 def living_processes() -> list[LivingProcess]:
     """Worker processes that run now, oldest first; what those that have ended left behind is removed."""
-    _remove_stores_of_the_dead()
+    remove_stores_of_the_dead()
     found = []
-    for path in runtime_folder().glob(f"worker-{pid_namespace()}-*.json"):
+    for path in records():
         try:
             process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
         except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
@@ -91,10 +79,3 @@ def kill(pid: int) -> LivingProcess:
         raise InvalidInputError(f"no worker process has the id {pid}; living: {sorted(processes) or 'none'}")
     os.killpg(pid, signal.SIGKILL)
     return processes[pid]
-
-
-def _remove_stores_of_the_dead() -> None:
-    for store in runtime_folder().glob(f"store-{pid_namespace()}-*-*-*"):
-        _, _, pid, started, _ = store.name.split("-")
-        if str(start_time(int(pid))) != started:
-            shutil.rmtree(store, ignore_errors=True)

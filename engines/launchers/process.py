@@ -22,14 +22,21 @@ class ProcessWorker:
     """A worker in a child process."""
 
     def __init__(
-        self, worker_class: Any, context: WorkerContext, environment: dict[str, str], timeout_s: float
+        self,
+        worker_class: Any,
+        context: WorkerContext,
+        environment: dict[str, str],
+        timeout_s: float,
+        *,
+        owns_process: bool = False,
     ) -> None:
         self.context = context
         self._worker_class = worker_class
         self._timeout_s = timeout_s
         self._closed: Future[Any] | None = None
         with joining:
-            self._process = process_for(context.device_name, environment)
+            owner = f"worker {context.rank} of engine {context.number}" if owns_process else ""
+            self._process = process_for(context.device_name, environment, owner)
             self._number, self.started = self._process.start(worker_class, context, timeout_s)
 
     @property
@@ -62,9 +69,10 @@ class ProcessWorker:
         return self._process.stack()
 
     def ask_to_stop(self) -> None:
-        has_failed = self.started.done() and self.started.exception()
-        close = self.prepare("close", (), {}, timeout_s=self._timeout_s, kind="close")
-        self._closed = self.started if has_failed else close()
+        if self.started.done() and self.started.exception():
+            self._closed = self.started
+        else:
+            self._closed = self.prepare("close", (), {}, timeout_s=self._timeout_s, kind="close")()
         self._process.forget(self._number)
 
     def kill(self, because: str) -> None:

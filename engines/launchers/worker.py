@@ -28,7 +28,7 @@ def _ignore(event: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A worker owns one device; its executor holds one full set of weights over ``world_size`` workers."""
+    """A worker owns one device, or drives several; its executor has ``world_size`` workers."""
 
     engine: str
     """Label of the engine, such as "the train engine"."""
@@ -37,6 +37,10 @@ class WorkerContext:
     device_name: str
     number: int
     """Of the engine, counted by the process that starts it: the same on all ranks."""
+    devices: tuple[str, ...] = ()
+    """Names, in the user's process, of all devices that it drives, the first being ``device_name``."""
+    local_name: str = ""
+    """What the worker's own process calls ``device_name``, where the devices it drives are its first ones."""
     store: str = ""
     """Folder through which the workers find each other: no port is opened to the network."""
     emit: Callable[[Any], None] = _ignore
@@ -45,7 +49,7 @@ class WorkerContext:
 
     @property
     def device(self) -> Any:
-        return get_device(self.device_name)
+        return get_device(self.local_name or self.device_name)
 
     @property
     def where(self) -> str:

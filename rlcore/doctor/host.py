@@ -15,13 +15,14 @@ import msgspec
 from rlcore.doctor.finding import Verdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
 from rlcore.engines.launchers.living import LivingProcess
-from rlcore.processes import pid_namespace, runtime_folder, start_time
+from rlcore.engines.launchers.traces import is_store_of_the_dead, records
+from rlcore.processes import runtime_folder, start_time
 
 _LEAST_PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; gloo, NCCL and data loaders use it too."""
 _LEAST_FILES = 4096
-_LEFT_BY = re.compile(rf"(?:store-{pid_namespace()}|ipc)-(\d+)-(\d+)\b.*")
+_SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
 _SEGMENT = re.compile(r"torch_(\d+)_.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
@@ -109,10 +110,10 @@ def environment(environ: Mapping[str, str] = os.environ) -> Verdict:
 
 
 def _is_left_behind(path: Path) -> bool:
-    if named := _LEFT_BY.fullmatch(path.name):
+    if named := _SOCKET.fullmatch(path.name):
         return str(start_time(int(named[1]))) != named[2]
-    if not path.match(f"worker-{pid_namespace()}-*.json"):
-        return False
+    if path not in records():
+        return is_store_of_the_dead(path)
     try:
         process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
     except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed

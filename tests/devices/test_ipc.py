@@ -596,6 +596,8 @@ def test_a_storage_resized_while_it_is_exported(device: Any, peer: Peer) -> None
         PeerError, match=r"^StateError: export \w+ of process \d+ was freed or resized by its owner since"
     ):
         import_in(peer, text)
+    (row,) = [row for row in device.memory.ledger() if row.export_id == handle_of(text).export_id]
+    assert row.address == 0  # whatever comes to lie where it was is not exported
     again = export(device, tensor)  # nobody had it open: a new export
     assert handle_of(again).export_id != handle_of(text).export_id
     assert handle_of(text).export_id not in [row.export_id for row in device.memory.ledger()]

@@ -134,7 +134,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_what_living_processes_have_is_no_leftover(runtime: Path, tmp_path: Path) -> None:
-    from rlcore.engines.launchers.living import announce, new_store
+    from rlcore.engines.launchers.living import announce
+    from rlcore.engines.launchers.traces import new_store
 
     new_store()
     announce(os.getpid(), "cpu:0", ["an engine"])
