@@ -1,4 +1,4 @@
-"""The tables of README.md, made from the records in ``bench/results``: ``make results``.
+"""The tables of README.md, made from the records in ``bench/results``, and the schema: ``make results``.
 
 A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and has a column for each record
 ``NAME-<machine>.json``; nothing in it is typed by hand.
@@ -6,13 +6,14 @@ A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and h
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rlcore.bench.result import CaseResult, Record, read
+from rlcore.bench.result import CaseResult, Record, json_schema, read
 from rlcore.errors import BenchError
 
 _BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -146,6 +147,7 @@ _ROWS: dict[str, dict[str, Cell]] = {
 
 def main(readme: Path) -> None:
     readme.write_text(rewritten(readme.read_text(), readme.parent / "bench" / "results"))
+    (readme.parent / "bench" / "record.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,63 @@
 """The record of a benchmark run, schema ``rlcore.bench/1``: what was measured, on what, with what.
 
 Raw samples are kept; whoever reads computes. A result that did not pass has a reason and no number.
+``record.schema.json`` beside this file says the same to other programs.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from rlcore.atomic import write_file
+from rlcore.bench.locate import line_of
 from rlcore.errors import BenchError
 
 SCHEMA: Final = "rlcore.bench/1"
 
 Status = Literal["pass", "fail", "oom", "blocked", "skipped"]
-"""pass: measured and right. fail: wrong or raised. oom: out of memory. blocked: this device or installation
-cannot. skipped: the run was ended before."""
+"""pass: measured and right. fail: wrong, raised, hung or was killed; the reason says which. oom: out of memory.
+blocked: this device or installation cannot. skipped: the run was ended before, or its kind leaves the case out."""
+
+Effort = Literal["quick", "standard", "full"]
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
+    """"time" is the wall clock's; "device_time" that of events on the device; "first_run" is reported apart."""
     unit: str
-    samples: Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)]
+    samples: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """In the order measured, none left out."""
+
+
+class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one figure of a device, read between the samples."""
+
+    min: float
+    median: float
+    max: float
+
+
+class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What device and host told while a case ran. None: they do not tell."""
+
+    clock_mhz: Readings | None = None
+    memory_clock_mhz: Readings | None = None
+    power_w: Readings | None = None
+    """Of the device, not of the machine."""
+    power_limit_w: float | None = None
+    temperature_c: Readings | None = None
+    throttle_reasons: list[str] | None = None
+    """All that were seen."""
+    other_processes: int | None = None
+    """Processes with memory on the device before this one had any."""
+    host_share_of_others: float | None = None
+    """Of the host's processor time, what neither this process nor its children used."""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +78,15 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Operations one run cannot do without."""
     bytes: int | None = None
     """Bytes of device memory that one run cannot avoid to move."""
+    limits: dict[str, int] = {}
+    """What one run needs of each measured limit, by its name in ``Calibration.limits``."""
+    rounds: list[int] = []
+    """How many samples each process took, in order; empty: one process took all."""
+    cache: Literal["", "cold", "warm"] = ""
+    """Whether the device's cache was overwritten before each sample."""
+    telemetry: Telemetry | None = None
+    marks: list[str] = []
+    """Why these numbers may be too bad, such as "throttled: software power cap"."""
 
     def __post_init__(self) -> None:
         if self.status == "pass" and not self.metrics:
@@ -61,16 +103,36 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     device: str
     """As ``rlcore.get_device`` knows it, such as "cuda:0"."""
+    number_of_nodes: int = 1
     accelerators_per_node: int
     """Visible devices of that kind; 0 for the CPU."""
     accelerator_model_name: str
     accelerator_memory_capacity_bytes: int
+    accelerator_interconnect: str = ""
     host_processor_model_name: str
+    host_processors_per_node: int = 1
+    """Sockets."""
     host_processor_core_count: int
     """Cores this process may use."""
     host_memory_capacity_bytes: int
     operating_system: str
     python: str
+    framework: str = ""
+    other_software_stack: dict[str, str] = {}
+    """Driver and libraries that no Python package brings."""
+    hw_notes: str = ""
+    sw_notes: str = ""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What this machine was measured to reach."""
+
+    measured_at: str
+    """UTC, ISO 8601."""
+    limits: dict[str, Positive]
+    """FLOP/s of "product/<dtype>"; bytes a second of "memory", "to_device/pinned" and the like."""
+    blocked: dict[str, str] = {}
+    """Limits that could not be measured, and why."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,12 +144,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rlcore: str
     commit: str | None
     """Of the git checkout that ran, "-modified" when its files differ; None without a checkout."""
+    effort: Effort = "standard"
     system: System
     dependencies: dict[str, str]
     environment: dict[str, str]
     """Variables that change what is measured, by allow-list."""
     num_threads: int
     """Threads torch computes with on the host."""
+    calibration: Calibration | None = None
     cases: list[CaseResult]
 
 
@@ -111,11 +175,34 @@ def read(path: Path) -> Record:
     """Read and check a record.
 
     Raises:
-        BenchError: the file is absent, not JSON, or not of this schema; names the file and the field.
+        BenchError: the file is absent, not JSON, or not of this schema; names the file, the field and the line.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        data = path.read_bytes()
+        return msgspec.json.decode(data, type=Record)
     except OSError as error:
         raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise BenchError(f"{path} is no {SCHEMA} record: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} is no {SCHEMA} record: {error} (line {_line(data, error)})") from error
+
+
+def _line(data: bytes, error: Exception) -> int:
+    if isinstance(error, msgspec.ValidationError):
+        place = re.search(r"`(\$[^`]*)`$", str(error))
+        unknown = re.search(r"unknown field `([^`]*)`", str(error))
+        return line_of(data.decode(), (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
+    byte = re.search(r"\(byte (\d+)\)", str(error))
+    return data[: int(byte[1]) if byte else len(data)].count(b"\n") + 1
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
+    schema = msgspec.json.schema(Record)
+    has_metrics = {"required": ["metrics"], "properties": {"metrics": {"minItems": 1}}}
+    has_reason = {
+        "required": ["reason"],
+        "properties": {"reason": {"minLength": 1}, "metrics": {"maxItems": 0}},
+    }
+    passed = {"properties": {"status": {"const": "pass"}}}
+    schema["$defs"]["CaseResult"] |= {"if": passed, "then": has_metrics, "else": has_reason}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
