@@ -49,11 +49,12 @@ class WorkerGroup:
         method: str,
         calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
         on_event: Callable[[Any], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Call ``method`` on all workers at once, with one (args, kwargs) each; their results by rank.
 
-        ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` from when
-        its worker begins with it: it may have to wait for another engine's call in the same process.
+        ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` (None: the
+        group's) from when its worker begins with it: it may have to wait for another engine's call in the same process.
 
         Raises:
             StateError: the workers were ended by an earlier failure, or belong to another process.
@@ -73,7 +74,7 @@ class WorkerGroup:
                 inbox.put(partial(on_event, event))
 
         prepared = [
-            worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=self._timeout_s)
+            worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=timeout_s or self._timeout_s)
             for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
         ]
         return self._results(method, self._send(prepared), inbox)

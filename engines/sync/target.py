@@ -1,0 +1,101 @@
+"""What a receiver writes into: the weights of one worker of an inference engine, as that engine holds them.
+
+An executor's worker implements ``Target``; a module whose parameters have the checkpoint's names has ``ModuleTarget``.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.engines.named_tensors import mismatch
+from rlcore.errors import SyncError
+
+Weights = Iterable[tuple[str, Tensor]]
+LoadWeights = Callable[[Weights], Any]
+
+
+class Target(ABC):
+    """One full or tensor-parallel share of an engine's weights. Its methods are called in the process that holds it."""
+
+    device: Any
+    """The rlcore device of ``tensors()``."""
+
+    @abstractmethod
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        """A second instance of the engine's model on the meta device, and the engine's own loader of it.
+
+        The loader is called once, with all weights on meta. What it copies where is recorded; nothing live is touched.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The live parameters and buffers, by their names in the meta model.
+
+        One that is missing, or of another shape, dtype or stride than there, is written by ``reload`` only.
+        """
+
+    @abstractmethod
+    def reload(self, weights: Weights) -> None:
+        """The engine's own load into the live model, with what it does after loading.
+
+        Called with all weights, or with those alone that cannot be copied by a plan.
+        """
+
+    @abstractmethod
+    def committed(self, version: int) -> None:
+        """The weights are whole, and of this version: drop what comes from earlier ones, such as prefix caches."""
+
+
+class ModuleTarget(Target):
+    """A module that takes each weight as it is, by the parameter's own name."""
+
+    def __init__(self, module: nn.Module, device: Any) -> None:
+        self.device = device
+        self._module = module
+
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        meta = meta_copy(self._module)
+        return meta, lambda weights: load_by_name(meta, weights)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+
+    def reload(self, weights: Weights) -> None:
+        own = self.tensors()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
+    def committed(self, version: int) -> None:
+        """Nothing is kept from earlier weights."""
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on meta; tied ones stay tied, nothing is copied."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+@torch.no_grad()
+def load_by_name(module: nn.Module, weights: Weights) -> None:
+    """Copy each weight into the parameter of its name.
+
+    Raises:
+        SyncError: names or shapes differ; nothing is written then.
+    """
+    given, own = dict(weights), dict(module.named_parameters())
+    if found := mismatch(own, given):
+        raise SyncError(f"the trainer's model is not the inference engine's: {found}")
+    for name, parameter in own.items():
+        parameter.copy_(given[name])
