@@ -83,10 +83,11 @@ class Engine(ABC):
         """
         if self._group is not None or self._is_closed:
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
-        num_workers = self._count_workers(tensor_parallel_size, data_parallel_size)
+        num_devices = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
-        launcher = choose_launcher(launcher or current().launcher, num_workers)
-        places = choose_devices(num_workers, devices, colocate_with, not_colocate_with, acceptable_node_ips)
+        owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
+        launcher = choose_launcher(launcher or current().launcher, num_devices, owns_process=owns_process)
+        places = choose_devices(num_devices, devices, colocate_with, not_colocate_with, acceptable_node_ips)
         self._start = partial(
             start_workers,
             self._executor_class,
@@ -94,6 +95,8 @@ class Engine(ABC):
             [device.name for device in places],
             launcher=launcher,
             timeout_s=timeout_s,
+            devices_each=tensor_parallel_size if drives_replica else 1,
+            owns_process=owns_process,
         )
         self._options = executor_options
         self._host_memory = host_memory_bytes, reserve_host_bytes
@@ -123,18 +126,18 @@ class Engine(ABC):
         self._bring_up(onload=True)
         return self
 
-    def _count_workers(self, tensor_parallel_size: int, data_parallel_size: int) -> int:
+    def _count_devices(self, tensor_parallel_size: int, data_parallel_size: int) -> int:
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if type(size) is not int or size < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {size!r}")
-        num_workers = tensor_parallel_size * data_parallel_size
-        if num_workers > 1 and not self._executor_class.runs_on_many_devices:
+        num_devices = tensor_parallel_size * data_parallel_size
+        if num_devices > 1 and not self._executor_class.runs_on_many_devices:
             raise UnsupportedError(
-                f"{num_workers} workers (tensor_parallel_size {tensor_parallel_size} x data_parallel_size "
+                f"{num_devices} workers (tensor_parallel_size {tensor_parallel_size} x data_parallel_size "
                 f"{data_parallel_size}) for executor {self._executor_name!r}",
                 "it runs on one device",
             )
-        return num_workers
+        return num_devices
 
     @abstractmethod
     def _build_workers(self, options: dict[str, Any]) -> None:
@@ -173,8 +176,9 @@ class Engine(ABC):
 
     @property
     def devices(self) -> list[str]:
-        """The device of each worker, such as "cuda:0"."""
-        return [worker.context.device_name for worker in self._built_group().workers]
+        """The devices of each worker, such as "cuda:0", by rank."""
+        contexts = [worker.context for worker in self._built_group().workers]
+        return [name for context in contexts for name in context.devices or (context.device_name,)]
 
     @property
     def device(self) -> str:

@@ -31,6 +31,10 @@ class Worker:
 
     runs_on_many_devices: ClassVar[bool] = False
     """Workers of one engine share one set of weights."""
+    owns_process: ClassVar[bool] = False
+    """Each worker lives in a process of its own, apart from other engines' workers on its device."""
+    drives_replica: ClassVar[bool] = False
+    """One worker drives all ``tensor_parallel_size`` devices of a replica; else each worker has one device."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device

@@ -97,9 +97,7 @@ def _start_processes(
             for rank, devices in enumerate(shares):
                 local, order = _in_front(devices) if owns_process else ("", {})
                 context = WorkerContext(engine, rank, len(shares), devices[0], number, devices, local, store)
-                worker = ProcessWorker(
-                    worker_class, context, environment | order, timeout_s, owns_process=owns_process
-                )
+                worker = ProcessWorker(worker_class, context, environment | order, timeout_s, owns_process=owns_process)
                 group.workers.append(worker)
                 started.append(worker.started)
         group.wait_until_started(started)
