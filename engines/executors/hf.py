@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from rlcore.engines.completion import Completion, FinishReason, RequestOutput, VersionSpan
+from rlcore.engines.completion import RequestOutput, VersionSpan
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
+from rlcore.engines.executors.prompts import ParamsLike, PromptReader, params_of_each, seeds_of_each
 from rlcore.engines.executors.schedule import Sample, batches, expand
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident
-from rlcore.engines.pretrained import ModelFolder, check_model_folder, load_tokenizer
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.pretrained import ModelFolder, check_model_folder
 from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.errors import (
     CheckpointError,
@@ -34,8 +34,6 @@ from rlcore.nn import owned
 _CACHE_SHARE, _LOGITS_SHARE = 0.5, 0.25
 _LOGITS_BYTES = 6 * 4
 
-ParamsLike = SamplingParams | Mapping[str, Any] | None
-
 
 class HfWorker(Worker):
     """Generates with a Hugging Face causal language model on one device.
@@ -45,7 +43,6 @@ class HfWorker(Worker):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self.tokenizer: Any | None = None
         self._module: Any | None = None
         self._incoming: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -83,15 +80,14 @@ class HfWorker(Worker):
             if value is not None and value < 1:
                 raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
         folder = check_model_folder(path)
-        self.tokenizer = load_tokenizer(folder)
         module = _load_module(folder, dtype=_dtype(dtype), attn_implementation=attn_implementation)
         self._module = module.to(self.device.torch_device)
         for parameter in module.parameters():
             parameter.data = owned(parameter.data)
         text_config = module.config.get_text_config()
         self._vocab_size = folder.vocab_size
-        self._eos_token_ids = folder.stop_token_ids
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._reader = PromptReader(folder, self._max_positions)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
         self._residents = {
@@ -142,17 +138,15 @@ class HfWorker(Worker):
             StateError: before ``build``.
         """
         module = self.module
-        each = _params_of_each(prompts, params)
-        token_ids = self._encode(prompts)
-        for number, (prompt, one) in enumerate(zip(token_ids, each, strict=True)):
-            self._check_prompt(number, prompt, one)
-        samples = expand(token_ids, each, _seeds(each))
+        each = params_of_each(prompts, params)
+        token_ids = self._reader.read(prompts, each)
+        samples = expand(token_ids, each, seeds_of_each(each))
         decoded: dict[tuple[int, int], Decoded] = {}
         max_num_seqs, max_num_tokens = self._batch_limits()
         with torch.inference_mode():
             for batch in batches(samples, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens):
                 decoder = BatchDecoder(
-                    module, batch, eos_token_ids=self._eos_token_ids, max_positions=self._max_positions
+                    module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions
                 )
                 done = decoder.run(self.emit)
                 decoded |= {(s.request, s.index): result for s, result in zip(batch, done, strict=True)}
@@ -162,54 +156,19 @@ class HfWorker(Worker):
             for output, prompt in zip(outputs, prompts, strict=True)
         ]
 
-    def _encode(self, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts and self.tokenizer is None:
-            raise InvalidInputError("the model folder has no tokenizer; give prompts as token ids")
-        encoded = iter(self.tokenizer(texts)["input_ids"] if texts and self.tokenizer else ())
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
     def _outputs(
         self, samples: list[Sample], decoded: Mapping[tuple[int, int], Decoded], version: int
     ) -> list[RequestOutput]:
-        in_order = [decoded[sample.request, sample.index] for sample in samples]
         outputs: list[RequestOutput] = []
-        for sample, result, text in zip(samples, in_order, self._texts(in_order), strict=True):
+        for sample in samples:
             if sample.index == 0:
                 outputs.append(RequestOutput(None, list(sample.prompt), []))
-            span = VersionSpan(version, 0, len(result.token_ids))
-            reason: FinishReason = "stop" if result.is_stopped else "length"
-            completion = Completion(result.token_ids, result.logprobs, text, reason, (span,))
-            outputs[-1].outputs.append(completion)
+            result = decoded[sample.request, sample.index]
+            spans = (VersionSpan(version, 0, len(result.token_ids)),)
+            outputs[-1].outputs.append(
+                self._reader.completion(result.token_ids, result.logprobs, is_stopped=result.is_stopped, spans=spans)
+            )
         return outputs
-
-    def _texts(self, results: list[Decoded]) -> list[str]:
-        if self.tokenizer is None or not results:
-            return [""] * len(results)
-        spoken = [r.token_ids[:-1] if r.is_stopped else r.token_ids for r in results]
-        texts: list[str] = self.tokenizer.batch_decode(spoken, skip_special_tokens=True)
-        return texts
-
-    def _check_prompt(self, number: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise InvalidInputError(f"prompt {number} is empty; give at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            bad = next(token for token in prompt if not 0 <= token < self._vocab_size)
-            raise InvalidInputError(
-                f"prompt {number} holds token id {bad}; the model's token ids are 0 to {self._vocab_size - 1}"
-            )
-        if bad_stops := [token for token in params.stop_token_ids if token >= self._vocab_size]:
-            raise InvalidInputError(
-                f"stop_token_ids of prompt {number} holds {bad_stops[0]}; "
-                f"the model's token ids are 0 to {self._vocab_size - 1}"
-            )
-        longest = len(prompt) + params.max_tokens
-        if self._max_positions is not None and longest > self._max_positions:
-            raise InvalidInputError(
-                f"prompt {number} has {len(prompt)} tokens and max_tokens is {params.max_tokens}, "
-                f"together {longest}; the model has {self._max_positions} positions "
-                f"(max_position_embeddings): shorten the prompt or lower max_tokens"
-            )
 
     def _batch_limits(self) -> tuple[int, int]:
         """max_num_seqs and max_num_tokens, from the memory that is free now where they were not given."""
@@ -274,19 +233,3 @@ def _dtype(value: str | torch.dtype) -> str | torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidInputError(f'dtype must be "auto" or a floating-point dtype such as "bfloat16", got {value!r}')
     return found
-
-
-def _params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsLike]) -> list[SamplingParams]:
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
-        return [SamplingParams.of(params)] * len(prompts)
-    if len(params) != len(prompts):
-        raise InvalidInputError(
-            f"got {len(params)} sampling parameters for {len(prompts)} prompts; give one or one each"
-        )
-    return [SamplingParams.of(one) for one in params]
-
-
-def _seeds(params: Sequence[SamplingParams]) -> list[int]:
-    """The seed of each prompt; where none is given, one from torch's default generator."""
-    drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (len(params),)).tolist()
-    return [one.seed if one.seed is not None else new for one, new in zip(params, drawn, strict=True)]

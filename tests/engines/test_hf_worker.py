@@ -311,7 +311,7 @@ def test_without_a_tokenizer_text_is_empty(qwen2_folder: Path, copy_of: Callable
     for file in folder.glob("tokenizer*"):
         file.unlink()
     worker = build(folder)
-    assert worker.tokenizer is None
+    assert worker._reader.tokenizer is None
     (output,) = worker.generate([[1, 2]], {"max_tokens": 5}, version=0)
     assert output.outputs[0].text == ""
     assert output.outputs[0].token_ids
