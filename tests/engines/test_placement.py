@@ -96,7 +96,7 @@ def test_variables_of_slurm_that_cannot_be_are_named(
     ("arguments", "text"),
     [
         ((1, 0, None, None), "a device is"),
-        ((1, [object()], None, None), "a device is"),
+        ((1, [b"cpu:0"], None, None), "a device is"),
         ((1, None, "cpu:0", None), "colocate_with takes an engine or several, got 'cpu:0'"),
         ((1, None, None, [3]), "not_colocate_with takes an engine or several, got 3"),
         ((1, None, None, None, 7), "acceptable_node_ips must be a list of addresses, got 7"),
