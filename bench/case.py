@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rlcore.bench.result import Effort
 from rlcore.errors import BenchError
 from rlcore.registry import registry, resolve
 
@@ -50,6 +51,9 @@ class Work:
     """Operations one run cannot do without; None where that means nothing."""
     bytes: int | None = None
     """Bytes of device memory that one run cannot avoid to read and write; None where that means nothing."""
+    limits: Mapping[str, int] | None = None
+    """What one run needs of each measured limit (``Calibration.limits``), such as {"to_device/pinned": nbytes}.
+    None: ``flops`` of products of ``params["dtype"]``, ``bytes`` of the device's memory."""
     num_runs: int | None = None
     """Exactly so many runs, each timed and checked, none to warm up: for a whole program that takes minutes.
     None: the runner warms up and samples as ``Sampling`` says."""
@@ -65,6 +69,12 @@ class Case:
     """One line: what is measured."""
     prepare: Callable[[Any], Work]
     """Takes the device of ``rlcore.get_device``. Raises UnsupportedError where the device cannot do this."""
+    effort: Effort = "standard"
+    """The least kind of run that has it: "quick" are seconds, "full" minutes."""
+    estimate_s: float = 10.0
+    """A round of it, before anybody has measured that here."""
+    timeout_s: float = 600.0
+    """After which a round of it counts as hung."""
 
 
 def expect(is_right: bool, wrong: str) -> None:

@@ -1,243 +1,146 @@
-"""Run cases: warm up until stable, check, then time the contenders in turns.
+"""Run cases in rounds, keep what is done on disk, and say how long it will take.
 
-Contenders of a case take turns sample by sample, so that a machine that slows down slows all of them. The
-first run (imports, compilation, autotuning) is reported apart. A sample of something shorter than the clock
-resolves is the mean over several runs; how many is recorded. A case of minutes states its number of runs instead.
+A round is every case once, each in a process of its own (``isolated.py``). Later rounds measure the same again some
+time later in another process: what differs between rounds is the noise that ``compare`` must not take for a change.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from rlcore import __version__
-from rlcore.bench.case import Case, Contender, Quantity, Work
-from rlcore.bench.result import SCHEMA, CaseResult, Metric, Record, Status, write
-from rlcore.bench.system import describe_system, installed_versions, recorded_environment, source_commit
-from rlcore.errors import BenchError, DeviceError, MissingDependencyError, UnsupportedError
+from rlcore.bench.case import Case
+from rlcore.bench.measure import Sampling
+from rlcore.bench.result import CaseResult, Effort, Metric, Record, write
+from rlcore.bench.telemetry import joined, marks
+from rlcore.errors import BenchError
+
+_EFFORTS: tuple[Effort, ...] = ("quick", "standard", "full")
+
+RunCase = Callable[[Case], list[CaseResult]]
+Report = Callable[[Case, list[CaseResult]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How much to measure."""
+class Plan:
+    """How much a run measures."""
 
-    min_samples: int = 10
-    max_samples: int = 30
-    """Between the two, sampling ends when ``budget_s`` is used up."""
-    budget_s: float = 5.0
-    """Wall time for all samples of one contender."""
-    max_warmup: int = 20
-    shortest_sample_s: float = 200e-6
-    """Runs are joined into samples of at least this; the clock and the call cost about 1e-6 s."""
-    stable_spread: float = 0.1
-    """Warm-up ends when the last three runs lie within this share of their median."""
+    effort: Effort
+    rounds: int
+    sampling: Sampling
+
+    def leaves_out(self, case: Case) -> bool:
+        return _EFFORTS.index(case.effort) > _EFFORTS.index(self.effort)
 
 
-def run_cases(
-    cases: Sequence[Case],
-    device: Any,
-    path: Path,
-    *,
-    sampling: Sampling | None = None,
-    report: Callable[[CaseResult], None] = lambda result: None,
-) -> Record:
-    """Run ``cases`` one after the other; each is in the file at ``path`` when it ends; ``report`` gets it.
+PLANS: dict[Effort, Plan] = {
+    "quick": Plan(
+        effort="quick", rounds=2, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.3, max_warmup=5)
+    ),
+    "standard": Plan(
+        effort="standard",
+        rounds=3,
+        sampling=Sampling(min_samples=4, max_samples=10, budget_s=2.0, energy_s=1.0),
+    ),
+    "full": Plan(
+        effort="full",
+        rounds=5,
+        sampling=Sampling(min_samples=6, max_samples=10, budget_s=4.0, energy_s=2.0),
+    ),
+}
 
-    Raises:
-        BenchError: the record cannot be written.
-        KeyboardInterrupt: after writing what is done, and the rest as skipped.
-    """
+
+def check_can_write(path: Path) -> None:
+    """Raises BenchError when it cannot be, before minutes are spent."""
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to")
-    record = _empty_record(device)
-    for position, case in enumerate(cases):
+
+
+def _ignore(case: Case, results: list[CaseResult]) -> None:
+    pass
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run of cases; ``record`` is what the file holds."""
+
+    record: Record
+    path: Path
+    run: RunCase
+    rounds: int = 1
+    report: Report = _ignore
+    """Gets each case when a round of it ended, with all rounds of it so far."""
+    _results: dict[str, list[CaseResult]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_can_write(self.path)
+
+    def cases(self, cases: Sequence[Case], left_out: Sequence[Case] = ()) -> Record:
+        """Run ``cases``; each is in the file when it ends.
+
+        Raises:
+            BenchError: the record cannot be written; it is as it was after the case before.
+            KeyboardInterrupt: after writing what is done, and the rest as skipped.
+        """
+        for case in left_out:
+            self._results[case.name] = [_skipped(case, f"it takes longer than a {self.record.effort} run has")]
         try:
-            results = run_case(case, device, sampling)
+            for number in range(self.rounds):
+                for case in cases:
+                    self._round(case, number)
         except KeyboardInterrupt:
-            write(_with(record, [_skipped(left) for left in cases[position:]]), path)
+            for case in cases:
+                self._results.setdefault(case.name, [_skipped(case, "the run was interrupted")])
+            self._write()
             raise
-        record = _with(record, results)
-        write(record, path)
-        for result in results:
-            report(result)
-    return record
+        return self.record
 
-
-def _empty_record(device: Any) -> Record:
-    import torch
-
-    return Record(
-        schema=SCHEMA,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        rlcore=__version__,
-        commit=source_commit(),
-        system=describe_system(device),
-        dependencies=installed_versions(),
-        environment=recorded_environment(device),
-        num_threads=torch.get_num_threads(),
-        cases=[],
-    )
-
-
-def _with(record: Record, results: list[CaseResult]) -> Record:
-    return msgspec.structs.replace(record, cases=[*record.cases, *results])
-
-
-def _skipped(case: Case) -> CaseResult:
-    return CaseResult(name=case.name, implementation="", status="skipped", params={}, reason="the run was interrupted")
-
-
-def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[CaseResult]:
-    """One result for each contender, in their order; whatever goes wrong is a status with its reason."""
-    try:
-        work = case.prepare(device)
-    except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
-        return [_not_measured(case.name, "", {}, error)]
-    trials = [_Trial(contender, device, sampling or Sampling(), work.num_runs) for contender in work.contenders]
-    for trial in trials:
-        if work.num_runs is None:
-            trial.attempt(trial.warm_up)
-    for trial in _in_turns(trials):
-        trial.attempt(trial.sample)
-    for trial in trials:
-        trial.attempt(trial.check_last)
-    return [_result(case, work, trial) for trial in trials]
-
-
-def _in_turns(trials: list[_Trial]) -> Iterator[_Trial]:
-    while active := [trial for trial in trials if trial.wants_more]:
-        yield from active
-
-
-class _Trial:
-    """One contender being measured."""
-
-    def __init__(self, contender: Contender, device: Any, sampling: Sampling, num_runs: int | None) -> None:
-        self.contender = contender
-        self.device = device
-        self.sampling = sampling
-        self.num_runs = num_runs
-        self.first_run_s: float | None = None
-        self.num_warmup = 0
-        self.runs_per_sample = 1
-        self.samples: list[float] = []
-        self.quantities: dict[str, list[Quantity]] = {}
-        self.error: Exception | None = None
-        self._output: Any = None
-        self._spent_s = 0.0
-
-    def attempt(self, step: Any) -> None:
-        """Do a step unless an earlier one failed; a failure ends this contender, not the run."""
-        if self.error is not None:
+    def _round(self, case: Case, number: int) -> None:
+        earlier = self._results.get(case.name, [])
+        if number and not any(map(_is_repeated, earlier)):
             return
-        try:
-            step()
-        except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
-            self.error = error
-            self._output = None
+        found = self.run(case)
+        self._results[case.name] = _merged(earlier, found) if number else found
+        self._write()
+        self.report(case, self._results[case.name])
 
-    @property
-    def wants_more(self) -> bool:
-        if self.num_runs is not None:
-            enough = self.num_runs
-        else:
-            enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
-        return self.error is None and len(self.samples) < enough
-
-    def warm_up(self) -> None:
-        self.first_run_s = self._timed(1)
-        self.contender.check(self._output)
-        recent: list[float] = []
-        while self.num_warmup < self.sampling.max_warmup and not self._is_stable(recent):
-            recent = [*recent[-2:], self._timed(1)]
-            self.num_warmup += 1
-        if self.contender.seconds is None:
-            self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
-
-    def _is_stable(self, recent: list[float]) -> bool:
-        if len(recent) < 3:
-            return False
-        return max(recent) - min(recent) <= self.sampling.stable_spread * statistics.median(recent)
-
-    def sample(self) -> None:
-        self.samples.append(self._timed(self.runs_per_sample))
-        if self.num_runs is not None:
-            self.contender.check(self._output)
-        if self.contender.quantities is not None:
-            for name, quantity in self.contender.quantities(self._output).items():
-                self.quantities.setdefault(name, []).append(quantity)
-
-    def metrics(self) -> list[Metric]:
-        first_run = [] if self.first_run_s is None else [Metric(name="first_run", unit="s", samples=[self.first_run_s])]
-        others = [
-            Metric(name=name, unit=found[0].unit, samples=[quantity.value for quantity in found])
-            for name, found in self.quantities.items()
-        ]
-        return [Metric(name="time", unit="s", samples=self.samples), *first_run, *others]
-
-    def check_last(self) -> None:
-        """The output of the last timed run: a run that spoils its inputs is wrong by now."""
-        self.contender.check(self._output)
-        self._output = None
-
-    def _timed(self, runs: int) -> float:
-        self._output = None  # so that memory holds one output, not two
-        run = self.contender.run
-        self.device.synchronize()
-        start = time.perf_counter()
-        for _ in range(runs):
-            output = run()
-        self.device.synchronize()
-        elapsed = time.perf_counter() - start
-        self._output = output
-        self._spent_s += elapsed
-        return elapsed / runs if self.contender.seconds is None else self.contender.seconds(output)
+    def _write(self) -> None:
+        results = [result for results in self._results.values() for result in results]
+        self.record = msgspec.structs.replace(self.record, cases=results)
+        write(self.record, self.path)
 
 
-def _result(case: Case, work: Work, trial: _Trial) -> CaseResult:
-    name = trial.contender.implementation
-    if trial.error is not None:
-        return _not_measured(case.name, name, dict(work.params), trial.error)
-    return CaseResult(
-        name=case.name,
-        implementation=name,
-        status="pass",
-        params=dict(work.params),
-        metrics=trial.metrics(),
-        num_warmup=trial.num_warmup,
-        runs_per_sample=trial.runs_per_sample,
-        flops=work.flops,
-        bytes=work.bytes,
+def _is_repeated(result: CaseResult) -> bool:
+    """What states its number of runs has had them, and has no first run apart; what failed has failed."""
+    return any(metric.name == "first_run" for metric in result.metrics)
+
+
+def _skipped(case: Case, reason: str) -> CaseResult:
+    return CaseResult(name=case.name, implementation="", status="skipped", params={}, reason=reason)
+
+
+def _merged(earlier: list[CaseResult], later: list[CaseResult]) -> list[CaseResult]:
+    """All samples of what passed in every round; the failure of what did not."""
+    if any(not result.implementation for result in later):  # the case as a whole failed
+        return later
+    found = {result.implementation: result for result in later}
+    return [_joined(result, found[result.implementation]) for result in earlier if result.implementation in found]
+
+
+def _joined(first: CaseResult, second: CaseResult) -> CaseResult:
+    if first.status != "pass" or second.status != "pass":
+        return first if first.status != "pass" else second
+    others = {metric.name: metric.samples for metric in second.metrics}
+    metrics = [
+        Metric(name=metric.name, unit=metric.unit, samples=metric.samples + others.get(metric.name, []))
+        for metric in first.metrics
+    ]
+    rounds = [*(first.rounds or [len(first.samples("time"))]), len(second.samples("time"))]
+    told = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
+    return msgspec.structs.replace(
+        first, metrics=metrics, rounds=rounds, telemetry=told, marks=marks(told) if told else []
     )
-
-
-def _not_measured(case: str, implementation: str, params: dict[str, int | float | str], error: Exception) -> CaseResult:
-    return CaseResult(
-        name=case,
-        implementation=implementation,
-        status=_status(error),
-        params=params,
-        reason=f"{type(error).__name__}: {error}".strip(": \n"),
-    )
-
-
-def _status(error: Exception) -> Status:
-    import torch
-
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "oom"
-    # torch's CPU allocator raises a plain RuntimeError.
-    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error):
-        return "oom"
-    if isinstance(error, (UnsupportedError, MissingDependencyError, DeviceError)):
-        return "blocked"
-    return "fail"

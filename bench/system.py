@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlcore.bench.result import System
+from rlcore import __version__
+from rlcore.bench.result import SCHEMA, Effort, Record, System
+from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 
 PACKAGES = (
@@ -21,6 +26,12 @@ PACKAGES = (
 ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "RLCORE_DEBUG",
     "RLCORE_DEVICE",
     "RLCORE_DISABLE_PLUGINS",
@@ -28,7 +39,27 @@ ENVIRONMENT = (
 """Variables that are recorded, and the device's visible-devices variable. No other: it may hold a secret."""
 
 
+def new_record(device: Any, effort: Effort = "standard") -> Record:
+    """What is known before the first case ran. Initialises the device."""
+    import torch
+
+    return Record(
+        schema=SCHEMA,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        rlcore=__version__,
+        commit=source_commit(),
+        effort=effort,
+        system=describe_system(device),
+        dependencies=installed_versions(),
+        environment=recorded_environment(device),
+        num_threads=torch.get_num_threads(),
+        cases=[],
+    )
+
+
 def describe_system(device: Any) -> System:
+    import torch
+
     host = get_device("cpu").properties()
     chip = device.properties()
     is_host = device.spec.is_host
@@ -38,11 +69,27 @@ def describe_system(device: Any) -> System:
         accelerator_model_name="" if is_host else chip.name,
         accelerator_memory_capacity_bytes=0 if is_host else chip.total_bytes,
         host_processor_model_name=host.name,
+        host_processors_per_node=_sockets(),
         host_processor_core_count=host.cores,
         host_memory_capacity_bytes=host.total_bytes,
         operating_system=platform.platform(),
         python=platform.python_version(),
+        framework=f"torch {torch.__version__}",
+        other_software_stack=_software_stack(device),
     )
+
+
+def _sockets() -> int:
+    return len(set(re.findall(r"^physical id\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))) or 1
+
+
+def _software_stack(device: Any) -> dict[str, str]:
+    import torch
+
+    found = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    with contextlib.suppress(DeviceError, MissingDependencyError, UnsupportedError):  # it has none, or cannot be asked
+        found["driver"] = device.driver_version()
+    return {name: version for name, version in found.items() if version}
 
 
 def installed_versions() -> dict[str, str]:

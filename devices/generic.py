@@ -14,6 +14,7 @@ from rlcore.devices.collectives import Collectives
 from rlcore.devices.memory import Memory
 from rlcore.devices.profiler import Profiler
 from rlcore.devices.streams import Streams
+from rlcore.errors import UnsupportedError
 from rlcore.launch import Launch
 from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe
 
@@ -84,6 +85,18 @@ class GenericTorchDevice:
             capability=".".join(str(getattr(found, part)) for part in ("major", "minor") if hasattr(found, part)),
             cores=int(getattr(found, "multi_processor_count", 0)),
         )
+
+    def driver_version(self) -> str:
+        """Of the vendor's driver. Raises UnsupportedError where it cannot be asked; so do the next two."""
+        raise UnsupportedError(f"driver_version of {self.name}", "its plugin does not ask the driver")
+
+    def telemetry(self) -> Any:
+        """Clocks, power, temperature, energy, and why it runs slower than asked: ``devices.cuda.nvml.GpuStatus``."""
+        raise UnsupportedError(f"telemetry of {self.name}", "its plugin does not ask the driver")
+
+    def processes(self) -> list[Any]:
+        """Those with memory on it: ``devices.cuda.nvml.GpuProcess``."""
+        raise UnsupportedError(f"processes of {self.name}", "its plugin does not ask the driver")
 
     def activate(self) -> None:
         """Make this the current device of the process, where tensors land that name only its type."""

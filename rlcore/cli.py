@@ -7,36 +7,29 @@ what it needs, so that ``rlcore --help`` loads no torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
-import statistics
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlcore import __version__
+from rlcore.cli_bench import bench
+from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.settings import Settings
 
 if TYPE_CHECKING:
-    from rlcore.bench.result import CaseResult
     from rlcore.engines.launchers.living import LivingProcess
 
-_PLAIN: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
-
-app = typer.Typer(help="The hardware layer under RL post-training of language models.", **_PLAIN)
-bench = typer.Typer(help="Measure this machine and its kernels.", **_PLAIN)
-ops = typer.Typer(help="Look at the operators.", **_PLAIN)
+app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
+ops = typer.Typer(help="Look at the operators.", **PLAIN)
 app.add_typer(bench, name="bench")
 app.add_typer(ops, name="ops")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')]
 
 
 def main() -> None:
@@ -102,14 +95,14 @@ def devices(
         return
     found = inventory.describe(name)
     if as_json:
-        _print_json(asdict(found))
+        print_json(asdict(found))
         return
     about = [["name", found.name], ["vendor", found.vendor]]
     about += [[field, str(value)] for field, value in asdict(found.properties).items() if field != "name"]
     about.insert(2, ["product", found.properties.name])
-    _print_table(["device", ""], about)
+    print_table(["device", ""], about)
     rows = [[member, how.support, how.evidence, how.reason] for member, how in found.capabilities.items()]
-    _print_table(["member", "support", "evidence", "reason"], rows)
+    print_table(["member", "support", "evidence", "reason"], rows)
 
 
 def _list_devices(as_json: bool) -> None:
@@ -129,15 +122,15 @@ def _list_devices(as_json: bool) -> None:
             }
             for r in failed
         ]
-        _print_json({"devices": [kind.as_dict() for kind in found], "failed_plugins": plugins})
+        print_json({"devices": [kind.as_dict() for kind in found], "failed_plugins": plugins})
         return
     rows = []
     for kind in found:
         info, members = kind.info, summary(kind.capabilities) if kind.capabilities else kind.error
         rows.append([info.name, info.vendor, str(info.count), info.plugin, members, info.reason or "available"])
-    _print_table(["device", "vendor", "count", "plugin", "members", "state"], rows)
+    print_table(["device", "vendor", "count", "plugin", "members", "state"], rows)
     if failed:
-        _print_table(
+        print_table(
             ["failed plugin", "distribution", "stage", "error"],
             [[r.name, f"{r.distribution} {r.version}", r.stage, r.reason] for r in failed],
         )
@@ -153,10 +146,10 @@ def doctor(as_json: AsJson = False) -> None:
 
     report = examine()
     if as_json:
-        _print_json(asdict(report))
+        print_json(asdict(report))
     else:
         rows = [[check.check, check.status, check.found, check.fix] for check in report.checks]
-        _print_table(["check", "", "found", "what to do"], rows)
+        print_table(["check", "", "found", "what to do"], rows)
     raise typer.Exit(int(report.status == "FAIL"))
 
 
@@ -170,10 +163,10 @@ def ps(
 
     found = living.living_processes() if kill is None else [living.kill(kill)]
     if as_json:
-        _print_json([_worker(process) for process in found])
+        print_json([_worker(process) for process in found])
         return
     header = ["pid" if kill is None else "ended", "parent", "device", "engines", "memory", "age"]
-    _print_table(header, [_worker_row(process) for process in found])
+    print_table(header, [_worker_row(process) for process in found])
 
 
 @app.command()
@@ -184,50 +177,9 @@ def version(as_json: AsJson = False) -> None:
     found = {"rlcore": __version__, "commit": source_commit(), "python": platform.python_version()}
     found |= installed_versions()
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
-        _print_table(["package", "version"], [[name, value or "unknown"] for name, value in found.items()])
-
-
-@bench.command("list")
-def bench_list(as_json: AsJson = False) -> None:
-    """List the benchmark cases."""
-    from rlcore.bench.case import load_cases
-
-    rows = [[case.name, case.description] for case in load_cases().values()]
-    if as_json:
-        _print_json([dict(zip(("name", "description"), row, strict=True)) for row in rows])
-    else:
-        _print_table(["case", "what is measured"], rows)
-
-
-@bench.command("run")
-def bench_run(
-    cases: Annotated[list[str] | None, typer.Argument(help='Such as "kernels/linear_loss", or "kernels".')] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the record.")] = None,
-    device: DeviceName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run benchmark cases (all when none is named) and write the record as JSON."""
-    from rlcore.bench.case import select_cases
-    from rlcore.bench.result import encode
-    from rlcore.bench.runner import run_cases
-    from rlcore.registry import get_device
-
-    chosen, on = select_cases(cases or []), get_device(device)
-    path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
-    print(f"{len(chosen)} cases on {on.name}", file=sys.stderr)
-    try:
-        record = run_cases(chosen, on, path, report=_report)
-    except KeyboardInterrupt:
-        print(path, file=sys.stderr)
-        raise
-    print(path, file=sys.stderr)
-    if as_json:
-        sys.stdout.write(encode(record).decode())
-    else:
-        _print_table(["case", "implementation", "status", "median", "n"], [_row(result) for result in record.cases])
-    raise typer.Exit(int(any(result.status in ("fail", "oom") for result in record.cases)))
+        print_table(["package", "version"], [[name, value or "unknown"] for name, value in found.items()])
 
 
 @ops.command("explain")
@@ -254,53 +206,10 @@ def ops_explain(
     choice = choose(op, query, implementation)
     refused = [{"implementation": name, "reason": reason} for name, reason in choice.refused]
     if as_json:
-        _print_json({"op": op, "implementation": choice.implementation, "refused": refused})
+        print_json({"op": op, "implementation": choice.implementation, "refused": refused})
     else:
         rows = [[choice.implementation, "runs"], *([r["implementation"], r["reason"]] for r in refused)]
-        _print_table([op, ""], rows)
-
-
-# ------------------------------------------------------------------------------------------------- printing
-
-
-_GOOD = ("available", "native", "OK", "pass", "runs")
-_BAD = ("fail", "FAIL", "oom")
-_MISSING = ("blocked", "emulated", "skipped", "unsupported", "WARN")
-_COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False)
-    for row in rows:
-        table.add_row(*(Text(cell, style=_COLOURS.get(cell, ""), overflow="fold") for cell in row))
-    # A pipe has no width: each row stays on its line, so that grep and awk see it whole.
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-
-
-def _report(result: CaseResult) -> None:
-    print("  ".join(_row(result)), file=sys.stderr)
-
-
-def _row(result: CaseResult) -> list[str]:
-    if result.status != "pass":
-        return [result.name, result.implementation, result.status, result.reason.partition("\n")[0], ""]
-    samples = result.samples("time")
-    return [
-        result.name,
-        result.implementation,
-        "pass",
-        _seconds(statistics.median(samples)),
-        str(len(samples)),
-    ]
+        print_table([op, ""], rows)
 
 
 def _worker(process: LivingProcess) -> dict[str, Any]:
@@ -317,10 +226,3 @@ def _worker(process: LivingProcess) -> dict[str, Any]:
 def _worker_row(process: LivingProcess) -> list[str]:
     memory, age = f"{process.resident_bytes / 2**20:.0f} MiB", str(timedelta(seconds=int(process.age_s)))
     return [str(process.pid), str(process.parent), process.device, ", ".join(process.engines), memory, age]
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import ClassVar, final
 
@@ -10,6 +11,7 @@ import torch
 from rlcore.devices.collectives import Collectives
 from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.devices.cuda.memory import CudaMemory
+from rlcore.devices.cuda.nvml import GpuProcess, GpuStatus, Nvml
 from rlcore.devices.cuda.profiler import CudaProfiler
 from rlcore.devices.cuda.streams import CudaStreams
 from rlcore.devices.generic import GenericTorchDevice
@@ -54,6 +56,25 @@ class CudaDevice(GenericTorchDevice):
             capability=f"{found.major}.{found.minor}",
             cores=found.multi_processor_count,
         )
+
+    def driver_version(self) -> str:
+        """Raises MissingDependencyError without nvidia-ml-py, DeviceError if NVML does not answer; so do the next."""
+        return self._nvml.driver_version()
+
+    def telemetry(self) -> GpuStatus:
+        return self._nvml.status(self._uuid)
+
+    def processes(self) -> list[GpuProcess]:
+        return self._nvml.processes(self._uuid)
+
+    @functools.cached_property
+    def _nvml(self) -> Nvml:
+        """Open as long as the process: opening costs milliseconds."""
+        return Nvml()
+
+    @functools.cached_property
+    def _uuid(self) -> str:
+        return self.properties().uuid
 
     def _generator(self) -> torch.Generator:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # default_generators is empty before

@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import offload
-from rlcore.bench.runner import run_case
+from rlcore.bench.measure import run_case
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.cargo import Departure
 from rlcore.registry import get_device

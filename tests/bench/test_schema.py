@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-import rlcore.bench.result as result
+from rlcore.bench import result
 from rlcore.bench.locate import line_of
 from rlcore.bench.result import json_schema, read
 from rlcore.errors import BenchError
@@ -68,7 +68,7 @@ def test_schema_and_reader_refuse_the_same(change: str, validator: Any, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n "schema": "rlcore.bench/1",\n "started_at": 3\n}', "Expected `str`, got `int` - at `$.started_at` (line 3)"),
+        ('{\n "schema": "rlcore.bench/1",\n "rlcore": 3\n}', "Expected `str`, got `int` - at `$.rlcore` (line 3)"),
         ('{\n "schema":\n  "asv/2"\n}', "Invalid enum value 'asv/2' - at `$.schema` (line 3)"),
         ('{\n "schema": nothing\n}', "JSON is malformed: invalid character (byte 17) (line 2)"),
         ('{\n "schema": "rlcore.bench/1",\n "x": 1\n}', "unknown field `x` (line 3)"),

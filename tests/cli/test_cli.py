@@ -187,7 +187,7 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
 )
 def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, arguments: list[str], error: str) -> None:
     result = rlcore_command(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
-    result.stderr = result.stderr.removeprefix("2 cases on cpu:0\n")
+    result.stderr = result.stderr.removeprefix("2 cases on cpu:0, about 1 min (standard)\n")
     assert_is_one_line_error(result, error)
 
 

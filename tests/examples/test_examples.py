@@ -12,7 +12,9 @@ import pytest
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
-from rlcore.bench.runner import Sampling, run_cases
+from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.runner import Run as BenchRun
+from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +62,11 @@ def test_hardware_buyer_reads_a_record_made_here(
     run_example: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(64, 501, 32, kernel_inputs.HOST.dtype))
-    cases = [load_cases()["kernels/linear_loss/8b"]]
-    once = Sampling(min_samples=1, max_samples=1, max_warmup=1)
-    run_cases(cases, get_device("cpu"), tmp_path / "mine.json", sampling=once)
+    device, once = get_device("cpu"), Sampling(min_samples=1, max_samples=1, max_warmup=1)
+    run = BenchRun(
+        record=new_record(device), path=tmp_path / "mine.json", run=lambda case: run_case(case, device, once)
+    )
+    run.cases([load_cases()["kernels/linear_loss/8b"]])
     machine, *rows = run_example("hardware_buyer.py", "mine.json")
     assert machine.startswith("mine.json: ") and "torch 2." in machine
     measured = [row for row in rows if "  blocked: " not in row]  # what this device cannot run

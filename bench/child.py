@@ -1,0 +1,142 @@
+"""The process that forks one process for each job: ``python -m rlcore.bench.child``.
+
+Jobs come as JSON lines on standard input, answers go as JSON lines to standard output; both are pipes of the parent
+(``isolated.py``). It imports everything before it forks, and never touches a device: that would break the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
+
+from rlcore.bench.calibrate import calibrate
+from rlcore.bench.case import Case, load_cases
+from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.result import Effort
+from rlcore.bench.system import new_record
+from rlcore.registry import get_device
+
+_GRACE_S = 3.0
+"""Between the stack trace of what is late and its end."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    do: Literal["describe", "calibrate", "case"]
+    device: str
+    effort: Effort = "standard"
+    case: str = ""
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    timeout_s: float = 600.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A result, or how the process ended without one."""
+
+    body: msgspec.Raw = msgspec.Raw(b"null")
+    is_late: bool = False
+    signal: int | None = None
+    code: int | None = None
+
+    @property
+    def has_result(self) -> bool:
+        return bytes(self.body) != b"null"
+
+
+def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
+    """Answer jobs until the input ends; what runs then is killed."""
+    # What cases print goes to the log.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    # BLAS has threads by now; it handles forks, which Python cannot know.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    known = cases()
+    while line := sys.stdin.buffer.readline():
+        answer = _forked(msgspec.json.decode(line, type=Job), known)
+        with contextlib.suppress(BrokenPipeError):
+            _write_all(answers, msgspec.json.encode(answer) + b"\n")
+
+
+def _forked(job: Job, cases: Mapping[str, Case]) -> Answer:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _work(job, cases, writing)
+    os.close(writing)
+    ended = os.pidfd_open(pid)
+    try:
+        return _outcome(job, pid, reading, ended)
+    finally:
+        os.close(reading)
+        os.close(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it started and left behind
+
+
+def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
+    """In the grandchild; does not return."""
+    code = 1
+    try:
+        os.setsid()
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(job.timeout_s)
+        _write_all(writing, _result(job, cases))
+        code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # the cleanup at exit is the child's
+
+
+def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
+    device = get_device(job.device)
+    if job.do == "case":
+        return msgspec.json.encode(run_case(cases[job.case], device, job.sampling))
+    if job.do == "calibrate":
+        return msgspec.json.encode(calibrate(device, job.effort))
+    return msgspec.json.encode(new_record(device, job.effort))
+
+
+def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
+    """What the grandchild wrote, if it ended well; ends it when it is late, or when the parent has gone."""
+    deadline = time.monotonic() + job.timeout_s + _GRACE_S
+    body, parent = bytearray(), sys.stdin.fileno()
+    while True:
+        ready, _, _ = select.select([reading, parent, ended], [], [], max(0.0, deadline - time.monotonic()))
+        if reading in ready and (chunk := os.read(reading, 1 << 20)):
+            body += chunk
+            continue
+        if reading in ready or ended in ready:  # a process it left behind may hold the pipe open
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if parent in ready:  # only the end of the input comes here while a job runs
+            sys.exit(0)
+        return Answer(is_late=True)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return Answer(signal=os.WTERMSIG(status))
+    code = os.WEXITSTATUS(status)
+    return Answer(body=msgspec.Raw(bytes(body))) if code == 0 else Answer(code=code)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,160 @@
+"""Cases in processes of their own: one that hangs, is killed or crashes ends alone, and is reported as what it did.
+
+A child (``child.py``) has imported everything and touches no device. For each case it forks a grandchild, which does;
+so a case begins in milliseconds, on a device that no earlier case has left anything on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+
+from rlcore.bench.calibrate import Store
+from rlcore.bench.case import Case
+from rlcore.bench.child import Answer, Job
+from rlcore.bench.measure import Sampling
+from rlcore.bench.result import Calibration, CaseResult, Effort, Record
+from rlcore.errors import BenchError
+
+_STOP_S = 10.0
+_SHOWN = 500
+
+_T = TypeVar("_T")
+
+
+class Isolated:
+    """Runs jobs on one device, one after the other. Close it, or use it in a ``with`` statement."""
+
+    def __init__(self, device_name: str, command: Sequence[str] = (sys.executable, "-P", "-m", "rlcore.bench.child")):
+        self._device_name = device_name
+        self._command = command
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends a job that runs."""
+        self._end_child()
+        self._log.close()
+
+    def new_record(self, effort: Effort) -> Record:
+        """Raises BenchError: the device cannot be described."""
+        return self._or_raise(Job(do="describe", device=self._device_name, effort=effort), Record)
+
+    def calibrate(self, effort: Effort) -> Calibration:
+        return self._or_raise(Job(do="calibrate", device=self._device_name, effort=effort), Calibration)
+
+    def run_case(self, case: Case, sampling: Sampling) -> list[CaseResult]:
+        """What ``measure.run_case`` finds; where its process ends before that, one result that says how."""
+        job = Job(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=case.timeout_s)
+        oom_kills = _oom_kills()
+        answer = self._ask(job)
+        if answer.has_result:
+            return msgspec.json.decode(answer.body, type=list[CaseResult])
+        is_oom = answer.signal == signal.SIGKILL and _oom_kills() > oom_kills
+        return [
+            CaseResult(
+                name=case.name,
+                implementation="",
+                status="oom" if is_oom else "fail",
+                params={},
+                reason="the system ended its process for want of memory" if is_oom else self._how(answer, job),
+            )
+        ]
+
+    def _or_raise(self, job: Job, kind: type[_T]) -> _T:
+        answer = self._ask(job)
+        if not answer.has_result:
+            raise BenchError(f"cannot {job.do} the device {self._device_name}: {self._how(answer, job)}")
+        return msgspec.json.decode(answer.body, type=kind)
+
+    def _ask(self, job: Job) -> Answer:
+        child = self._running_child()
+        assert child.stdin is not None and child.stdout is not None
+        self._log.seek(0)
+        self._log.truncate()
+        try:
+            child.stdin.write(msgspec.json.encode(job) + b"\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # Ctrl-C: the answer would be taken for that of the next job
+            self._end_child()
+            raise
+        if not line:
+            code = self._end_child()
+            return Answer(signal=-code if code < 0 else None, code=code)
+        return msgspec.json.decode(line, type=Answer)
+
+    def _running_child(self) -> subprocess.Popen[bytes]:
+        if self._child is None:
+            # A session of its own: Ctrl-C is the parent's business.
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        return self._child
+
+    def _end_child(self) -> int:
+        """It ends itself and its grandchild when its input ends."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        try:
+            code = child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        child.stdout.close()
+        return code
+
+    def _how(self, answer: Answer, job: Job) -> str:
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip()
+        if answer.is_late:
+            place = re.search(r'most recent call first\):\n  File "(.*)", line (\d+) in (\S+)', said)
+            where = f"; it was in {place[3]} ({Path(place[1]).name}:{place[2]})" if place else ""
+            return f"it hung: it did not end within {job.timeout_s:g} s{where}"
+        fatal = said.rfind("Fatal Python error")
+        shown = said[fatal:][:_SHOWN] if fatal >= 0 else said[-_SHOWN:]
+        last = f": {shown}" if shown else ""
+        if answer.signal is not None:
+            return f"its process was killed by {signal.Signals(answer.signal).name}{last}"
+        return f"its process ended with exit code {answer.code}{last}"
+
+
+def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
+    """The record with the limits of its machine, measured now where they are absent or stale."""
+    store = Store(record)
+    calibration = None if is_forced else store.load()
+    if calibration is None:
+        calibration = isolated.calibrate(record.effort)
+        store.save(calibration)
+    return msgspec.structs.replace(record, calibration=calibration)
+
+
+def _oom_kills() -> int:
+    """How often this kernel has killed a process for want of memory."""
+    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -1,0 +1,36 @@
+"""What the commands share: options, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+PLAIN: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')]
+
+_GOOD = ("available", "native", "OK", "pass", "runs", "faster")
+_BAD = ("fail", "FAIL", "oom", "slower")
+_MISSING = ("blocked", "emulated", "skipped", "unsupported", "WARN")
+_COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, ""), overflow="fold") for cell in row))
+    # A pipe has no width: each row stays on its line, so that grep and awk see it whole.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)

@@ -1,0 +1,230 @@
+"""No check, no number; whatever goes wrong is a status with its reason, and the others go on."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.result import CaseResult
+from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
+from rlcore.registry import get_device
+
+QUICK = Sampling(min_samples=3, max_samples=6, budget_s=0.5, max_warmup=5)
+
+
+def accept(output: Any) -> None:
+    pass
+
+
+def contender(run: Callable[[], Any], check: Callable[[Any], None] = accept, **options: Any) -> Contender:
+    return Contender(implementation=getattr(run, "__name__", "run"), run=run, check=check, **options)
+
+
+def case_of(*contenders: Contender, name: str = "test/case") -> Case:
+    work = Work(contenders=contenders, params={"T": 4}, flops=8, bytes=16)
+    return Case(name=name, description="", prepare=lambda device: work)
+
+
+def run_one(only: Contender, sampling: Sampling = QUICK) -> CaseResult:
+    (result,) = run_case(case_of(only), get_device("cpu"), sampling)
+    return result
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def run() -> Any:
+        raise error
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------- numbers
+
+
+def test_result_keeps_raw_samples_and_says_what_ran() -> None:
+    def double() -> torch.Tensor:
+        return torch.ones(4) * 2
+
+    result = run_one(contender(double, lambda output: torch.testing.assert_close(output, torch.full((4,), 2.0))))
+    assert (result.name, result.implementation, result.status, result.reason) == ("test/case", "double", "pass", "")
+    assert (result.params, result.flops, result.bytes) == ({"T": 4}, 8, 16)
+    assert len(result.samples("time")) == QUICK.max_samples
+    assert len(result.samples("first_run")) == 1
+    assert result.num_warmup >= 3
+
+
+def test_sample_is_the_time_that_passed() -> None:
+    result = run_one(contender(lambda: time.sleep(0.02)))
+    assert 0.02 <= statistics.median(result.samples("time")) < 0.04
+    assert result.runs_per_sample == 1
+
+
+def test_short_runs_are_joined_into_one_sample() -> None:
+    calls = []
+    result = run_one(contender(lambda: calls.append(1)))
+    assert result.runs_per_sample > 10
+    assert statistics.median(result.samples("time")) < 20e-6
+    assert len(calls) == 1 + result.num_warmup + result.runs_per_sample * len(result.samples("time"))
+
+
+def test_sample_lasts_until_the_device_is_done(device: Any) -> None:
+    size = 512 if device.type == "cpu" else 8192
+    factor = torch.ones(size, size, device=device.torch_device, dtype=torch.bfloat16)
+    (result,) = run_case(case_of(contender(lambda: factor @ factor)), device, QUICK)
+    # No device here does 2e15 operations a second; a launch alone would seem to.
+    assert min(result.samples("time")) > 2 * size**3 / 2e15
+
+
+def test_run_that_measures_itself_is_believed() -> None:
+    result = run_one(contender(lambda: "0.25", seconds=float))
+    assert set(result.samples("time")) == {0.25}
+    assert result.runs_per_sample == 1
+
+
+def test_single_runs_find_a_cold_cache_and_joined_ones_do_not() -> None:
+    ones = torch.ones(1 << 20)
+    assert run_one(contender(lambda: ones.add(1).add(1).add(1).add(1))).cache == "cold"
+    assert run_one(contender(lambda: None)).cache == "warm"
+
+
+@pytest.mark.gpu
+def test_events_on_the_device_agree_with_the_clock_for_long_runs() -> None:
+    device = get_device("cuda")
+    factor = torch.ones(8192, 8192, device=device.torch_device, dtype=torch.bfloat16)
+    (result,) = run_case(case_of(contender(lambda: factor @ factor)), device, QUICK)
+    wall, events = (statistics.median(result.samples(name)) for name in ("time", "device_time"))
+    assert 0.8 < events / wall <= 1.0
+
+
+def test_limits_are_flops_of_the_dtype_and_bytes_of_memory_unless_the_case_says_otherwise() -> None:
+    def limits(**options: Any) -> dict[str, int]:
+        work = Work(contenders=(contender(lambda: None),), **options)
+        (result,) = run_case(Case(name="x", description="", prepare=lambda device: work), get_device("cpu"), QUICK)
+        return result.limits
+
+    assert limits(params={"dtype": "float32"}, flops=8, bytes=16) == {"product/float32": 8, "memory": 16}
+    assert limits(params={}, flops=8, bytes=16) == {"memory": 16}
+    assert limits(params={}, bytes=16, limits={"to_host/pinned": 16}) == {"to_host/pinned": 16}
+    assert limits(params={}) == {}
+
+
+def test_slow_runs_are_sampled_less() -> None:
+    result = run_one(contender(lambda: time.sleep(0.02)), Sampling(min_samples=3, max_samples=50, budget_s=0.1))
+    assert 3 <= len(result.samples("time")) < 10
+
+
+def test_warm_up_goes_on_until_the_runs_are_stable() -> None:
+    durations = iter([0.05, 0.03, 0.02, 0.01])
+
+    def settling() -> None:
+        time.sleep(next(durations, 0.01))
+
+    result = run_one(contender(settling), Sampling(min_samples=3, max_samples=3, max_warmup=20, stable_spread=0.3))
+    assert 5 <= result.num_warmup <= 20
+    assert max(result.samples("time")) < 0.02
+
+
+def test_contenders_take_turns() -> None:
+    order = []
+    names = ["a", "b", "c"]
+    runs = [contender(lambda name=name: (order.append(name), time.sleep(0.001))) for name in names]
+    run_case(case_of(*runs), get_device("cpu"), QUICK)
+    assert order[-3 * QUICK.max_samples :] == names * QUICK.max_samples
+
+
+def counting(num_runs: int, **options: Any) -> Case:
+    """A case whose run returns how often it ran."""
+    runs = itertools.count(1)
+    only = Contender(implementation="count", run=lambda: next(runs), **options)
+    return Case(name="n", description="", prepare=lambda _: Work(contenders=(only,), params={}, num_runs=num_runs))
+
+
+def test_stated_number_of_runs_is_what_runs_and_each_is_checked() -> None:
+    checked: list[int] = []
+    (result,) = run_case(counting(3, check=checked.append), get_device("cpu"), QUICK)
+    assert (result.num_warmup, result.runs_per_sample, len(result.samples("time"))) == (0, 1, 3)
+    assert [metric.name for metric in result.metrics] == ["time"]
+    assert sorted(set(checked)) == [1, 2, 3]
+
+
+def test_one_wrong_run_of_a_stated_number_leaves_no_number() -> None:
+    def check(output: int) -> None:
+        assert output != 2, "the second is wrong"
+
+    (result,) = run_case(counting(3, check=check), get_device("cpu"), QUICK)
+    assert (result.status, result.metrics) == ("fail", [])
+    assert result.reason.startswith("AssertionError: the second is wrong")
+
+
+def test_quantities_of_every_timed_run_are_recorded_in_order() -> None:
+    case = counting(3, check=accept, quantities=lambda output: {"size": Quantity(output * 1.5, "MB")})
+    (result,) = run_case(case, get_device("cpu"), QUICK)
+    assert [(metric.name, metric.unit) for metric in result.metrics] == [("time", "s"), ("size", "MB")]
+    assert result.samples("size") == [1.5, 3.0, 4.5]
+
+
+# ----------------------------------------------------------------------------------- no check, no number
+
+
+def test_wrong_result_has_no_number_and_the_others_have() -> None:
+    def check(output: int) -> None:
+        assert output == 4, f"2 + 2 is not {output}"
+
+    wrong, right = run_case(case_of(contender(lambda: 5, check), contender(lambda: 4, check)), get_device("cpu"), QUICK)
+    assert (wrong.status, wrong.metrics) == ("fail", [])
+    assert wrong.reason.startswith("AssertionError: 2 + 2 is not 5")
+    assert right.status == "pass"
+
+
+def test_result_that_turns_wrong_while_timed_has_no_number() -> None:
+    total = torch.zeros(1)
+
+    def accumulate() -> torch.Tensor:
+        return total.add_(1)
+
+    def check(output: torch.Tensor) -> None:
+        assert output.item() == 1, f"expected 1, got {output.item()}"
+
+    result = run_one(contender(accumulate, check))
+    assert (result.status, result.metrics) == ("fail", [])
+    assert "expected 1, got" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (ZeroDivisionError("division by zero"), "fail", "ZeroDivisionError: division by zero"),
+        (UnsupportedError("float8", "no such cores"), "blocked", "UnsupportedError: float8 is not supported: no such"),
+        (MissingDependencyError("trl", needed_for="this", extra="x"), "blocked", "MissingDependencyError: this needs"),
+        (DeviceError("no peer"), "blocked", "DeviceError: no peer"),
+        (MemoryError(), "oom", "MemoryError"),
+    ],
+)
+def test_error_is_a_status_with_its_reason(error: Exception, status: str, reason: str) -> None:
+    result = run_one(contender(raising(error)))
+    assert (result.status, result.metrics) == (status, [])
+    assert result.reason.startswith(reason)
+
+
+def test_error_while_preparing_is_the_result_of_the_case() -> None:
+    case = Case(name="x", description="", prepare=lambda device: raising(UnsupportedError("x", "y"))())
+    (result,) = run_case(case, get_device("cpu"))
+    assert (result.name, result.implementation, result.status) == ("x", "", "blocked")
+
+
+def test_running_out_of_memory_is_oom_and_the_others_go_on(device: Any) -> None:
+    def too_much() -> torch.Tensor:
+        return torch.empty(2**50, dtype=torch.uint8, device=device.torch_device)
+
+    def little() -> torch.Tensor:
+        return torch.empty(8, device=device.torch_device)
+
+    first, second = run_case(case_of(contender(too_much), contender(little)), device, QUICK)
+    assert (first.status, second.status) == ("oom", "pass"), first.reason
