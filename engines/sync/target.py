@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ class Target(ABC):
     def reload(self, weights: Weights) -> None:
         """The engine's own load into the live model, with what it does after loading.
 
-        Called with all weights, or with those alone that cannot be copied by a plan.
+        Called with all weights, or with those alone that cannot be copied by a plan; inside ``reloading()`` with one
+        part of them after the other.
         """
+
+    def reloading(self) -> AbstractContextManager[None]:
+        """Entered before the first part is given to ``reload``, and left after the last."""
+        return nullcontext()
 
     @abstractmethod
     def committed(self, version: int) -> None:
@@ -96,6 +102,8 @@ def load_by_name(module: nn.Module, weights: Weights) -> None:
     """
     given, own = dict(weights), dict(module.named_parameters())
     if found := mismatch(own, given):
-        raise SyncError(f"the trainer's model is not the inference engine's: {found}")
+        raise SyncError(
+            f"the trainer's model is not the inference engine's, which still serves its old weights: {found}"
+        )
     for name, parameter in own.items():
         parameter.copy_(given[name])

@@ -1,0 +1,31 @@
+"""The group of the route "collective": all trainer ranks, then all receivers, each on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rlcore.collectives.groups import new_group
+
+
+class Meeting:
+    """One member. Sends and receives are matched by their order: every member goes by the same schedule."""
+
+    def __init__(self, device: Any, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self._group = new_group(
+            device, rank=rank, world_size=world_size, rendezvous=folder, timeout_s=timeout_s, name="weights"
+        )
+
+    def send(self, data: Tensor, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._group.send(data, rank)
+
+    def receive(self, data: Tensor, rank: int) -> None:
+        self._group.recv(data, rank)
+
+    def leave(self) -> None:
+        """Never waits long: of a failed group for nobody."""
+        if self._group.is_alive:
+            self._group.destroy()

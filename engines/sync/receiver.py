@@ -1,0 +1,356 @@
+"""The receiving side of a weight sync: one worker's share of an inference engine, written by plan and by version.
+
+Its methods take and give plain data, so that they can be called over any channel. Nothing here knows of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlcore.engines.sync.meeting import Meeting
+from rlcore.engines.sync.place import Place, decoded, place_of
+from rlcore.engines.sync.planned import Planned, Summary
+from rlcore.engines.sync.planner import Planner
+from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
+from rlcore.engines.sync.slabs import check, check_slot_bytes, slot_of, tensor_checksum, views
+from rlcore.engines.sync.source import Manifest, dtype_of
+from rlcore.engines.sync.target import Target
+from rlcore.errors import StateError, SyncError, UnsupportedError
+from rlcore.types import IpcHandle
+
+
+class Receiver:
+    """Writes what senders give it into a ``Target``."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._device = target.device
+        self._place = place_of(self._device)
+        self._planner: Planner | None = None
+        self._plans: dict[str, Planned] = {}
+        self._scratch: dict[str, Tensor] = {}
+        self._staging: dict[str, Tensor] = {}
+        self._is_staged = False
+        self._round_id = 0
+        self._is_reloading = False
+        self._reloading = ExitStack()
+        self._remembered: dict[str, int] = {}
+        self._offered: list[Sender | list[Any]] = []
+        self._slabs: list[Any] = []
+        self._slot_bytes = 0
+        self._buffer: Tensor | None = None
+        self._meeting: Meeting | None = None
+        self.is_whole = True
+        """What the target holds is of one version: it may be used."""
+        self._using = threading.RLock()
+        """Held while the memory of others is read: a revocation waits for it."""
+
+    # ---------------------------------------------------------------------------------------------- agree
+
+    def describe(self) -> bytes:
+        """The ``Place``."""
+        return msgspec.msgpack.encode(self._place)
+
+    def begin(self, round_id: int, manifest: str, is_same: bool, is_staged: bool) -> list[Any]:
+        """A new round; what is left of an earlier one is dropped.
+
+        Returns:
+            place, whether ``prepare`` was called for this manifest, and ``is_same`` for all ranks to see.
+        """
+        self._drop_round()
+        self._round_id, self._is_staged = round_id, is_staged
+        is_prepared = self._planner is not None and self._planner.manifest.digest == manifest
+        return [self.describe(), is_prepared, is_same]
+
+    def prepare(self, manifest: bytes, senders: list[bytes], number: int) -> bytes:
+        """Plan for this trainer, as receiver ``number`` of all; the ``Summary``. Writes nothing.
+
+        Raises:
+            SyncError: the trainer's model is not this engine's.
+        """
+        places = [decoded(place, Place, "place") for place in senders]
+        self._planner = Planner(self._target, Manifest.from_bytes(manifest), places, self._place, number)
+        return self._planned()
+
+    def prove(self) -> bytes:
+        """Try the plan on known values, in the live weights; what it gets wrong is left to the engine's own loader."""
+        self.is_whole = False
+        self._planning().prove()
+        return self._planned()
+
+    def _planned(self) -> bytes:
+        planner = self._planning()
+        plan = Planned(
+            planner.plan.digest,
+            planner.pieces(),
+            self._destinations,
+            read_bytes=planner.plan.needed_bytes,
+            is_scratch=False,
+        )
+        self._plans = {plan.digest: plan}
+        return msgspec.msgpack.encode(
+            Summary(
+                digest=plan.digest,
+                needed_bytes=planner.needed_bytes(),
+                fallback=planner.fallback,
+                is_proven=planner.is_proven,
+            )
+        )
+
+    def plan_load(self, weights: list[int]) -> str:
+        """Plan to have whole weights in scratch memory, by their numbers in the manifest; the plan's digest."""
+        planner = self._planning()
+        found = [planner.manifest.weights[number] for number in weights]
+        digest = f"{planner.manifest.digest}:{','.join(map(str, weights))}"
+        if digest not in self._plans:
+            self._plans[digest] = Planned(
+                digest,
+                planner.whole(weights),
+                lambda: self._scratch,
+                read_bytes=sum(one.nbytes for one in found),
+                is_scratch=True,
+            )
+        self._plans[digest].want_again()
+        self._scratch = {
+            one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype), device=self._device.torch_device)
+            for one in found
+        }
+        return digest
+
+    def _planning(self) -> Planner:
+        if self._planner is None:
+            raise StateError("the receiver has no manifest; call prepare() first")
+        return self._planner
+
+    def _destinations(self) -> dict[str, Tensor]:
+        tensors = self._target.tensors()
+        if not self._is_staged:
+            return tensors
+        if not self._staging:
+            self._staging = self._stage({name: tensors[name] for name in self._planning().destination_names})
+        return self._staging
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
+        if needed > free:
+            raise UnsupportedError(
+                f"staged=True on {self._device.name}", f"a second copy takes {needed} bytes, and {free} are free"
+            )
+        # What no weight reaches stays as it is.
+        return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
+
+    # ------------------------------------------------------------------------------------------ local, direct
+
+    def open_offers(self, offers: list[bytes]) -> int:
+        """Reach the tensors of all senders; the handles that had to be opened.
+
+        Raises:
+            DeviceError, StateError: a handle cannot be opened; says why.
+        """
+        self._close_offers()
+        opened = 0
+        for offer in (decoded(one, Offer, "offer") for one in offers):
+            if offer.handles is None:
+                self._offered.append(sender_here(offer.epoch))
+                continue
+            self._offered.append([None if one is None else self._import(one) for one in offer.handles])
+            opened += len({one.export_id for one in offer.handles if one is not None})
+        return opened
+
+    def _import(self, handle: IpcHandle) -> Any:
+        # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
+        return self._device.memory.import_ipc(handle, self._let_go)
+
+    def _let_go(self, mapping: Any) -> None:
+        with self._using:
+            mapping.close()
+
+    def _close_offers(self) -> None:
+        for offered in self._offered:
+            for mapping in offered if isinstance(offered, list) else ():
+                if mapping is not None:
+                    mapping.close()
+        self._offered = []
+
+    def pull(self, round_id: int, digest: str) -> int:
+        """Copy a whole plan from the senders' tensors; its bytes. Done on the device when this returns."""
+        plan = self._writing(round_id, digest)
+        with self._using:
+            plan.whole().run(self._sources(), plan.destinations())
+            self._device.synchronize()
+        plan.is_pulled = True
+        return plan.read_bytes
+
+    def _sources(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for sender, offered in enumerate(self._offered):
+            if isinstance(offered, list):
+                found |= {f"{sender}/{number}": one.tensor for number, one in enumerate(offered) if one is not None}
+            else:
+                found |= {f"{sender}/{number}": one for number, one in offered.tensors().items()}
+        return found
+
+    def _plan(self, round_id: int, digest: str) -> Planned:
+        self._check_round(round_id)
+        if digest not in self._plans:
+            raise SyncError(f"plan {digest} is not this receiver's, which has {', '.join(self._plans) or 'none'}")
+        return self._plans[digest]
+
+    def _writing(self, round_id: int, digest: str) -> Planned:
+        """A plan whose destinations are about to be written."""
+        plan = self._plan(round_id, digest)
+        self.is_whole = self.is_whole and (self._is_staged or plan.is_scratch)
+        return plan
+
+    def _check_round(self, round_id: int) -> None:
+        if round_id != self._round_id:
+            raise SyncError(f"a message of weight sync {round_id} came within {self._round_id or 'none'}")
+
+    # ------------------------------------------------------------------------------------- packed, collective
+
+    def pieces(self, digest: str | None) -> list[bytes]:
+        """What a plan wants from each sender; nothing for None."""
+        return [] if digest is None else [msgspec.msgpack.encode(own) for own in self._plans[digest].pieces]
+
+    def open_slabs(self, slot_bytes: int, handles: list[bytes]) -> int:
+        """Reach the slabs of all senders; the handles that had to be opened."""
+        check_slot_bytes(slot_bytes)
+        self._close_slabs()
+        self._slabs = [self._import(IpcHandle.from_bytes(handle)) for handle in handles]
+        self._slot_bytes = slot_bytes
+        return len(handles)
+
+    def unpack(self, packings: bytes) -> int:
+        """Empty slots, as a list of ``Packing`` says; the payload's bytes. Done on the device when this returns."""
+        moved = 0
+        with self._using:
+            for order in decoded(packings, list[Packing], "list of Packing"):
+                moved += self._take(order, slot_of(self._slabs[order.sender].tensor, order.slot))
+            self._device.synchronize()
+        return moved
+
+    def join(self, slot_bytes: int, folder: str, rank: int, world_size: int, timeout_s: float) -> int:
+        """Form the group of the route "collective"; all senders and receivers together. Opens no handle."""
+        check_slot_bytes(slot_bytes)
+        self.leave()
+        self._slot_bytes = slot_bytes
+        self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._meeting = Meeting(self._device, folder, rank, world_size, timeout_s)
+        return 0
+
+    def leave(self) -> None:
+        """Leave the group."""
+        meeting, self._meeting, self._buffer = self._meeting, None, None
+        if meeting is not None:
+            meeting.leave()
+
+    def receive(self, packings: bytes) -> int:
+        """Receive and unpack bucket after bucket; the payload's bytes."""
+        if self._meeting is None or self._buffer is None:
+            raise StateError("receive() needs a group; call join() first")
+        moved = 0
+        for order in decoded(packings, list[Packing], "list of Packing"):
+            bucket = self._plan(order.round_id, order.digest).buckets(self._slot_bytes)[order.sender][order.bucket]
+            self._meeting.receive(self._buffer[: bucket.nbytes], order.sender)
+            moved += self._take(order, self._buffer)
+        self._device.synchronize()
+        return moved
+
+    def _take(self, order: Packing, slot: Tensor) -> int:
+        plan = self._writing(order.round_id, order.digest)
+        bucket = plan.buckets(self._slot_bytes)[order.sender][order.bucket]
+        if (order.sender, order.bucket) in plan.done:
+            raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
+        check(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
+        plan.unpacker(order.sender, order.bucket).run(views(slot, bucket), plan.destinations())
+        plan.done.add((order.sender, order.bucket))
+        return bucket.payload_bytes
+
+    # --------------------------------------------------------------------------------------- load and verify
+
+    def load(self, round_id: int, weights: list[int]) -> None:
+        """Give what a plan of ``plan_load`` brought to the engine's own loader."""
+        self._check_round(round_id)
+        self.is_whole = False
+        if not self._is_reloading:
+            self._reloading.enter_context(self._target.reloading())
+            self._is_reloading = True
+        names = [self._planning().manifest.weights[number].name for number in weights]
+        self._target.reload((name, self._scratch[name]) for name in names)
+        self._device.synchronize()
+        self._scratch = {}
+
+    def remember(self, round_id: int) -> None:
+        """The sum of each tensor, to compare with what is there later."""
+        self._finish_writing(round_id)
+        self._remembered = self._sums()
+
+    def compare(self, round_id: int) -> list[str]:
+        """The tensors that are not what ``remember`` saw."""
+        self._finish_writing(round_id)
+        now, self._remembered, before = self._sums(), {}, self._remembered
+        return sorted(name for name, total in now.items() if before[name] != total)
+
+    def _sums(self) -> dict[str, int]:
+        return {name: int(tensor_checksum(tensor)) for name, tensor in self._target.tensors().items()}
+
+    def _finish_writing(self, round_id: int) -> None:
+        self._check_round(round_id)
+        self._planning().fill(self._destinations())
+        self._end_reload()
+        self._device.synchronize()
+
+    def _end_reload(self) -> None:
+        self._is_reloading = False
+        self._reloading.close()
+
+    # ------------------------------------------------------------------------------------------ vote, commit
+
+    def ready(self, round_id: int) -> int:
+        """The buckets that have not come: 0 is this receiver's vote for the new weights."""
+        self._finish_writing(round_id)
+        return sum(plan.missing() for plan in self._plans.values())
+
+    def commit(self, round_id: int, version: int) -> None:
+        """The new weights are what is served."""
+        self._check_round(round_id)
+        if self._staging:
+            self.is_whole = False
+            live = self._target.tensors()
+            torch._foreach_copy_([live[name] for name in self._staging], list(self._staging.values()))
+            self._device.synchronize()
+        self._target.committed(version)
+        self.is_whole = True
+        self._drop_round()
+
+    def abandon(self) -> None:
+        """A round has failed: what it held is given up. What was written stays."""
+        self._drop_round()
+        self.leave()
+        self._planner, self._plans = None, {}
+        self._close_offers()
+        self._close_slabs()
+
+    def _drop_round(self) -> None:
+        with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
+            self._end_reload()
+        self._round_id, self._is_staged = 0, False
+        self._scratch, self._staging, self._remembered = {}, {}, {}
+        for plan in self._plans.values():
+            plan.forget_round()
+
+    def _close_slabs(self) -> None:
+        for mapping in self._slabs:
+            mapping.close()
+        self._slabs = []
+
+    def close(self) -> None:
+        """Let go of everything of others."""
+        self.abandon()

@@ -1,0 +1,235 @@
+"""How bytes get from senders to receivers: by what is opened before, and which calls move one plan.
+
+All calls go to all senders or all receivers at once and carry plain data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import ClassVar
+
+import msgspec
+
+from rlcore.engines.launchers.traces import new_store
+from rlcore.engines.sync.parties import Parties, at_once
+from rlcore.engines.sync.place import Route
+from rlcore.engines.sync.sender import Packing, Sending
+
+_encode = msgspec.msgpack.encode
+Left = Callable[[], float]
+"""Seconds until the round's deadline; raises SyncError after it."""
+
+
+class Path(ABC):
+    """One route between these senders and receivers; what it has opened stays open for the next round."""
+
+    route: ClassVar[Route]
+
+    def __init__(self, senders: Parties, receivers: Parties) -> None:
+        self._senders = senders
+        self._receivers = receivers
+
+    @abstractmethod
+    def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: Left) -> int:
+        """Make ready to move the plan ``digests[r]`` to each receiver r; the handles opened for it.
+
+        Args:
+            slot_bytes: of a slab.
+            generation: another one when the senders' memory may have moved.
+
+        Raises:
+            UnsupportedError, DeviceError: it cannot be had here; says why. Nothing has been written.
+        """
+
+    @abstractmethod
+    def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
+        """Move one plan to each receiver; the bytes that all of them took.
+
+        Args:
+            is_checked: of a step: whether its buckets carry checksums.
+        """
+
+
+class InPlace(Path):
+    """Receivers read the senders' own tensors."""
+
+    def __init__(self, senders: Parties, receivers: Parties) -> None:
+        super().__init__(senders, receivers)
+        self._generation = -1
+
+    def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: Left) -> int:
+        if generation == self._generation:
+            return 0
+        self._generation = -1
+        offers = self._senders.call("offer", [(self.is_shared,)] * len(self._senders), left())
+        opened = self._receivers.call("open_offers", [(offers,)] * len(self._receivers), left())
+        self._generation = generation
+        return sum(opened)
+
+    def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
+        return sum(self._receivers.call("pull", [(round_id, digest) for digest in digests], left()))
+
+    @property
+    def is_shared(self) -> bool:
+        return self.route == "direct"
+
+
+class Local(InPlace):
+    """In one process."""
+
+    route = "local"
+
+
+class Direct(InPlace):
+    """Through shared memory of the senders' devices."""
+
+    route = "direct"
+
+
+class Bucketed(Path):
+    """Through buckets: the sequence that each sender fills is that of the distinct plans, one after the other."""
+
+    def __init__(self, senders: Parties, receivers: Parties) -> None:
+        super().__init__(senders, receivers)
+        self._counts: dict[str, list[int]] = {}
+        self._slot_bytes = 0
+
+    def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: Left) -> int:
+        opened = 0
+        if slot_bytes != self._slot_bytes:
+            self._counts, self._slot_bytes = {}, 0
+            opened = self._open_slabs(slot_bytes, left)
+            self._slot_bytes = slot_bytes
+        for digest in dict.fromkeys(digests):
+            if digest not in self._counts:
+                self._counts[digest] = self._give_plan(digest, digests, slot_bytes, left)
+        return opened
+
+    @abstractmethod
+    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
+        """The handles opened."""
+
+    def _give_plan(self, digest: str, digests: Sequence[str], slot_bytes: int, left: Left) -> list[int]:
+        """One of the receivers that have a plan gives it to the senders; how many buckets each of these will fill."""
+        author = digests.index(digest)
+        asked = [(digest,) if number == author else (None,) for number in range(len(digests))]
+        pieces: list[bytes] = self._receivers.call("pieces", asked, left())[author]
+        return self._senders.call("take_plan", [(digest, slot_bytes, own) for own in pieces], left())
+
+    def _steps(
+        self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool]
+    ) -> list[list[Packing | None]]:
+        """For each step what each sender packs, None where it has no more."""
+        distinct = list(dict.fromkeys(digests))
+        sequences = [
+            [(digest, bucket) for digest in distinct for bucket in range(self._counts[digest][sender])]
+            for sender in range(len(self._senders))
+        ]
+        return [
+            [
+                one
+                and Packing(
+                    round_id=round_id,
+                    digest=one[0],
+                    bucket=one[1],
+                    slot=step % 2,
+                    is_checked=is_checked(step),
+                    sender=sender,
+                )
+                for sender, one in enumerate(row)
+            ]
+            for step, row in enumerate(zip_longest(*sequences))
+        ]
+
+
+class Packed(Bucketed):
+    """Through slabs of the senders that receivers have opened; one is emptied while the other is filled."""
+
+    route = "packed"
+
+    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
+        handles = self._senders.call("open_slabs", [(slot_bytes,)] * len(self._senders), left())
+        return sum(self._receivers.call("open_slabs", [(slot_bytes, handles)] * len(self._receivers), left()))
+
+    def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
+        steps = self._steps(round_id, digests, is_checked)
+        moved = 0
+        for filling, full in zip([*steps, None], [None, *steps], strict=True):
+            moved += self._step(filling, full, digests, left)
+        return moved
+
+    def _step(
+        self,
+        filling: list[Packing | None] | None,
+        full: list[Packing | None] | None,
+        digests: Sequence[str],
+        left: Left,
+    ) -> int:
+        """Fill slots while those of the step before are emptied."""
+
+        def pack() -> None:
+            if filling is not None:
+                self._senders.call("pack", [(one and _encode(one),) for one in filling], left())
+
+        def unpack() -> int:
+            if full is None:
+                return 0
+            calls = [
+                (_encode([one for one in full if one is not None and one.digest == digest]),) for digest in digests
+            ]
+            return sum(self._receivers.call("unpack", calls, left()))
+
+        if filling is None or full is None or self._senders.is_here or self._receivers.is_here:
+            pack()
+            return unpack()
+        return int(at_once([unpack, pack])[0])
+
+
+class Collective(Bucketed):
+    """Through a group of all senders and receivers, each on a device of its own."""
+
+    route = "collective"
+
+    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
+        size, folder = len(self._senders) + len(self._receivers), str(new_store())
+        join = [(slot_bytes, folder, rank, size, left()) for rank in range(size)]
+        self._beside(
+            lambda: self._senders.call("join", join[: len(self._senders)], left()),
+            lambda: self._receivers.call("join", join[len(self._senders) :], left()),
+        )
+        return 0
+
+    def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
+        steps = self._steps(round_id, digests, is_checked)
+        sends, receives = self._schedules(steps, digests)
+        _, received = self._beside(
+            lambda: self._senders.call("send", [(_encode(one),) for one in sends], left()),
+            lambda: self._receivers.call("receive", [(_encode(one),) for one in receives], left()),
+        )
+        return sum(received)
+
+    def _schedules(
+        self, steps: Sequence[Sequence[Packing | None]], digests: Sequence[str]
+    ) -> tuple[list[Sending], list[list[Packing]]]:
+        """All members go by one order (step, sender, receiver), so that none waits for one that waits for it."""
+        first = len(self._senders)
+        ranks = {digest: [first + r for r, own in enumerate(digests) if own == digest] for digest in digests}
+        sends = []
+        for sender in range(first):
+            packings = [row[sender] for row in steps]
+            filled = [one for one in packings if one is not None]
+            sends.append(Sending(packings=filled, receivers=[ranks[one.digest] for one in filled]))
+        everything = [one for row in steps for one in row if one is not None]
+        return sends, [[one for one in everything if one.digest == digest] for digest in digests]
+
+    def _beside(self, senders: Callable[[], list[int]], receivers: Callable[[], list[int]]) -> tuple[list[int], ...]:
+        if self._receivers.is_here:  # the calling thread is theirs
+            received, sent = at_once([receivers, senders])
+            return sent, received
+        sent, received = at_once([senders, receivers])
+        return sent, received
+
+
+PATHS: dict[Route, type[Path]] = {path.route: path for path in (Local, Direct, Packed, Collective)}

@@ -1,0 +1,248 @@
+"""The sending side of a weight sync: one trainer rank's tensors, offered in place or packed into slabs.
+
+Its methods take and give plain data, so that they can be called over any channel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+from torch import Tensor
+
+from rlcore.engines.sync.meeting import Meeting
+from rlcore.engines.sync.movement import Mover
+from rlcore.engines.sync.place import decoded, place_of
+from rlcore.engines.sync.slabs import Bucket, Piece, Slabs, check_slot_bytes, fill, packing, stamp, views
+from rlcore.engines.sync.source import Manifest
+from rlcore.errors import StateError, SyncError
+from rlcore.types import IpcHandle
+
+_here: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
+"""The senders of this process, by epoch: receivers of this process read their tensors without a copy."""
+
+
+class Holding(Protocol):
+    """What a trainer rank has."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The same on all ranks; another one after the module has been changed."""
+
+    def parts(self) -> list[Tensor]:
+        """This rank's rows of each parameter, plain and contiguous."""
+
+    def compute(self, weights: Sequence[int]) -> list[Tensor]:
+        """Whole weights that are no views, by their numbers in the manifest; all ranks call it together."""
+
+    def changes(self) -> list[int]:
+        """What in-place operations change; empty where that cannot be told."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a receiver reaches the tensors of one sender."""
+
+    epoch: str
+    handles: list[IpcHandle | None] | None = None
+    """Of each part; None for an empty one. None: the receiver is in the sender's process."""
+
+
+class Packing(msgspec.Struct, frozen=True, kw_only=True):
+    """A bucket that a sender is to fill, or a receiver to empty."""
+
+    round_id: int
+    digest: str
+    bucket: int
+    slot: int
+    is_checked: bool
+    sender: int = 0
+    """Position among the senders; for receivers."""
+
+
+class Sending(msgspec.Struct, frozen=True, kw_only=True):
+    """All buckets that a sender gives, in order, and the ranks of the meeting that take each."""
+
+    packings: list[Packing]
+    receivers: list[list[int]]
+
+
+def sender_here(epoch: str) -> Sender:
+    """Raises SyncError if it is not in this process."""
+    found = _here.get(epoch)
+    if found is None:
+        raise SyncError(f"sender {epoch} is not, or no longer, in this process; sync again")
+    return found
+
+
+class Sender:
+    """Of one trainer rank."""
+
+    def __init__(self, holding: Holding, device: Any) -> None:
+        self._holding = holding
+        self._device = device
+        self._place = place_of(device)
+        self._slabs: Slabs | None = None
+        self._buckets: dict[str, list[Bucket]] = {}
+        self._movers: dict[tuple[str, int, int], Mover] = {}
+        self._computed: dict[int, Tensor] = {}
+        self._exports: dict[str, IpcHandle] = {}
+        self._num_revoked = 0
+        self._meeting: Meeting | None = None
+        _here[self._place.epoch] = self
+
+    # ------------------------------------------------------------------------------------------ what is there
+
+    def describe(self) -> bytes:
+        """The ``Place``."""
+        return msgspec.msgpack.encode(self._place)
+
+    def begin(self, is_same: bool) -> list[Any]:
+        """Wait for the work that makes the weights.
+
+        Returns:
+            place, digest of the manifest, what in-place changes change, how often exports were taken back, a random
+            number, and ``is_same`` for all ranks to see.
+        """
+        self._device.synchronize()
+        manifest, changes = self._holding.manifest.digest, self._holding.changes()
+        return [self.describe(), manifest, changes, self._num_revoked, secrets.randbits(60), is_same]
+
+    def abandon(self) -> None:
+        """A round has failed: what it held is given up."""
+        self._computed = {}
+        self.leave()
+
+    def manifest(self) -> bytes:
+        """What all trainer ranks hold together."""
+        return self._holding.manifest.to_bytes()
+
+    def compute(self, weights: list[int]) -> None:
+        """Make weights that are no views, instead of those made before; all ranks together. [] drops them."""
+        self._computed = {}
+        first = len(self._holding.manifest.parameters)
+        self._computed = dict(zip((first + one for one in weights), self._holding.compute(weights), strict=True))
+        self._device.synchronize()
+
+    def tensors(self) -> dict[int, Tensor]:
+        """By number: this rank's rows of parameters; computed weights are counted after them."""
+        return dict(enumerate(self._holding.parts())) | self._computed
+
+    # ------------------------------------------------------------------------------------------ local, direct
+
+    def offer(self, is_shared: bool) -> bytes:
+        """An ``Offer``. What is shared with other processes stays exported until ``revoke``.
+
+        Raises:
+            UnsupportedError, DeviceError: the memory cannot be shared; says why.
+        """
+        if not is_shared:
+            return msgspec.msgpack.encode(Offer(epoch=self._place.epoch))
+        handles = [self._exported(part) if part.numel() else None for part in self._holding.parts()]
+        return msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=handles))
+
+    def _exported(self, part: Tensor) -> IpcHandle:
+        handle: IpcHandle = self._device.memory.export_ipc(part)
+        self._exports[handle.export_id] = handle
+        return handle
+
+    def revoke(self, timeout_s: float = 30.0) -> None:
+        """Take the weights' exports back, before their memory leaves the device.
+
+        Raises:
+            StateError: a receiver does not let go; the memory stays owned.
+        """
+        self._num_revoked += bool(self._exports)
+        living = {export.export_id for export in self._device.memory.ledger()} if self._exports else set()
+        while self._exports:
+            export_id, handle = next(iter(self._exports.items()))
+            if export_id in living:
+                self._device.memory.revoke(handle, timeout_s=timeout_s)
+            del self._exports[export_id]
+
+    # ------------------------------------------------------------------------------------- packed, collective
+
+    def open_slabs(self, slot_bytes: int) -> bytes:
+        """The handle of two slots, made once."""
+        return self._slots(slot_bytes).handle.to_bytes()
+
+    def _slots(self, slot_bytes: int) -> Slabs:
+        check_slot_bytes(slot_bytes)
+        if self._slabs is None or self._slabs.slot_bytes != slot_bytes:
+            self._drop_slabs(30.0)
+            self._slabs = Slabs(self._device, slot_bytes)
+        return self._slabs
+
+    def take_plan(self, digest: str, slot_bytes: int, pieces: bytes) -> int:
+        """What a plan wants from this rank; the number of buckets that it takes."""
+        check_slot_bytes(slot_bytes)
+        if digest not in self._buckets:
+            self._buckets[digest] = fill(decoded(pieces, list[Piece], "list of pieces"), slot_bytes)
+        return len(self._buckets[digest])
+
+    def pack(self, order: bytes | None) -> int:
+        """Fill a slot, as a ``Packing`` says; the payload's bytes. Done on the device when this returns."""
+        if order is None:
+            return 0
+        bucket = self._fill(decoded(order, Packing, "packing"))
+        self._device.synchronize()
+        return bucket.payload_bytes
+
+    def _fill(self, order: Packing) -> Bucket:
+        if self._slabs is None or order.digest not in self._buckets:
+            raise StateError("pack() needs slabs and a plan; call open_slabs() and take_plan() first")
+        bucket = self._buckets[order.digest][order.bucket]
+        slot = self._slabs.slot(order.slot)
+        key = (order.digest, order.bucket, order.slot)
+        if key not in self._movers:
+            self._movers[key] = Mover(packing(bucket))
+        self._movers[key].run(self.tensors(), views(slot, bucket))
+        stamp(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
+        return bucket
+
+    def join(self, slot_bytes: int, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Form the group of the route "collective"; all senders and receivers together."""
+        self.leave()
+        self._slots(slot_bytes)
+        self._meeting = Meeting(self._device, folder, rank, world_size, timeout_s)
+
+    def leave(self) -> None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.leave()
+
+    def send(self, sending: bytes) -> int:
+        """Fill and send bucket after bucket; the payload's bytes."""
+        order = decoded(sending, Sending, "Sending")
+        if self._meeting is None or self._slabs is None:
+            raise StateError("send() needs a group and slabs; call join() and open_slabs() first")
+        sent = 0
+        for one, ranks in zip(order.packings, order.receivers, strict=True):
+            bucket = self._fill(one)
+            self._meeting.send(self._slabs.slot(one.slot)[: bucket.nbytes], ranks)
+            sent += bucket.payload_bytes * len(ranks)
+        self._device.synchronize()
+        return sent
+
+    # -------------------------------------------------------------------------------------------------- end
+
+    def end(self) -> list[int]:
+        """What in-place changes change, after the last byte has been read."""
+        self._computed = {}
+        self._device.synchronize()
+        return self._holding.changes()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Give back everything that others may have open."""
+        self.leave()
+        self.revoke(timeout_s)
+        self._drop_slabs(timeout_s)
+
+    def _drop_slabs(self, timeout_s: float) -> None:
+        slabs, self._slabs = self._slabs, None
+        self._buckets.clear()
+        self._movers.clear()
+        if slabs is not None:
+            slabs.close(timeout_s)
