@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
     if isinstance(source, Mapping):
         return WeightSource(source)
     with errors_named(source):
-        named = {name: found for file in _files(source) for name, found in _slices(file).items()}
+        named = in_files(_files(source))
     if named and not module.needs_conversion(named.keys()):
-        return WeightSource(named)
+        return named
     if not named and type(module).converted_weights is TrainModule.converted_weights:
         raise CheckpointError(f"no safetensors file at {source}")
     _log.warning(
@@ -72,6 +72,11 @@ def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
         source,
     )
     return WeightSource(module.converted_weights(dtype), is_whole=True)
+
+
+def in_files(files: Iterable[Path]) -> WeightSource:
+    """The tensors of safetensors files."""
+    return WeightSource({name: found for file in files for name, found in _slices(file).items()})
 
 
 def _files(source: Path) -> list[Path]:

@@ -6,6 +6,7 @@ DTensor and optimizer state that looks at it stays the same object.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,7 +72,8 @@ def _exported_addresses(device: Any) -> set[int]:
         return set()
 
 
-def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> Tensor:
-    """[nbytes] uint8, a part of it."""
+@functools.singledispatch
+def bytes_of(storage: Any, start: int, nbytes: int) -> Tensor:
+    """[nbytes] uint8, a part of it. Memory that is no torch storage registers its own way."""
     found: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
     return found

@@ -1,0 +1,1 @@
+"""The inference executor ``vllm``: real vLLM, one engine a replica, in a worker process of its own."""

@@ -1,0 +1,97 @@
+"""Which arguments a vLLM engine is made with: the user's, checked by name, and those that rlcore sets."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.pretrained import ModelFolder
+from rlcore.errors import DeviceError, InvalidInputError
+
+EXTENSION = "rlcore.engines.executors.vllm.extension.RlcoreWorkerExtension"
+
+_OWN = {
+    "model": "it is the engine's path",
+    "tokenizer": "it is the model folder's",
+    "skip_tokenizer_init": "rlcore reads and writes text itself",
+    "tensor_parallel_size": "name it in build(), outside the engine arguments",
+    "data_parallel_size": "name it in build(), outside the engine arguments",
+    "pipeline_parallel_size": "a replica is tensor-parallel only",
+    "distributed_executor_backend": "the workers are rlcore's",
+    "worker_cls": "the workers are rlcore's",
+    "worker_extension_cls": "weights are synced through rlcore's own",
+    "enable_sleep_mode": "offload() and onload() need it as rlcore sets it",
+    "enable_cumem_allocator": "offload() and onload() need it as rlcore sets it",
+    "logprobs_mode": "log-probs are of the distribution that was sampled from",
+    "gpu_memory_utilization": "the KV cache has a size: give kv_cache_memory_bytes",
+    "use_tqdm_on_load": "the log stays quiet",
+}
+"""What the user cannot choose, and why."""
+
+_KV_SHARE = 0.7
+"""Of the device memory that is free beside the weights; the rest is for activations and captured graphs."""
+_MOST_HOST_KV_BYTES = 4 << 30
+_WEIGHT_BYTES = {"float32": 4, "float": 4}
+
+
+def engine_arguments(
+    given: Mapping[str, Any], names: Iterable[str], folder: ModelFolder, context: WorkerContext
+) -> dict[str, Any]:
+    """All arguments of the engine that drives the context's devices.
+
+    Args:
+        given: by the user.
+        names: those that this vLLM knows.
+
+    Raises:
+        InvalidInputError: an unknown name, with the nearest, or one that is rlcore's to set.
+        DeviceError: no memory is left for a KV cache.
+    """
+    _check_names(given, list(names))
+    device, size = context.device, len(context.devices) or 1
+    arguments = {
+        "model": os.fspath(folder.path),
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "uni" if size == 1 else "mp",
+        "worker_extension_cls": EXTENSION,
+        "enable_sleep_mode": not device.spec.is_host,
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
+        # vLLM refuses to start when less than this share is free; what it may use is said in bytes below.
+        "gpu_memory_utilization": 0.01,
+        **given,
+        "seed": given.get("seed", 0) + context.rank,  # replicas must not all draw the same
+    }
+    if arguments.get("kv_cache_memory_bytes") is None:
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(device, folder, size, str(given.get("dtype", "auto")))
+    return arguments
+
+
+def _check_names(given: Mapping[str, Any], names: list[str]) -> None:
+    for name in given:
+        if name in _OWN:
+            raise InvalidInputError(f"build() takes no {name!r} for the vllm executor: {_OWN[name]}")
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def _kv_cache_bytes(device: Any, folder: ModelFolder, num_devices: int, dtype: str) -> int:
+    """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile."""
+    weight_bytes = sum(file.stat().st_size for file in folder.weight_files) // num_devices
+    stored = str(folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16")))
+    if dtype != "auto":
+        weight_bytes = weight_bytes * _WEIGHT_BYTES.get(dtype, 2) // _WEIGHT_BYTES.get(stored, 2)
+    free_bytes = device.memory.info().free_bytes
+    if weight_bytes >= free_bytes:
+        raise DeviceError(
+            f"{device.name} has {free_bytes} bytes free, and the weights need {weight_bytes}; offload another engine "
+            "first"
+        )
+    found = int((free_bytes - weight_bytes) * _KV_SHARE)
+    return min(found, _MOST_HOST_KV_BYTES) if device.spec.is_host else found

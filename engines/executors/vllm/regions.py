@@ -1,0 +1,88 @@
+"""Memory of vLLM's allocator as the arena moves it: unmapped and mapped again at the address it had.
+
+Captured graphs keep addresses, so that storages cannot be freed and allocated anew here. It stands where
+``engines/offload`` has storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.executors.vllm import versions
+from rlcore.engines.offload.cargo import Departure
+from rlcore.engines.offload.resident import Resident
+from rlcore.engines.offload.storages import bytes_of
+from rlcore.types import OffloadReport
+
+
+class MappedRegion:
+    """One allocation, with what the mover asks of a storage."""
+
+    def __init__(self, allocation: versions.Allocation, device: Any) -> None:
+        self._allocation = allocation
+        self.device: torch.device = device.torch_device
+        self._synchronize = device.synchronize
+        _, self._size, self.address, *_ = allocation.handle
+
+    @property
+    def _cdata(self) -> int:
+        return int(self.address)
+
+    def nbytes(self) -> int:
+        return 0 if self._allocation.is_asleep else int(self._size)
+
+    def resize_(self, nbytes: int) -> None:
+        """0 gives the memory to the driver; anything else takes as much as there was."""
+        if nbytes and self._allocation.is_asleep:
+            versions.map_memory(self._allocation)
+        elif not nbytes and not self._allocation.is_asleep:
+            self._synchronize()
+            versions.unmap_memory(self._allocation)
+
+
+@bytes_of.register
+def _(storage: MappedRegion, start: int, nbytes: int) -> Tensor:
+    found = torch._C._construct_storage_from_data_pointer(storage.address + start, storage.device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
+
+
+class MappedResident(Resident):
+    """A tag whose memory is vLLM's.
+
+    Args:
+        kept: small tensors there whose values outlive a release, such as rotary tables: nobody sends them again.
+    """
+
+    def __init__(self, device: Any, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__(device, tuple, lambda guard, state: None)
+        self._tag = tag
+        self._kept = kept
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def _storages(self) -> list[Any]:
+        return [MappedRegion(allocation, self.device) for allocation in versions.allocations(self._tag)]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(region.nbytes() for region in self._storages())
+
+    def departure(self) -> Departure:
+        self._keep()
+        return super().departure()
+
+    def meta(self) -> OffloadReport:
+        if not self.is_away:
+            self._keep()
+        return super().meta()
+
+    def has_arrived(self) -> None:
+        super().has_arrived()
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+    def _keep(self) -> None:
+        self._copies = [(tensor, tensor.cpu()) for tensor in self._kept()]

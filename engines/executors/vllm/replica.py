@@ -1,0 +1,275 @@
+"""One vLLM engine at work: requests go in, completions come out, and rlcore decides when it makes a step.
+
+``run`` steps it in the calling thread until its own requests have ended. What was ``submit``-ted is stepped by a thread
+beside. Between two steps the weights may change: each completion says which of its tokens came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlcore.engines.completion import Completion, RequestOutput, VersionSpan
+from rlcore.engines.executors.prompts import Prompt, PromptReader
+from rlcore.engines.executors.sampler import sample_keys
+from rlcore.engines.executors.vllm import versions
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
+
+PauseMode = Literal["abort", "wait", "keep"]
+PAUSE_MODES = ("abort", "wait", "keep")
+
+
+@dataclass(eq=False, slots=True)
+class _Sample:
+    """One completion being made."""
+
+    job: _Job
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def close_span(self, version: int) -> None:
+        """The tokens since the last span are of ``version``."""
+        start = self.spans[-1].end if self.spans else 0
+        if len(self.token_ids) > start:
+            self.spans.append(VersionSpan(version, start, len(self.token_ids)))
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """All samples of one prompt."""
+
+    number: int
+    prompt: str | None
+    token_ids: list[int]
+    completions: list[Completion | None]
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """None until every sample has ended."""
+        done = [completion for completion in self.completions if completion is not None]
+        return RequestOutput(self.prompt, self.token_ids, done) if len(done) == len(self.completions) else None
+
+
+class Replica:
+    """Thread-safe. ``activate`` makes the engine's device that of the calling thread."""
+
+    def __init__(self, engine: versions.Engine, reader: PromptReader, activate: Callable[[], None]) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._activate = activate
+        self._samples: dict[str, _Sample] = {}
+        self._done: dict[int, RequestOutput] = {}
+        self._wanted: set[int] = set()  # jobs of run(): nobody collects them
+        self._next_number = -1
+        self._version = 0
+        self._is_paused = self._is_closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Within, the engine makes no step of its own accord."""
+        self._num_waiting += 1
+        with self._changed:
+            self._num_waiting -= 1
+            if self._failure is not None:
+                raise RlcoreError(f"vLLM failed in the background: {self._failure}") from self._failure
+            yield
+            self._changed.notify_all()
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
+    ) -> list[RequestOutput]:
+        """Complete these prompts; ``advance`` hears the number of completions that ended, as they do."""
+        with self.between_steps():
+            self._require_running("generate()")
+            self._set_version(version)
+            numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
+            self._next_number -= len(prompts)
+            self._wanted.update(numbers)
+            try:
+                self._add(list(numbers), prompts, params, is_streamed=False)
+                while not all(number in self._done for number in numbers):
+                    if num_ended := self._step(numbers):
+                        advance(num_ended)
+                return [self._done.pop(number) for number in numbers]
+            except BaseException:
+                self._drop(set(numbers))
+                raise
+            finally:
+                self._wanted.difference_update(numbers)
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
+    ) -> None:
+        """Begin these, whose outputs ``collect`` gives under these numbers (>= 0)."""
+        with self.between_steps():
+            self._set_version(version)
+            self._add(numbers, prompts, params, is_streamed=True)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run_in_background, name="rlcore-vllm", daemon=True)
+                self._thread.start()
+
+    def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
+        """What has ended since; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
+        with self.between_steps():
+            self._changed.wait_for(
+                lambda: self._failure or self._ready() or not self._samples or self._is_paused, timeout_s
+            )
+            return {number: self._done.pop(number) for number in self._ready()}
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        """Give these up, or all that were submitted; they are never collected. Returns how many were unfinished."""
+        with self.between_steps():
+            jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
+            chosen = jobs if numbers is None else jobs.intersection(numbers)
+            self._drop(chosen)
+            for number in self._ready() if numbers is None else numbers:
+                self._done.pop(number, None)
+            return len(chosen)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Make no more steps. "abort" gives up what is under way, "wait" finishes it first, "keep" leaves it."""
+        if mode not in PAUSE_MODES:
+            raise InvalidInputError(f"pause() takes one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        if mode == "abort":
+            self.abort(None)
+        with self.between_steps():
+            while mode == "wait" and self._samples:
+                self._step(())
+            self._is_paused = True
+
+    def resume(self, version: int) -> None:
+        """Go on, with weights of ``version``. What is under way computes its keys and values again if they changed."""
+        with self.between_steps():
+            self._set_version(version)
+            self._is_paused = False
+
+    def forget_cached(self) -> None:
+        """Drop all keys, values and encodings that were computed; requests under way compute theirs again."""
+        with self.between_steps():
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _run_in_background(self) -> None:
+        self._activate()
+        while True:
+            while self._num_waiting:  # a lock is not fair
+                time.sleep(1e-4)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._samples and not self._is_paused))
+                if self._is_closed:
+                    return
+                try:
+                    self._step(())
+                except BaseException as error:  # whoever asks next is told
+                    self._failure = error
+                    self._changed.notify_all()
+                    return
+
+    def _step(self, counted: Sequence[int]) -> int:
+        """One step of the engine; returns how many samples of the ``counted`` jobs ended."""
+        num_ended = 0
+        for output in self._engine.step():
+            sample = self._samples.get(output.request_id)
+            if sample is not None and self._take(output, sample):
+                del self._samples[output.request_id]
+                num_ended += sample.job.number in counted
+        self._changed.notify_all()
+        return num_ended
+
+    def _take(self, output: versions.Request, sample: _Sample) -> bool:
+        """Add what a step made of a sample; True if it has ended."""
+        (sampled,) = output.outputs
+        token_ids = list(sampled.token_ids)
+        logprobs = [float(entry[token].logprob) for token, entry in zip(token_ids, sampled.logprobs or (), strict=True)]
+        if not all(map(math.isfinite, logprobs)):
+            raise RlcoreError(f"the model gives NaN or infinite logits for prompt {sample.job.token_ids}")
+        sample.token_ids += token_ids
+        sample.logprobs += logprobs
+        if sampled.finish_reason is None:
+            return False
+        sample.close_span(self._version)
+        job = sample.job
+        job.completions[sample.index] = self._reader.completion(
+            sample.token_ids,
+            sample.logprobs,
+            is_stopped=sampled.finish_reason == "stop",
+            spans=tuple(sample.spans),
+        )
+        if (done := job.output) is not None:
+            self._done[job.number] = done
+        return True
+
+    def _add(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, is_streamed: bool
+    ) -> None:
+        encoded = self._reader.read(prompts, params)
+        for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            job = _Job(number, text, list(token_ids), [None] * one.n)
+            keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
+            for index, key in enumerate(keys):
+                name = f"{number}-{index}"
+                self._samples[name] = _Sample(job, index)
+                self._engine.add_request(
+                    name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
+                )
+
+    def _sampling(self, params: SamplingParams, key: int | None, *, is_streamed: bool) -> Any:
+        own_stops = () if params.ignore_eos else self._reader.stop_token_ids
+        return versions.sampling_params(
+            is_streamed=is_streamed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            stop_token_ids=sorted({*params.stop_token_ids, *own_stops}),
+            ignore_eos=True,  # the model's own stops are named above
+            seed=key,
+        )
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def _ready(self) -> list[int]:
+        return [number for number in self._done if number not in self._wanted]
+
+    def _drop(self, jobs: set[int]) -> None:
+        names = [name for name, sample in self._samples.items() if sample.job.number in jobs]
+        self._engine.abort_request(names)
+        for name in names:
+            del self._samples[name]
+        for number in jobs:
+            self._done.pop(number, None)
+
+    def _set_version(self, version: int) -> None:
+        if version != self._version:
+            for sample in self._samples.values():
+                sample.close_span(self._version)
+            self._version = version
+
+    def _require_running(self, purpose: str) -> None:
+        if self._is_paused:
+            raise StateError(f"{purpose} is refused while the engine is paused; call resume()")

@@ -1,0 +1,105 @@
+"""One vLLM worker's share of a replica: where its weights and its KV cache are, and how they are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.regions import MappedResident
+from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.resident import Resident
+from rlcore.engines.offload.storages import distinct_storages
+from rlcore.engines.pretrained import check_model_folder
+from rlcore.engines.residency import Move
+from rlcore.engines.weight_source import in_files
+from rlcore.registry import get_device
+from rlcore.types import OffloadReport
+
+
+class Share:
+    """Made when the model is loaded and the KV cache is allocated."""
+
+    def __init__(self, worker: versions.Worker) -> None:
+        self.device = get_device(str(worker.device))
+        self.runner = worker.model_runner
+        if self.device.spec.is_host:  # no graph is captured that would keep addresses
+            self._residents = {
+                "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
+                "kv_cache": Resident(self.device, lambda: self.runner.kv_caches, lambda guard, state: None),
+            }
+        else:
+            self._residents = {
+                "weights": MappedResident(self.device, "weights", self._kept),
+                "kv_cache": MappedResident(self.device, "kv_cache", tuple),
+            }
+
+    @property
+    def model(self) -> nn.Module:
+        return self.runner.get_model()
+
+    # -------------------------------------------------------------------------------------------- residency
+
+    def move(self, move: Move, tag: str) -> OffloadReport:
+        """The KV cache is never copied: what leaves is lost, and what comes back is zero."""
+        resident = self._residents[tag]
+        if move is Move.ONLOAD:
+            was_away = resident.is_away
+            report = resident.onload()
+            if tag == "kv_cache" and was_away:
+                versions.after_kv_cache_is_back(self.runner)
+            return report
+        return resident.offload() if move is Move.OFFLOAD and tag == "weights" else resident.meta()
+
+    def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
+        arena = arena_of(self.device)
+        if host_memory_bytes is not None:
+            arena.set_limit(host_memory_bytes)
+        if reserve_host_bytes is not None:
+            arena.reserve(reserve_host_bytes)
+
+    def memory(self) -> dict[str, Any]:
+        memory = self.device.memory
+        return {
+            "tags": {
+                tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
+                for tag, resident in self._residents.items()
+            },
+            "stats": dataclasses.asdict(memory.stats()),
+            "info": dataclasses.asdict(memory.info()),
+            "is_away": {tag: resident.is_away for tag, resident in self._residents.items()},
+        }
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What lies among the weights and no sync brings again."""
+        yield from self.model.buffers()
+        yield from (tensor for _, tensor in self.strays())
+
+    def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Tensors of the model that are neither parameters nor buffers nor its KV cache, and their modules.
+
+        Such as what MLA derives from its weights after loading: nothing but loading makes them right.
+        """
+        known = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        caches = {storage._cdata for storage in distinct_storages(self.runner.kv_caches)}
+        for module in self.model.modules():
+            for value in vars(module).values():
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, Tensor) and id(tensor) not in known and self._is_here(tensor, caches):
+                        yield module, tensor
+
+    def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
+        return tensor.device == self.device.torch_device and tensor.untyped_storage()._cdata not in others
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """vLLM's own load into the live model, with what it does after loading."""
+        self.runner.reload_weights(weights_iterator=weights)
+
+    def reload_folder(self, path: str) -> None:
+        found = in_files(check_model_folder(path).weight_files)
+        self.reload((name, tensor.read(())) for name, tensor in found.items())
