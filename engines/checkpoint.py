@@ -1,44 +1,47 @@
-"""A training checkpoint: a folder whose manifest names the data files, so that a save is atomic.
+"""A training checkpoint: a folder whose manifest names the folder of the data, so that a save is atomic.
 
-    manifest.json                            names the files below and holds all plain state
-    weights-<id>-<rank>.safetensors          parameters and persistent buffers
-    optimizer-<id>-<rank>.safetensors        tensors of every optimizer
-    rng-<id>-<rank>.safetensors              states of the random generators
+    manifest.json                                names the data and holds all plain state
+    data-<id>/weights-<rank>.safetensors         parameters and persistent buffers
+    data-<id>/optimizer-<rank>.safetensors       tensors of every optimizer
+    data-<id>/rng-<rank>.safetensors             states of the random generators
 
 Each worker writes its parts of the tensors, and reads those that it needs, by whatever number of workers they were
-written. New data files are written and synced under new names, then the manifest is replaced by rename, then the old
-files go. A kill or a full disk at any moment leaves the last complete checkpoint. No pickle anywhere.
+written. A new folder is filled and synced, then the manifest is replaced by rename, then the old folder goes. A kill or
+a full disk at any moment leaves the last complete checkpoint. No pickle anywhere.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.atomic import write_file
-from rlcore.engines.saved_tensor import SavedTensor, open_parts, write_parts
+from rlcore.atomic import sync_folder, write_file
+from rlcore.engines.saved_tensor import Part, SavedTensor, open_parts, write_parts
+from rlcore.engines.tensor_file import host_pieces
 from rlcore.errors import CheckpointError, InvalidInputError
 
-SCHEMA = "rlcore.checkpoint/2"
-_CPU = torch.device("cpu")
+SCHEMA = "rlcore.checkpoint/3"
 _MANIFEST = "manifest.json"
-_OWN = re.compile(r"(weights|optimizer|rng)-[0-9a-f]{12}-\d+\.safetensors")
+_COMMITTED_BY = "commit"
+_DATA = re.compile(r"data-[0-9a-f]{12}")
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: str
-    files: dict[str, list[str]]
-    """Group, such as "weights" -> file names."""
+    data: str
+    """Name of the folder that has the files."""
+    groups: list[str]
+    """Start of the files' names, such as "weights"."""
+    num_parts: int
+    """Files of each group."""
     state: dict[str, Any]
     """Plain values: step, version, optimizer hyper-parameters, schedulers, the user's own."""
 
@@ -51,52 +54,77 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def write(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], device: torch.device = _CPU
-) -> None:
-    """Make ``folder`` hold this checkpoint, or, on any failure, what it held before. All workers call it together.
+class Save:
+    """One worker's share of a save. It writes when it likes, in any thread: whoever is the last commits."""
 
-    Args:
-        device: where the default group's tensors are.
+    def __init__(
+        self, folder: Path, name: str, *, rank: int, size: int, groups: Sequence[str], state: dict[str, Any]
+    ) -> None:
+        """The shares of all ``size`` workers have the same new ``name``, 12 hexadecimal digits, and the same state.
 
-    Raises:
-        InvalidInputError: ``state`` holds something JSON cannot.
-        CheckpointError: it could not be written (disk full, no permission), by this worker or another.
-    """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    name = _agreed_name(device)
-    files = {group: [f"{group}-{name}-{one}.safetensors" for one in range(size)] for group in tensors}
-    manifest = _encode(Manifest(schema=SCHEMA, files=files, state=state))
-    own = {group: folder / names[rank] for group, names in files.items()}
-    with _all_or_none(folder, device, lambda: _remove(own.values())):
-        folder.mkdir(parents=True, exist_ok=True)
-        for group, named in tensors.items():
-            write_parts(own[group], named)
-    with _all_or_none(folder, device, lambda: _remove(own.values())):
-        if rank == 0:
-            write_file(folder / _MANIFEST, manifest)
-    if rank == 0:
-        current = {name for names in files.values() for name in names}
-        _remove(file for file in folder.iterdir() if _OWN.fullmatch(file.name) and file.name not in current)
+        Raises:
+            InvalidInputError: ``state`` holds something JSON cannot.
+        """
+        self.folder = folder
+        self.data = folder / f"data-{name}"
+        self._rank, self._size = rank, size
+        self._manifest = _encode(
+            Manifest(schema=SCHEMA, data=self.data.name, groups=list(groups), num_parts=size, state=state)
+        )
+        self._groups = groups
+
+    def write(
+        self,
+        parts: Mapping[str, Mapping[str, Part]],
+        pieces: Callable[[Tensor], Iterable[Tensor]] = host_pieces,
+    ) -> None:
+        """Make this worker's files, and the checkpoint the folder's if all others are made.
+
+        Args:
+            parts: by group and name.
+            pieces: see ``write_parts``.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self.data.mkdir(parents=True, exist_ok=True)
+        for group, named in parts.items():
+            write_parts(self._file(group, self._rank), named, pieces)
+        if self._is_last():
+            sync_folder(self.data)
+            write_file(self.folder / _MANIFEST, self._manifest)
+            self._remove_earlier()
+
+    def discard(self) -> None:
+        """After one of the workers failed: what all have written goes."""
+        if committed(self.folder) != self.data.name:
+            shutil.rmtree(self.data, ignore_errors=True)
+
+    def _file(self, group: str, rank: int) -> Path:
+        return self.data / f"{group}-{rank}.safetensors"
+
+    def _is_last(self) -> bool:
+        """True for one worker. Two can find all files there, if they end together."""
+        if not all(self._file(group, rank).exists() for group in self._groups for rank in range(self._size)):
+            return False
+        try:
+            os.close(os.open(self.data / _COMMITTED_BY, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _remove_earlier(self) -> None:
+        for found in self.folder.iterdir():
+            if _DATA.fullmatch(found.name) and found != self.data:
+                shutil.rmtree(found, ignore_errors=True)
 
 
-@contextmanager
-def _all_or_none(folder: Path, device: torch.device, undo: Callable[[], None]) -> Iterator[None]:
-    """Where one worker fails to write, all raise."""
-    failure: Exception | None = None
+def committed(folder: Path) -> str:
+    """Name of the data folder of the last complete checkpoint; "" if there is none."""
     try:
-        yield
-    except write_errors() as error:
-        failure = error
-    num_failed = torch.tensor(0 if failure is None else 1)
-    if dist.is_initialized():
-        num_failed = num_failed.to(device)
-        dist.all_reduce(num_failed)
-    if num_failed:
-        undo()
-        kept = f"the previous checkpoint in {folder} is intact" if (folder / _MANIFEST).exists() else "nothing is left"
-        cause = "another worker failed" if failure is None else failure
-        raise CheckpointError(f"cannot write the checkpoint {folder}: {cause}; {kept}") from failure
+        return _manifest(folder).data
+    except (FileNotFoundError, msgspec.DecodeError):
+        return ""
 
 
 def read(folder: Path) -> Checkpoint:
@@ -108,15 +136,32 @@ def read(folder: Path) -> Checkpoint:
     from safetensors import SafetensorError
 
     try:
-        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
-        if manifest.schema != SCHEMA:
-            raise CheckpointError(f"{folder} has the format {manifest.schema!r}; this rlcore reads {SCHEMA!r}")
-        tensors = {group: open_parts([folder / name for name in names]) for group, names in manifest.files.items()}
+        while True:
+            manifest = _manifest(folder)
+            try:
+                tensors = {
+                    group: open_parts(
+                        folder / manifest.data / f"{group}-{rank}.safetensors" for rank in range(manifest.num_parts)
+                    )
+                    for group in manifest.groups
+                }
+            except FileNotFoundError:
+                if committed(folder) == manifest.data:
+                    raise
+                continue  # it has just been replaced
+            return Checkpoint(tensors, manifest.state)
     except FileNotFoundError as error:
         raise CheckpointError(f"no complete checkpoint in {folder}: {error}") from error
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {folder} is damaged: {error}") from error
-    return Checkpoint(tensors, manifest.state)
+
+
+def _manifest(folder: Path) -> Manifest:
+    text = (folder / _MANIFEST).read_bytes()
+    schema = msgspec.json.decode(text, type=dict[str, Any]).get("schema")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{folder} has the format {schema!r}; this rlcore reads {SCHEMA!r}")
+    return msgspec.json.decode(text, type=Manifest)
 
 
 def _encode(manifest: Manifest) -> bytes:
@@ -124,24 +169,3 @@ def _encode(manifest: Manifest) -> bytes:
         return msgspec.json.format(msgspec.json.encode(manifest))
     except TypeError as error:
         raise InvalidInputError(f"a checkpoint's state must be plain values that JSON can hold: {error}") from error
-
-
-def _agreed_name(device: torch.device) -> str:
-    """New, and the same on all ranks."""
-    chosen = torch.tensor(uuid.uuid4().int >> 80)
-    if dist.is_initialized():
-        chosen = chosen.to(device)
-        dist.broadcast(chosen, src=0)
-    return f"{int(chosen):012x}"
-
-
-def _remove(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
-
-
-def write_errors() -> tuple[type[Exception], ...]:
-    """What a full disk raises: safetensors has an error of its own."""
-    from safetensors import SafetensorError
-
-    return OSError, SafetensorError

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rlcore.engines.checkpoint import write_errors
 from rlcore.errors import CheckpointError
+from rlcore.nn import safetensors_library
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -25,7 +25,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             new.mkdir()
             write(new)
             _swap(new, folder, old)
-    except write_errors() as error:
+    except (OSError, safetensors_library().SafetensorError) as error:  # the latter of a full disk, too
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
+from rlcore.engines.pending_save import PendingSave
 from rlcore.engines.residency import State
 from rlcore.engines.sync.local import ROUTE
 from rlcore.engines.train_step import SCORED, WEIGHT, ScoreOptions, StepOptions
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
 from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
@@ -29,6 +31,8 @@ from rlcore.types import SyncReport
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
+
+_log = logging.getLogger(__name__)
 
 Gather = Literal["list", "cat", "first", "mean"]
 _MAX_TOKENS = 16384
@@ -50,6 +54,7 @@ class TrainEngine(Engine):
         self._module_class = type(module)
         self._module = module
         self._last_checkpoint: Path | None = None
+        self._pending_save: PendingSave | None = None
         super().__init__(executor)
 
     def build(self, *, replicas: int = 1, data_parallel_size: int = 1, **options: Any) -> Self:
@@ -250,23 +255,80 @@ class TrainEngine(Engine):
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
-    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> float:
+    @overload
+    def save(
+        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[True] = True
+    ) -> float: ...
+    @overload
+    def save(
+        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[False]
+    ) -> PendingSave: ...
+    def save(
+        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: bool = True
+    ) -> float | PendingSave:
         """Write weights, optimizers, schedulers and random states; on failure the previous checkpoint stays.
 
         Args:
             extra: plain values of your own (step, data position), returned by ``load``.
+            blocking: False copies the state to host memory and returns; it is written in the background. The next
+                ``save``, ``load``, ``restart`` or ``close`` waits for that.
 
         Returns:
-            Seconds taken.
+            Seconds taken; without ``blocking`` a handle to wait with.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written, or the host has no memory for the copy; or an earlier save failed
+                in the background, and nothing is written now.
         """
         for tag in ("weights", "optimizer"):
             self._residency.require(tag, "save()")
-        seconds: float = self._call("save", Path(folder), extra or {})[0]
-        self._last_checkpoint = Path(folder)
-        return seconds
+        self._settle_save()
+        folder = Path(folder)
+        data, seconds = self._call("save", folder, extra or {}, blocking)[0]
+        if blocking:
+            self._last_checkpoint = folder
+            return float(seconds)
+        self._pending_save = PendingSave(folder, data, self._call)
+        return self._pending_save
+
+    def _settle_save(self) -> None:
+        """Wait for the save in the background; raise what it failed with, if nobody has seen that."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is None:
+            return
+        pending.settle()
+        if pending.has_succeeded:
+            self._last_checkpoint = pending.folder
+        if pending.unseen_error is not None:
+            raise pending.unseen_error
+
+    def _settle_save_quietly(self) -> None:
+        try:
+            self._settle_save()
+        except CheckpointError as error:
+            _log.warning("%s", error)
+
+    def restart(self) -> Self:
+        self._settle_save_quietly()
+        return super().restart()
+
+    restart.__doc__ = Engine.restart.__doc__
+
+    def close(self) -> None:
+        """Wait for a save in the background, end the workers and free all their memory.
+
+        Raises:
+            CheckpointError: that save failed; everything is closed nevertheless.
+        """
+        try:
+            self._settle_save()
+        finally:
+            super().close()
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is not None:  # not to be hidden by an error of the save
+            self._settle_save_quietly()
+        super().__exit__(*raised)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where ``save`` was called; returns its ``extra``.
@@ -278,6 +340,7 @@ class TrainEngine(Engine):
             self._residency.require("weights", "load()")
         if self._residency.states["optimizer"] is State.OFFLOADED:
             self._residency.require("optimizer", "load()")
+        self._settle_save()
         extra: dict[str, Any] = self._call("load", Path(folder))[0]
         for tag in ("weights", "optimizer"):
             self._residency.set(tag, State.LOADED)

@@ -52,7 +52,7 @@ def capture(module: nn.Module, device: Any) -> Captured:
         state={
             "optimizers": optimizer_values,
             "schedulers": {name: _plain(value.state_dict()) for name, value in schedulers_of(module).items()},
-            "num_workers": _world()[1],
+            "random_states_of": _random_states_of(device),
         },
     )
 
@@ -74,13 +74,17 @@ def _random_states(device: Any) -> dict[str, Tensor]:
     return {f"{OF_EACH_RANK}{_world()[0]}-{name}": value for name, value in states.items()}
 
 
+def _random_states_of(device: Any) -> str:
+    """What they can be given back to."""
+    size = _world()[1]
+    return f"{size} {device.type} worker{'s' * (size > 1)}"
+
+
 def _restore_random_states(checkpoint: Checkpoint, device: Any) -> None:
     rank, size = _world()
-    if (saved_size := checkpoint.state["num_workers"]) != size:
+    if (saved := checkpoint.state["random_states_of"]) != (now := _random_states_of(device)):
         _log.warning(
-            "the checkpoint is of %d workers and there are %d now: random generators start from new seeds",
-            saved_size,
-            size,
+            "the checkpoint is of %s, and this engine has %s: random generators start from new seeds", saved, now
         )
         first = checkpoint.tensors["rng"][f"{OF_EACH_RANK}0-python"].read()
         seed = int(first[0]) * size + rank

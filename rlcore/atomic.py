@@ -24,11 +24,11 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """The rename itself is on disk only then."""
+def sync_folder(folder: Path) -> None:
+    """What was made or renamed in it is on disk only then."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

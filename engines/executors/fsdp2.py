@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rlcore.engines.micro_batch import Share
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
+from rlcore.engines.saving import Saver
 from rlcore.engines.sharding import Sharding, local_part, own_box, reshard, shard, whole
 from rlcore.engines.sync.local import copy_pairs, pair_weights
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
@@ -40,6 +41,7 @@ class Fsdp2Worker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
+        self._saver = Saver(self.device)
 
     def build(self, module: TrainModule, **options: Any) -> bool:
         """Shard and materialize the module; True if it has an optimizer. ``options`` are those of ``Sharding``."""
@@ -136,14 +138,17 @@ class Fsdp2Worker(Worker):
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> float:
-        """Seconds it took."""
-        started = time.perf_counter()
+    def save(self, folder: Path, extra: dict[str, Any], blocking: bool) -> tuple[str, float]:
+        """See ``Saver.save``."""
         reshard(self.module)
         captured = train_state.capture(self.module, self.device)
-        state = captured.state | {"extra": extra}
-        checkpoint.write(folder, captured.tensors, state, self.device.torch_device)
-        return time.perf_counter() - started
+        return self._saver.save(folder, replace(captured, state=captured.state | {"extra": extra}), blocking=blocking)
+
+    def end_save(self) -> float | None:
+        return self._saver.end()
+
+    def is_save_over(self) -> bool:
+        return self._saver.is_over()
 
     def load(self, folder: Path) -> dict[str, Any]:
         """The ``extra`` that was saved."""
@@ -161,3 +166,7 @@ class Fsdp2Worker(Worker):
         weights = {name: tensor.cpu() for name, tensor in self._whole_weights() if self._context.rank == 0}
         if self._context.rank == 0:
             replace_folder(folder, partial(self.module.export, weights))
+
+    def close(self) -> None:
+        self._saver.wait()
+        super().close()

@@ -77,8 +77,10 @@ class Cargo:
 class Departure:
     """One set, or what is there of it, on its way to the host."""
 
-    def __init__(self, cargo: Cargo, ranges: Iterable[Range]) -> None:
+    def __init__(self, cargo: Cargo, ranges: Iterable[Range], *, frees: bool = True) -> None:
+        """Without ``frees`` it is a copy that leaves."""
         self.cargo = cargo
+        self._frees = frees
         self._rest = deque(ranges)
         self._unsent: Counter[int] = Counter()  # storage -> bytes that must leave before it is freed
         for part in self._rest:
@@ -117,8 +119,9 @@ class Departure:
             self._unsent[part.storage._cdata] -= part.nbytes
             if not self._unsent[part.storage._cdata]:
                 del self._unsent[part.storage._cdata]
-                part.storage.resize_(0)
-                self.freed_bytes += part.storage_bytes
+                if self._frees:
+                    part.storage.resize_(0)
+                    self.freed_bytes += part.storage_bytes
 
 
 class Arrival:

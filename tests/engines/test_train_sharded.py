@@ -392,12 +392,20 @@ def test_offloads_between_steps_change_no_bit(build: Build, place: Place) -> Non
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.fixture
+def stderr(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What the user reads, of workers here and elsewhere."""
+    return lambda: capfd.readouterr().err + caplog.text
+
+
 def next_steps(engine: rlcore.TrainEngine, seeds: tuple[int, ...] = (7, 8)) -> list[dict[str, float]]:
     return [engine.train_batch(batch_of(seed=seed), ppo_clip()) for seed in seeds]
 
 
 @pytest.mark.parametrize(("written", "read"), [(3, 3), (3, 2), (2, 1), (1, 3)])
-def test_a_checkpoint_resumes_on_any_number_of_workers(build: Build, tmp_path: Path, written: int, read: int) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_workers(
+    build: Build, tmp_path: Path, written: int, read: int, stderr: Callable[[], str]
+) -> None:
     first = build(written)
     next_steps(first, (1, 2))
     first.save(tmp_path, {"step": 2})
@@ -405,11 +413,12 @@ def test_a_checkpoint_resumes_on_any_number_of_workers(build: Build, tmp_path: P
     second = build(read)
     assert second.load(tmp_path) == {"step": 2}
     assert_same_weights(second.state_dict(), state, atol=0)
+    assert ("random generators start from new seeds" in stderr()) == (written != read)
     for found, one in zip(next_steps(second), expected, strict=True):
         if written == read:
             assert found == one, "exactly"
         assert_same_metrics(found, one)
-    weights = sum(path.stat().st_size for path in tmp_path.glob("weights-*"))
+    weights = sum(path.stat().st_size for path in tmp_path.glob("*/weights-*"))
     whole = sum(tensor.nbytes for tensor in state.values())
     assert whole < weights < 1.2 * whole + 20_000, "every part once"
 
@@ -439,7 +448,7 @@ def test_replicas_write_a_part_once(build: Build, tmp_path: Path) -> None:
     engine = build(2, replicas=2)
     engine.save(tmp_path)
     state = engine.state_dict()
-    assert sum(path.stat().st_size for path in tmp_path.glob("weights-*")) < 1.2 * sum(
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/weights-*")) < 1.2 * sum(
         tensor.nbytes for tensor in state.values()
     )
     next_steps(engine)

@@ -69,4 +69,4 @@ def test_every_rank_gets_the_results_of_the_whole_batch(qwen2_folder: Path, tmp_
         assert found["state"].keys() == alone["state"].keys()
         for name, tensor in alone["state"].items():
             torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=2e-6)
-    assert len(list((tmp_path / "checkpoint-2-all").glob("weights-*"))) == 2
+    assert len(list((tmp_path / "checkpoint-2-all").glob("data-*/weights-*"))) == 2

@@ -1,0 +1,95 @@
+"""What ``TrainEngine.save(folder, blocking=False)`` returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlcore.engines.checkpoint import committed
+from rlcore.errors import CheckpointError, RlcoreError
+
+_POLL_S = 0.05
+
+
+class PendingSave:
+    """A save that goes on in the background."""
+
+    def __init__(self, folder: Path, data: str, call: Callable[[str], list[Any]]) -> None:
+        """``data`` names the checkpoint's data in ``folder``; ``call`` calls a method of all workers."""
+        self.folder = folder
+        self._data = data
+        self._call = call
+        self._seconds: float | None = None
+        self._error: CheckpointError | None = None
+        self._was_seen = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not self._has_ended:
+            try:
+                return all(self._call("is_save_over"))
+            except RlcoreError:  # the workers have ended
+                self.settle()
+        return True
+
+    def result(self, timeout_s: float | None = None) -> float:
+        """Wait for its end; the seconds from the call of ``save`` until the checkpoint was complete.
+
+        Not a number if the workers were killed just after that.
+
+        Args:
+            timeout_s: raise TimeoutError after so long; the save goes on.
+
+        Raises:
+            CheckpointError: it could not be written; the previous checkpoint is intact.
+        """
+        if timeout_s is not None:
+            self._wait(timeout_s)
+        self.settle()
+        if self._error is not None:
+            self._was_seen = True
+            raise self._error
+        assert self._seconds is not None
+        return self._seconds
+
+    wait = result
+    """As torch's futures call it."""
+
+    def settle(self) -> None:
+        """Wait for its end, and raise nothing of it."""
+        if self._has_ended:
+            return
+        try:
+            self._seconds = max(self._call("end_save"))
+        except CheckpointError as error:
+            self._error = error
+        except RlcoreError as error:  # the workers have ended
+            if committed(self.folder) == self._data:
+                self._seconds = float("nan")
+                return
+            self._error = CheckpointError(
+                f"the workers ended before the checkpoint {self.folder} was written; the one before it is intact"
+            )
+            self._error.__cause__ = error
+
+    @property
+    def unseen_error(self) -> CheckpointError | None:
+        """What it failed with, if nobody has had that from ``result``."""
+        return None if self._was_seen else self._error
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self._seconds is not None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._seconds is not None or self._error is not None
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the save to {self.folder} has not ended within {timeout_s:g} s; it goes on")
+            time.sleep(_POLL_S)

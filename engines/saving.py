@@ -1,0 +1,152 @@
+"""The saves of one worker: written before it goes on, or in the background from a copy of its state."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlcore.engines.checkpoint import Save, committed
+from rlcore.engines.offload.snapshot import Snapshot
+from rlcore.engines.saved_tensor import parts_of
+from rlcore.engines.train_state import Captured
+from rlcore.errors import CheckpointError, DeviceError
+
+
+@dataclass(eq=False, slots=True)
+class _Background:
+    """A save that goes on."""
+
+    save: Save
+    started: float
+    thread: threading.Thread
+    ended: float = 0.0
+    error: BaseException | None = None
+
+
+class Saver:
+    """All workers call its methods together, but for ``wait``; at most one save is in the background."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._background: _Background | None = None
+
+    def save(self, folder: Path, captured: Captured, *, blocking: bool) -> tuple[str, float]:
+        """Name of the checkpoint's data, and seconds; of one in the background until training can go on.
+
+        Raises:
+            InvalidInputError: the state holds something JSON cannot.
+            CheckpointError: a worker could not write, or has no host memory for a copy.
+        """
+        started = time.perf_counter()
+        self.end()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        save = Save(
+            folder,
+            self._agreed_name(),
+            rank=rank,
+            size=size,
+            groups=list(captured.tensors),
+            state=captured.state,
+        )
+        parts = {group: parts_of(named) for group, named in captured.tensors.items()}
+        with self._together(save):
+            if blocking:
+                save.write(parts)
+            else:
+                tensors = [part.tensor for named in parts.values() for part in named.values()]
+                snapshot = _snapshot(self._device, tensors)
+        if not blocking:
+            self._background = _in_background(save, started, snapshot, lambda: save.write(parts, snapshot.pieces))
+        return save.data.name, time.perf_counter() - started
+
+    def end(self) -> float | None:
+        """Wait for the save in the background; the seconds it took, None if there is none.
+
+        Raises:
+            CheckpointError: a worker could not write.
+        """
+        self.wait()
+        background, self._background = self._background, None
+        if background is None:
+            return None
+        with self._together(background.save):
+            if background.error is not None:
+                raise background.error
+        return background.ended - background.started
+
+    def is_over(self) -> bool:
+        """Whether ``end`` would not have to wait, for any worker."""
+        is_going_on = self._background is not None and self._background.thread.is_alive()
+        return not self._any(is_going_on)
+
+    def wait(self) -> None:
+        """Until this worker has written."""
+        if self._background is not None:
+            self._background.thread.join()
+
+    @contextmanager
+    def _together(self, save: Save) -> Iterator[None]:
+        """Where one worker fails, all raise."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # of whatever kind: the others must not wait for this one
+            failure = error
+        if not self._any(failure is not None):
+            return
+        save.discard()
+        kept = f"the previous checkpoint in {save.folder} is intact" if committed(save.folder) else "nothing is left"
+        cause = "another worker failed" if failure is None else failure
+        raise CheckpointError(f"cannot write the checkpoint {save.folder}: {cause}; {kept}") from failure
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it holds on any worker."""
+        if not dist.is_initialized():
+            return flag
+        count = torch.tensor(int(flag), device=self._device.torch_device)
+        dist.all_reduce(count)
+        return bool(count)
+
+    def _agreed_name(self) -> str:
+        """New, and the same on all workers."""
+        chosen = torch.tensor(uuid.uuid4().int >> 80)
+        if dist.is_initialized():
+            chosen = chosen.to(self._device.torch_device)
+            dist.broadcast(chosen, src=0)
+        return f"{int(chosen):012x}"
+
+
+def _snapshot(device: Any, tensors: list[torch.Tensor]) -> Snapshot:
+    try:
+        return Snapshot(device, tensors)
+    except DeviceError as error:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        raise DeviceError(
+            f"a save in the background needs a copy of this worker's {nbytes} bytes: {error}. "
+            "save(blocking=True) needs none"
+        ) from error
+
+
+def _in_background(save: Save, started: float, snapshot: Snapshot, write: Callable[[], None]) -> _Background:
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:  # raised by whoever waits
+            background.error = error
+        finally:
+            snapshot.release()
+            background.ended = time.perf_counter()
+
+    # Not a daemon: a program that ends waits for it.
+    background = _Background(save, started, threading.Thread(target=run, name="rlcore-save"))
+    background.thread.start()
+    return background
