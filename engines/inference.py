@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
-from rlcore.engines.launchers.worker import WorkerHandle
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.progress import progress_bar
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling_params import SamplingParams
@@ -23,6 +23,8 @@ class SyncState(StrEnum):
     """Whether the weights in the engine are whole."""
 
     SERVING = "serving"
+    PAUSED = "paused"
+    """A weight sync is under way; the old weights are whole."""
     POISONED = "poisoned"
 
 
@@ -41,11 +43,13 @@ class InferenceEngine(Engine):
         self._path = Path(path)
         self._version = 0
         self._sync_state = SyncState.SERVING
+        self._contents = object()
         super().__init__(executor)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._call("build", self._path, **options)
         self._version, self._sync_state = 0, SyncState.SERVING
+        self._contents = object()
 
     # -------------------------------------------------------------------------------------------- generate
 
@@ -93,25 +97,35 @@ class InferenceEngine(Engine):
     def sync_state(self) -> SyncState:
         return self._sync_state
 
-    def receivers(self) -> list[WorkerHandle]:
+    @property
+    def contents(self) -> object | None:
+        """Another one whenever the weights are overwritten; None when there are none."""
+        return None if self._residency.states["weights"] is State.EMPTY else self._contents
+
+    def receiving_group(self) -> WorkerGroup:
         """The workers that take new weights; raises StateError when theirs are not on the device."""
         group = self._built_group()
         if self._residency.states["weights"] is not State.EMPTY:
             self._residency.require("weights", "sync_weights()")
-        return group.workers
+        return group
 
     @contextlib.contextmanager
-    def poisoned_until(self, version: int) -> Iterator[None]:
-        """Inside, and after an exception, the engine refuses to generate; a clean end commits ``version``."""
-        self._sync_state = SyncState.POISONED
+    def receiving(self, *, is_staged: bool) -> Iterator[None]:
+        """A weight sync: nothing is generated meanwhile, unless the old weights stay whole until its end."""
+        if self._sync_state is SyncState.SERVING and not is_staged:
+            self._sync_state = SyncState.PAUSED
         try:
             yield
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise SyncError(
-                f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture "
-                "and refuses to generate; sync again, or reload with load()"
-            ) from error
+        finally:
+            if self._sync_state is SyncState.PAUSED:
+                self._sync_state = SyncState.SERVING
+
+    def poison(self) -> None:
+        """The weights are about to be overwritten: until ``commit`` the engine refuses to generate."""
+        self._sync_state, self._contents = SyncState.POISONED, object()
+
+    def commit(self, version: int) -> None:
+        """The weights are whole, and of this version."""
         self._version, self._sync_state = version, SyncState.SERVING
         self._residency.set("weights", State.LOADED)
 
@@ -122,9 +136,9 @@ class InferenceEngine(Engine):
             StateError: the weights are not on the device.
             CheckpointError, SyncError: the folder is damaged or of another model; nothing is changed then.
         """
-        self.receivers()
+        self.receiving_group()
         self._call("read_weights", Path(path or self._path))
-        with self.poisoned_until(0 if path is None else self._version + 1):
+        with poisoned([self], 0 if path is None else self._version + 1):
             self._call("take_weights")
 
     def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
@@ -133,11 +147,30 @@ class InferenceEngine(Engine):
         return super()._planned(move, tags)
 
     def _require_serving(self, purpose: str) -> None:
+        if self._sync_state is SyncState.PAUSED:
+            raise StateError(f"{purpose} is refused while a weight sync is under way; wait for its end")
         if self._sync_state is SyncState.POISONED:
             raise StateError(
                 f"{purpose} is refused: a weight sync stopped midway and the weights are a mixture; "
                 "call sync_weights() again, or load()"
             )
+
+
+@contextlib.contextmanager
+def poisoned(engines: Sequence[InferenceEngine], version: int) -> Iterator[None]:
+    """Inside, and after an error, the engines refuse to generate; a clean end commits ``version`` on all."""
+    for engine in engines:
+        engine.poison()
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise SyncError(
+            f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
+            "refuses to generate; sync again, or reload with load()"
+        ) from error
+    for engine in engines:
+        engine.commit(version)
 
 
 def _num_completions(num_prompts: int, params: ParamsLike | Sequence[ParamsLike]) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from rlcore.engines.batch import to_packed
 from rlcore.engines.engine import Engine
-from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
 from rlcore.engines.pending_save import PendingSave
 from rlcore.engines.residency import State
-from rlcore.engines.sync.local import ROUTE
+from rlcore.engines.sync.options import Checksums, RoundOptions
+from rlcore.engines.sync.place import Route
 from rlcore.engines.train_step import SCORED, WEIGHT, ScoreOptions, StepOptions
-from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.engines.weight_sync import WeightSync, as_targets
+from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
@@ -55,6 +54,9 @@ class TrainEngine(Engine):
         self._module = module
         self._last_checkpoint: Path | None = None
         self._pending_save: PendingSave | None = None
+        self._weight_sync = WeightSync()
+        self._num_changes = 0
+        """Calls that may have changed the weights."""
         super().__init__(executor)
 
     def build(self, *, replicas: int = 1, data_parallel_size: int = 1, **options: Any) -> Self:
@@ -71,6 +73,7 @@ class TrainEngine(Engine):
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
+        self._num_changes += 1
         has_optimizer = self._call("build", copy.deepcopy(self._module), **options)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
@@ -96,6 +99,7 @@ class TrainEngine(Engine):
         if not callable(getattr(self._module_class, name, None)):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._residency.require("weights", f"{name}()")
+        self._num_changes += 1
         calls = split_arguments(args, kwargs, len(group.workers))
         gathered = _gathered(group.call(f"module.{name}", calls), gather)
         return in_order_of_rows(gathered, args, kwargs, len(group.workers)) if gather == "cat" else gathered
@@ -157,6 +161,7 @@ class TrainEngine(Engine):
             with_entropy=with_entropy,
         )
         self._check_batch(packed, weight_T != 0)
+        self._num_changes += 1
         metrics: dict[str, float] = self._call_on_shares("train_step", packed | {WEIGHT: weight_T}, loss_fn, options)
         return metrics | {"num_tokens": int((weight_T != 0).sum())}
 
@@ -205,37 +210,52 @@ class TrainEngine(Engine):
     # --------------------------------------------------------------------------------------------- weights
 
     def sync_weights(
-        self, target: InferenceEngine, *, version: int | None = None, route: str | None = None
+        self,
+        target: InferenceEngine | Sequence[InferenceEngine],
+        *,
+        version: int | None = None,
+        route: Route | None = None,
+        staged: bool = False,
+        verify: bool = False,
+        checksums: Checksums = "sample",
+        slab_bytes: int | None = None,
+        timeout_s: float = 120.0,
     ) -> SyncReport:
-        """Give ``target`` these weights; it serves them from then on.
+        """Give ``target``, one engine or several, these weights; all serve them from then on, or none does.
 
         Args:
-            version: number of the new weights; None is one more than the target's.
-            route: "local" copies inside this process, the only one so far.
+            version: number of the new weights; None is one more than the targets'.
+            route: "local", "direct", "packed" or "collective" (docs/weight_sync.md); None takes the first that works.
+            staged: the targets keep their old weights whole until all of the new ones are there; takes their memory
+                twice meanwhile.
+            verify: compare every byte with what the target's own loader makes of the same weights; slow.
+            checksums: of buckets, on "packed" and "collective": of none, one in 16, or all.
+            slab_bytes: of each of the two slabs of a trainer's worker; None chooses.
+            timeout_s: for all of it.
 
         Raises:
             StateError: the weights of either side are not on the device.
-            SyncError: the models differ, or the copy failed; the message says what the target holds.
+            UnsupportedError: no route, or not the one asked for, can be taken; says why.
+            SyncError: the models differ, or the sync failed; the message or a note says what the targets hold.
         """
-        started = time.perf_counter()
-        if route not in (None, ROUTE):
-            raise UnsupportedError(f"route={route!r}", f"only {ROUTE!r} exists so far")
+        targets = as_targets(target)
         self._residency.require("weights", "sync_weights()")
-        pairs = _pairs(self._built_group(), target.receivers())
-        calls: list[tuple[Any, dict[str, Any]]] = [((receiver,), {}) for _, receiver in pairs]
-        self._built_group().call("check_weights_for", calls)
-        new_version = target.version + 1 if version is None else version
-        with target.poisoned_until(new_version):
-            moved = sum(self._built_group().call("copy_weights_to", calls))
-        return SyncReport(
-            version=new_version,
-            route=ROUTE,
-            moved_bytes=moved,
-            needed_bytes=moved,
-            fallback_bytes=0,
-            handles_opened=0,
-            seconds=time.perf_counter() - started,
-        )
+        group = self._built_group()
+        new_version = max(one.version for one in targets) + 1 if version is None else version
+
+        def options(is_same: bool) -> RoundOptions:
+            return RoundOptions(
+                version=new_version,
+                route=route,
+                is_staged=staged,
+                is_verified=verify,
+                checksums=checksums,
+                slab_bytes=slab_bytes,
+                is_same=is_same,
+                timeout_s=timeout_s,
+            )
+
+        return self._weight_sync.run(group, targets, self._num_changes, options)
 
     p2p_weight_sync = sync_weights
 
@@ -250,6 +270,7 @@ class TrainEngine(Engine):
         self._built_group()
         if self._residency.states["weights"] is not State.EMPTY:
             self._residency.require("weights", "load_state_dict()")
+        self._num_changes += 1
         self._call("load_state_dict", state)
         self._residency.set("weights", State.LOADED)
 
@@ -341,6 +362,7 @@ class TrainEngine(Engine):
         if self._residency.states["optimizer"] is State.OFFLOADED:
             self._residency.require("optimizer", "load()")
         self._settle_save()
+        self._num_changes += 1
         extra: dict[str, Any] = self._call("load", Path(folder))[0]
         for tag in ("weights", "optimizer"):
             self._residency.set(tag, State.LOADED)
@@ -359,21 +381,6 @@ class TrainEngine(Engine):
 
 
 _LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
-
-
-def _pairs(source: WorkerGroup, receivers: list[WorkerHandle]) -> list[tuple[WorkerHandle, WorkerHandle]]:
-    """Each trainer worker with the receiver of its own process."""
-    if source.workers[0].context.world_size > 1:
-        raise UnsupportedError(
-            f"sync_weights() from {source.workers[0].context.world_size} workers",
-            "route 'local' copies whole weights inside one process, and each worker holds a part of them; use "
-            "state_dict() or export()",
-        )
-    if [worker.process_id for worker in source.workers] != [worker.process_id for worker in receivers]:
-        raise UnsupportedError(
-            "sync_weights() between these engines", "route 'local' needs both on the same devices under one launcher"
-        )
-    return list(zip(source.workers, receivers, strict=True))
 
 
 def _check_module(module: TrainModule) -> None:

@@ -22,7 +22,10 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
 from rlcore.engines.saving import Saver
 from rlcore.engines.sharding import Sharding, local_part, own_box, reshard, shard, whole
-from rlcore.engines.sync.local import copy_pairs, pair_weights
+from rlcore.engines.sync.exchange import exchange_bytes
+from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.sync.parties import call_each
+from rlcore.engines.sync.sender import Sender
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.engines.weight_source import open_weights
 from rlcore.errors import InvalidInputError
@@ -30,6 +33,10 @@ from rlcore.nn import TrainModule
 
 _COLLECTIVE_TIMEOUT_S = 3600.0
 """Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
+
+
+_PARTING_S = 2.0
+"""For receivers to let go of what this worker shares, when it closes."""
 
 
 class Fsdp2Worker(Worker):
@@ -54,6 +61,7 @@ class Fsdp2Worker(Worker):
         module.train()
         module.on_weights_materialized()
         self.module = module
+        self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
         self._residents = self._make_residents()
         return bool(train_state.optimizers_of(module))
 
@@ -77,7 +85,7 @@ class Fsdp2Worker(Worker):
             return guard_them
 
         return {
-            "weights": Resident(self.device, weights, guard_weights),
+            "weights": Resident(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
             "optimizer": Resident(
                 self.device,
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
@@ -97,18 +105,16 @@ class Fsdp2Worker(Worker):
     def score(self, share: Share, options: ScoreOptions) -> Tensor:
         return score(self.module, self.device.torch_device, share, options)
 
-    # -------------------------------------------------------------------------------------- route "local"
+    # ----------------------------------------------------------------------------------------- weight sync
 
-    def check_weights_for(self, target: Any) -> None:
-        """Raise SyncError unless ``target.module`` takes these weights."""
-        reshard(self.module)
-        pair_weights(((weight.name, weight.view) for weight in self.module.weight_views()), target.module)
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Of the sender of this rank's weights."""
+        return call_each([self._sender], method, calls)
 
-    def copy_weights_to(self, target: Any) -> int:
-        """Bytes written into ``target.module``."""
-        copied = copy_pairs(pair_weights(self._whole_weights(), target.module))
-        self.device.synchronize()
-        return copied
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, who call it together."""
+        self._context.process_group(_COLLECTIVE_TIMEOUT_S)
+        return exchange_bytes(data, self.device.torch_device)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -155,6 +161,7 @@ class Fsdp2Worker(Worker):
         saved = checkpoint.read(folder)
         reshard(self.module)
         train_state.check(saved, self.module)
+        self._sender.revoke()
         self._residents["weights"].forget()
         self._residents["optimizer"].forget()
         train_state.restore(saved, self.module, self.device)
@@ -169,4 +176,9 @@ class Fsdp2Worker(Worker):
 
     def close(self) -> None:
         self._saver.wait()
+        self._close_sender()
         super().close()
+
+    def _close_sender(self) -> None:
+        if hasattr(self, "_sender"):  # the build may have failed
+            self._sender.close(_PARTING_S)

@@ -16,15 +16,19 @@ from rlcore.engines.executors.prompts import ParamsLike, PromptReader, params_of
 from rlcore.engines.executors.schedule import Sample, batches, expand
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.pretrained import ModelFolder, check_model_folder
-from rlcore.engines.sync.local import copy_pairs, pair_weights
+from rlcore.engines.sync.parties import call_each
+from rlcore.engines.sync.receiver import Receiver
+from rlcore.engines.sync.target import ModuleTarget, load_by_name
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
     MissingDependencyError,
     StateError,
+    SyncError,
     UnsupportedError,
 )
 from rlcore.nn import owned
@@ -44,7 +48,7 @@ class HfWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._module: Any | None = None
-        self._incoming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._incoming: Any | None = None
 
     @property
     def module(self) -> Any:
@@ -90,6 +94,7 @@ class HfWorker(Worker):
         self._reader = PromptReader(folder, self._max_positions)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
+        self._receiver = Receiver(ModuleTarget(self._module, self.device))
         self._residents = {
             "weights": Resident(self.device, self._module.parameters, self._guard_weights),
             # Each generate() makes its own cache and drops it: nothing is held in between.
@@ -108,12 +113,25 @@ class HfWorker(Worker):
         """
         dtype = next(self.module.parameters()).dtype
         loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
-        self._incoming = pair_weights(loaded.named_parameters(), self.module)
+        if found := mismatch(dict(self.module.named_parameters()), dict(loaded.named_parameters())):
+            raise SyncError(f"{path} holds another model than the inference engine, which keeps its weights: {found}")
+        self._incoming = loaded
 
     def take_weights(self) -> None:
         """Overwrites the weights by those read."""
-        copy_pairs(self._incoming)
-        self._incoming = []
+        loaded, self._incoming = self._incoming, None
+        if loaded is None:
+            raise StateError("take_weights() has nothing to take; call read_weights(path) first")
+        load_by_name(self.module, loaded.named_parameters())
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Of the receiver that writes into this model."""
+        return call_each([self._receiver], method, calls)
+
+    def close(self) -> None:
+        if hasattr(self, "_receiver"):  # the build may have failed
+            self._receiver.close()
+        super().close()
 
     def generate(
         self,

@@ -28,14 +28,23 @@ _NOTHING = OffloadReport(moved_bytes=0, freed_device_bytes=0, seconds=0.0, pinne
 
 
 class Resident:
-    """``tensors()`` lists what the tag holds now; ``guard(guard, state)`` guards its users while it is away."""
+    """``tensors()`` lists what the tag holds now; ``guard(guard, state)`` guards its users while it is away.
+
+    ``before_leaving()`` is called while they are still there: whoever shared them takes that back.
+    """
 
     def __init__(
-        self, device: Any, tensors: Callable[[], Iterable[Tensor]], guard: Callable[[Guard, str], None]
+        self,
+        device: Any,
+        tensors: Callable[[], Iterable[Tensor]],
+        guard: Callable[[Guard, str], None],
+        *,
+        before_leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
         self._tensors = tensors
         self._guard_users = guard
+        self._before_leaving = before_leaving
         self._guard = Guard()
         self._cargo = Cargo()
         self._is_away = False
@@ -56,6 +65,7 @@ class Resident:
         started = time.perf_counter()
         freed = 0
         if not self._is_away:
+            self._before_leaving()
             storages = self._storages()
             freed = sum(storage.nbytes() for storage in storages)
             self._cargo.parcels.extend(Parcel(None, [part]) for part in whole(storages))
@@ -88,6 +98,7 @@ class Resident:
 
     def departure(self) -> Departure:
         """Guard the tensors and let them leave."""
+        self._before_leaving()
         ranges = whole(self._storages())
         self._guard_users(self._guard, "offloaded")
         return Departure(self._cargo, ranges)

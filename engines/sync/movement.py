@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlcore.engines.sync.slabs import Piece
+from rlcore.kernels.strided_copy import Copies, StridedPiece
 
 
 class Mover:
-    """The copies of one list of pieces, made for the first run and used again while the tensors stay where they are."""
+    """The copies of one list of pieces, made ready by the first run, and again only where a tensor has moved."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-
-    @torch.no_grad()
-    def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[Any, Tensor]) -> None:
-        for piece in self._pieces:
-            copy = piece.copy
-            source, destination = sources[piece.source], destinations[piece.destination]
-            _region(destination, copy.shape, copy.stride, copy.offset).copy_(
-                _region(source, copy.shape, copy.source_stride, copy.source_offset)
+        sources: dict[Any, int] = {}
+        destinations: dict[str, int] = {}
+        self._pieces = [
+            StridedPiece(
+                sources.setdefault(piece.source, len(sources)),
+                destinations.setdefault(piece.destination, len(destinations)),
+                *piece.copy,
             )
+            for piece in pieces
+        ]
+        self._sources, self._destinations = list(sources), list(destinations)
+        self._copies: Copies | None = None
+        self._addresses: list[int] = []
 
-
-def _region(tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-    return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
+    def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Queue all copies on the current stream."""
+        if not self._pieces:
+            return
+        from_, to = [sources[key] for key in self._sources], [destinations[key] for key in self._destinations]
+        addresses = [tensor.data_ptr() for tensor in (*from_, *to)]
+        if self._copies is None:
+            self._copies = Copies(self._pieces, from_, to)
+        elif addresses != self._addresses:
+            self._copies.bind(from_, to)
+        self._addresses = addresses
+        self._copies.run()

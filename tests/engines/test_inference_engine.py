@@ -211,9 +211,12 @@ def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer:
     with pytest.raises(StateError, match=r"sync_weights\(\) needs the weights of the train engine, .* offloaded"):
         train.sync_weights(infer)
     train.onload()
-    with pytest.raises(UnsupportedError, match="only 'local' exists so far"):
-        train.sync_weights(infer, route="direct")
+    with pytest.raises(UnsupportedError, match=r"route='collective' .*it takes a process for each, and 1 hold both"):
+        train.sync_weights(infer, route="collective")
+    with pytest.raises(InvalidInputError, match="route must be one of local, direct, packed, collective, or None"):
+        train.sync_weights(infer, route="ipc")  # type: ignore[arg-type]
     assert infer.version == 0
+    assert infer.sync_state == "serving"
 
 
 @on_both_launchers
@@ -231,17 +234,15 @@ def test_a_sync_of_another_model_is_refused_before_the_first_byte(
 def test_a_sync_that_stops_midway_poisons_the_engine_until_a_complete_one(
     train: rlcore.TrainEngine, infer: rlcore.InferenceEngine
 ) -> None:
-    module = model_of(train)
-    names = module.named_weights
+    receiver = infer.executors[0].workers[0].worker._receiver
 
-    def torn() -> Any:
-        yield from list(names())[:-1]
+    def torn(round_id: int) -> int:
         raise RuntimeError("the cable was pulled")
 
-    module.named_weights = torn
-    with pytest.raises(SyncError, match=r"stopped midway.*holds a mixture and refuses to generate"):
+    receiver.ready = torn
+    with pytest.raises(SyncError, match=r"stopped midway.*the cable was pulled.*holds a mixture and refuses"):
         train.sync_weights(infer)
-    del module.named_weights
+    del receiver.ready
     assert infer.sync_state == "poisoned"
     with pytest.raises(StateError, match=r"generate\(\) is refused: a weight sync stopped midway"):
         infer.generate(PROMPTS)
@@ -294,11 +295,15 @@ def test_a_deadline_that_is_none_is_refused_before_anything_starts(qwen2_folder:
         rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", timeout_s=timeout_s)
 
 
-def test_a_sync_between_launchers_is_refused(train: rlcore.TrainEngine, qwen2_folder: Path) -> None:
+def test_a_sync_between_launchers_goes_through_slabs(train: rlcore.TrainEngine, qwen2_folder: Path) -> None:
     with rlcore.InferenceEngine(qwen2_folder) as other:
         other.build(devices="cpu", launcher="process")
-        with pytest.raises(UnsupportedError, match="needs both on the same devices under one launcher"):
-            train.sync_weights(other)
+        with pytest.raises(UnsupportedError, match=r"local: cpu:0 of the receivers is not in one process"):
+            train.sync_weights(other, route="local")
+        train.train_batch(batch_from(other), ppo_clip())
+        assert train.sync_weights(other).route == "packed"
+        assert train.sync_weights(other).moved_bytes == 0, "nothing has changed but the version"
+        assert other.version == 2
 
 
 @on_both_launchers

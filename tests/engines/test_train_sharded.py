@@ -26,7 +26,6 @@ from rlcore.errors import (
     InvalidInputError,
     RlcoreError,
     StateError,
-    UnsupportedError,
     WorkerDiedError,
     WorkerError,
 )
@@ -343,10 +342,6 @@ def test_arguments_are_split_and_results_gathered(build: Build) -> None:
 
 def test_refusals(build: Build, policy: Any, qwen2_folder: Path) -> None:
     engine = build(2)
-    with rlcore.InferenceEngine(qwen2_folder, executor="hf") as infer:
-        infer.build(devices="cpu")
-        with pytest.raises(UnsupportedError, match=r"sync_weights\(\) from 2 workers.*each worker holds a part"):
-            engine.sync_weights(infer)
     batch = batch_of()
     batch["input_ids"][13] = VOCAB
     with pytest.raises(InvalidInputError, match="input_ids of sequence 1 holds 21; the model's vocabulary is 0 to 20"):
