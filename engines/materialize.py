@@ -2,39 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlcore.engines.sharding import like, own_box
-from rlcore.engines.weight_source import TensorSlices, WeightSource
+from rlcore.engines.pieces import own_pieces
+from rlcore.engines.sharding import like, local_part, own_box
+from rlcore.engines.weight_source import WeightSource
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule, owned
+from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
+from rlcore.weights.view import WeightView
 
 
-def materialize(module: TrainModule, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
     """Put real parameters in place of the meta ones, sharded as they are; tied parameters stay one.
+
+    Args:
+        seed: of the random numbers that fresh parameters start from: the same on every rank, however many there are.
 
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
     """
-    names_of = names_by_parameter(module)
-    buffers = dict(module.named_buffers())
-    _check(module, source, names_of, buffers)
-    for old, names in names_of.items():
-        found = next((name for name in names if name in source), None)
-        whole = _fresh(module, names[0], device) if found is None else source[found]
-        local = _local_part(old, whole, device, dtype)
+    reader = _Reader(module, source)
+    reader.check()
+    for old, names in names_by_parameter(module).items():
+        local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
+        if not reader.read(old, local):
+            local.copy_(_fresh(module, names[0], seed)[own_box(old)])
         new = nn.Parameter(like(old, local), requires_grad=old.requires_grad)
         for name in names:
             owner, leaf = owner_of(module, name)
             owner._parameters[leaf] = new
-    for name, buffer in buffers.items():
+    for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
-        value = source[name].read(()) if name in source else buffer
-        owner._buffers[leaf] = owned(value.to(device))
+        owner._buffers[leaf] = owned(reader.buffer(name, buffer).to(device))
+
+
+def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
+    """Overwrite parameters of a materialized module by what its source has."""
+    reader = _Reader(module, source)
+    for parameter in parameters:
+        reader.read(parameter, local_part(parameter.detach()))
+
+
+class _Reader:
+    """Finds a module's tensors in a source: by the module's names, or as the weights that a checkpoint holds."""
+
+    def __init__(self, module: TrainModule, source: WeightSource) -> None:
+        self._module = module
+        self._source = source
+        layers = adapted_layers(module)
+        self._names = {
+            id(parameter): [*names, *(base_name(layers, name) or name for name in names)]
+            for parameter, names in names_by_parameter(module).items()
+        }
+        self._weights: dict[int, list[WeightView]] = {}
+        for weight in [*module.weight_views("base"), *module.weight_views("only")]:
+            if weight.parameter is not None:
+                self._weights.setdefault(id(weight.parameter), []).append(weight)
+
+    def read(self, parameter: Tensor, local: Tensor) -> bool:
+        """Fill this rank's part of a parameter; False if the source does not have it, or not all of it."""
+        source, weights = self._source, self._weights.get(id(parameter), [])
+        # crosses in the file's dtype: nothing is converted on the host
+        if name := next((name for name in self._names[id(parameter)] if name in source), None):
+            if local.numel():
+                local.copy_(source[name].read(own_box(parameter)).to(local.device))
+            return True
+        if not weights or any(weight.name not in source for weight in weights):
+            return False
+        for weight in weights:
+            for box, piece in own_pieces(weight.view, parameter, local):
+                piece.copy_(source[weight.name].read(box).to(local.device))
+        return True
+
+    def buffer(self, name: str, buffer: Tensor) -> Tensor:
+        names = [name, *(weight.name for weight in self._weights.get(id(buffer), []))]
+        return next((self._source[found].read(()) for found in names if found in self._source), buffer)
+
+    def check(self) -> None:
+        """Raise CheckpointError, naming all of it, unless the source is that of the module."""
+        module, source = self._module, self._source
+        shapes = {weight.name: weight.view.shape for weights in self._weights.values() for weight in weights}
+        missing: list[str] = []
+        for parameter, names in names_by_parameter(module).items():
+            shapes |= dict.fromkeys(self._names[id(parameter)], parameter.shape)
+            if source.keys().isdisjoint(self._names[id(parameter)]) and not _starts_fresh(module, names[0]):
+                stored = [weight.name for weight in self._weights.get(id(parameter), [])] or names[:1]
+                missing += [name for name in stored if name not in source]
+        buffers = dict(module.named_buffers())
+        # what a converting loader leaves over, it has judged itself
+        unexpected = [] if source.is_whole else sorted(source.keys() - shapes.keys() - buffers.keys())
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the weights do not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. "
+                "Parameters that start fresh go into the class attribute `new_parameters`."
+            )
+        for name in source.keys() & shapes.keys():
+            if source[name].shape != shapes[name]:
+                raise CheckpointError(
+                    f"{name} has shape {list(shapes[name])}; the checkpoint has {list(source[name].shape)}"
+                )
+        for name, buffer in buffers.items():
+            if buffer.is_meta and self.buffer(name, buffer) is buffer:
+                raise CheckpointError(
+                    f"buffer {name} of {type(module).__name__} has no values; make the module under "
+                    "rlcore.meta_device(), which leaves buffers real"
+                )
 
 
 def names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -51,58 +130,23 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), leaf
 
 
-def _check(
-    module: TrainModule,
-    source: WeightSource,
-    names_of: Mapping[nn.Parameter, list[str]],
-    buffers: Mapping[str, Tensor],
-) -> None:
-    fresh = module.new_parameters
-    missing = [
-        names[0] for names in names_of.values() if source.keys().isdisjoint(names) and not names[0].startswith(fresh)
-    ]
-    known = {name for names in names_of.values() for name in names} | buffers.keys()
-    # what a converting loader leaves over, it has judged itself
-    unexpected = [] if source.is_whole else sorted(source.keys() - known)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the weights do not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. Parameters "
-            "that start fresh go into the class attribute `new_parameters`."
-        )
-    for parameter, names in names_of.items():
-        for name in source.keys() & names:
-            if source[name].shape != parameter.shape:
-                raise CheckpointError(
-                    f"{name} has shape {list(parameter.shape)}; the checkpoint has {list(source[name].shape)}"
-                )
-    for name, buffer in buffers.items():
-        if buffer.is_meta and name not in source:
-            raise CheckpointError(
-                f"buffer {name} of {type(module).__name__} has no values; make the module under rlcore.meta_device(), "
-                "which leaves buffers real"
-            )
+def _starts_fresh(module: TrainModule, name: str) -> bool:
+    return name.startswith(module.new_parameters) or name in adapter_names(module)
 
 
-def _local_part(old: Tensor, whole: TensorSlices, device: torch.device, dtype: torch.dtype) -> Tensor:
-    box = own_box(old)
-    local = torch.empty([side.stop - side.start for side in box], device=device, dtype=dtype)
-    if local.numel():
-        local.copy_(whole.read(box).to(device))  # crosses in the file's dtype: nothing is converted on the host
-    return local
-
-
-def _fresh(module: nn.Module, name: str, device: torch.device) -> TensorSlices:
-    """What the owner's ``reset_parameters`` makes of a parameter, the same on all ranks."""
+def _fresh(module: nn.Module, name: str, seed: int) -> Tensor:
+    """A whole parameter on the host, as peft starts an adapter, or as its owner's ``reset_parameters`` makes it."""
     owner, leaf = owner_of(module, name)
-    held = dict(owner._parameters)
-    try:
-        for key, parameter in held.items():
-            if parameter is not None:
-                owner._parameters[key] = nn.Parameter(torch.empty(parameter.shape, device=device))
-        owner.reset_parameters()  # type: ignore[operator]
-        fresh = owner.get_parameter(leaf).detach()
-    finally:
-        owner._parameters.update(held)
-    if dist.is_initialized():
-        dist.broadcast(fresh, src=0)
-    return TensorSlices(fresh)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.rpartition(".")[0].encode(), seed & 0xFFFFFFFF))
+        if name in adapter_names(module):
+            return fresh_adapter(module, name)
+        if not hasattr(owner, "reset_parameters"):
+            raise CheckpointError(
+                f"the checkpoint has no {name}, and {type(owner).__name__} no reset_parameters() to start it with"
+            )
+        own = {id(held): nn.Parameter(torch.empty(held.shape)) for held in owner.parameters(recurse=False)}
+        fresh: Any = copy.deepcopy(owner, own)
+        fresh.reset_parameters()
+    value: Tensor = fresh.get_parameter(leaf).detach()
+    return value

@@ -32,7 +32,7 @@ class Sharding:
     """How a module is laid out over the workers and computed."""
 
     dtype: str = "float32"
-    """Of the parameters that are kept, and so of the optimizer's states."""
+    """Of the parameters that are trained, and so of the optimizer's states; frozen ones have ``compute_dtype``."""
     compute_dtype: str | None = None
     """Of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
     replicas: int = 1
@@ -67,7 +67,7 @@ def shard(
     Args:
         join_world: makes the default process group, if it is needed.
     """
-    _retype(module, options.torch_dtype)
+    _retype(module, options)
     blocks = _blocks(module)
     for block in blocks:
         _replace_forward(block, options)
@@ -75,23 +75,26 @@ def shard(
         return
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
     join_world()
-    mesh = init_device_mesh(
-        device.type, (options.replicas, size // options.replicas), mesh_dim_names=("replicate", "shard")
-    )
+    # To torch meshes of one shape and names are equal, and it remembers results of operations with their mesh: so that
+    # of another engine in this process, whose groups may be gone, would come back.
+    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    names = f"replicate_{world}", f"shard_{world}"
+    mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
     for part in [*blocks, module]:
-        fully_shard(part, mesh=mesh if options.replicas > 1 else mesh["shard"], mp_policy=policy)
+        fully_shard(part, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
     # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
 
 
-def _retype(module: nn.Module, dtype: torch.dtype) -> None:
+def _retype(module: nn.Module, options: Sharding) -> None:
     """Meta parameters of another dtype; tied ones stay one."""
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part._parameters.items():
             if old is not None:
+                dtype = options.torch_dtype if old.requires_grad else options.torch_compute_dtype
                 converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
                 part._parameters[name] = converted[old]
 
@@ -175,11 +178,6 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathered if it is sharded, by all ranks together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_box(tensor: Tensor) -> tuple[slice, ...]:

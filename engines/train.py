@@ -27,6 +27,8 @@ from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.types import SyncReport
+from rlcore.weights.adapters import check_adapters
+from rlcore.weights.view import Adapters
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
@@ -74,7 +76,7 @@ class TrainEngine(Engine):
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
         self._num_changes += 1
-        has_optimizer = self._call("build", copy.deepcopy(self._module), **options)
+        has_optimizer = self._call("build", copy.deepcopy(self._module), torch.initial_seed(), **options)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
         if self._last_checkpoint is not None:
@@ -259,14 +261,19 @@ class TrainEngine(Engine):
 
     p2p_weight_sync = sync_weights
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every weight by checkpoint name, copied to the host."""
+    def state_dict(self, *, adapters: Adapters = "merged") -> dict[str, Tensor]:
+        """Every weight by checkpoint name, copied to the host.
+
+        Args:
+            adapters: merged into the weights, or "base", the weights without, or "only" those of adapters.
+        """
         self._residency.require("weights", "state_dict()")
-        state: dict[str, Tensor] = self._call("state_dict")[0]
+        state: dict[str, Tensor] = self._call("state_dict", adapters)[0]
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite every weight; the names must be those of ``state_dict()``."""
+        """Overwrite every weight, or every one of adapters: the names must be those of ``state_dict()``, or of
+        ``state_dict(adapters="only")`` where the module has some."""
         self._built_group()
         if self._residency.states["weights"] is not State.EMPTY:
             self._residency.require("weights", "load_state_dict()")
@@ -389,6 +396,7 @@ def _check_module(module: TrainModule) -> None:
             f"TrainEngine takes a rlcore.nn.TrainModule, got {type(module).__name__}; derive its class from "
             "rlcore.nn.TrainModule or, for transformers models, rlcore.nn.HuggingFaceTrainModule"
         )
+    check_adapters(module)
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise InvalidInputError(

@@ -19,6 +19,7 @@ from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.saved_tensor import OF_EACH_RANK, SavedTensor
 from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.errors import CheckpointError
+from rlcore.weights.adapters import adapter_names
 
 _log = logging.getLogger(__name__)
 
@@ -137,9 +138,17 @@ def restore(checkpoint: Checkpoint, module: nn.Module, device: Any) -> None:
 
 def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, tied ones once, and persistent buffers."""
-    yield from module.named_parameters()
+    left_out = {id(parameter) for parameter in unsaved(module)}
+    yield from ((name, value) for name, value in module.named_parameters() if id(value) not in left_out)
     persistent = module.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def unsaved(module: nn.Module) -> list[nn.Parameter]:
+    """The base under adapters: frozen, and in the files that the module came from."""
+    adapters = adapter_names(module)
+    frozen = ((name, value) for name, value in module.named_parameters() if not value.requires_grad)
+    return [value for name, value in frozen if adapters and name not in adapters]
 
 
 def _split_optimizer(name: str, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches
-from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients, whole
+from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients
 from rlcore.engines.train_state import optimizers_of, schedulers_of
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
@@ -19,6 +19,7 @@ from rlcore.kernels.linear_loss import linear_loss
 from rlcore.kernels.nucleus import keep_mask
 from rlcore.kernels.token_logprob import token_logprob
 from rlcore.nn import TrainModule
+from rlcore.weights.view import whole
 
 WEIGHT = "token_weight"
 """Carried beside the batch's own entries: the token's share of the loss of the whole batch."""

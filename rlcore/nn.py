@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rlcore.errors import CheckpointError, MissingDependencyError
+from rlcore.errors import CheckpointError, MissingDependencyError, UnsupportedError
+from rlcore.weights.adapters import adapted_layers
+from rlcore.weights.catalog import weights_of
+from rlcore.weights.stored import Conversion
+from rlcore.weights.view import Adapters, WeightView, seen_in, whole
 
 Batch = Mapping[str, Tensor]
 """Packed: ``input_ids`` [T] int64 and ``cu_seqlens`` [N+1] int32; other entries [T]."""
@@ -55,22 +58,6 @@ class OutputHead(NamedTuple):
     logit_scale: float = 1.0
 
 
-class WeightView(NamedTuple):
-    """One weight, by the name that checkpoints and inference engines have for it, and where it is.
-
-    Element ``i`` of the weight is element ``view.storage_offset() + i @ view.stride()`` of its parameter, numbered row
-    by row. So a rank that holds some rows of a sharded parameter knows which elements of each weight it has.
-    """
-
-    name: str
-    parameter: Tensor | None
-    """The Parameter itself, a DTensor where it is sharded. None: the weight is no view of one; see ``compute``."""
-    view: Tensor
-    """On meta, of the weight's shape and dtype: a view of a contiguous tensor of the parameter's whole shape."""
-    compute: Callable[[], Tensor] | None = None
-    """Given instead of ``parameter``: makes the whole weight, new and on every rank; all ranks call it together."""
-
-
 class TrainModule(nn.Module):
     """What a train engine asks of a module. ``HuggingFaceTrainModule`` answers all of it for transformers."""
 
@@ -92,21 +79,25 @@ class TrainModule(nn.Module):
         """The projection from hidden states to logits."""
         raise NotImplementedError(f"{type(self).__name__} must define output_head() to use train_batch")
 
-    def weight_views(self) -> Iterator[WeightView]:
-        """What checkpoints hold and inference engines are given: every weight, tied ones once, and where it is.
+    def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
+        """Every weight by the name that checkpoints have for it, tied ones once, and where it is.
 
-        All that leaves the module goes by this: ``named_weights()``, weight sync, ``state_dict`` and ``export``.
+        All that enters and leaves the module goes by this: materialization, ``named_weights()``, weight sync,
+        ``state_dict`` and ``export``. Override it for other names, other views, or weights that are computed.
+
+        Args:
+            adapters: "merged": as if adapters were merged into the weights, which the live ones are not; "base": the
+                weights without adapters, which a checkpoint holds; "only": those of the active adapters.
         """
-        for name, parameter in self.named_parameters():
-            yield WeightView(name, parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        yield from weights_of(self, adapters)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, adapters: Adapters = "merged") -> Iterator[tuple[str, Tensor]]:
         """The tensors of ``weight_views()`` by name: parameters, DTensors where they are sharded, and views of them.
 
         A view of a sharded parameter is one of the gathered parameter, so all ranks take all weights together.
         """
         last: Tensor | None = None
-        for name, parameter, view, compute in self.weight_views():
+        for name, parameter, view, compute in self.weight_views(adapters):
             if compute is not None:
                 yield name, compute()
                 continue
@@ -115,8 +106,8 @@ class TrainModule(nn.Module):
                 yield name, parameter.detach()
                 continue
             if parameter is not last:  # views of one parameter follow each other
-                last, whole = parameter, _gathered(parameter.detach())
-            yield name, whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
+                last, gathered = parameter, whole(parameter.detach())
+            yield name, seen_in(gathered, view)
 
     def wrap_classes(self) -> Collection[str]:
         """Names of the classes whose modules are gathered, recomputed and compiled one at a time: the blocks."""
@@ -146,6 +137,7 @@ class HuggingFaceTrainModule(TrainModule):
     config: Any
     _no_split_modules: Any
     _source: Path
+    _conversion: Conversion | None = None
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
@@ -170,6 +162,8 @@ class HuggingFaceTrainModule(TrainModule):
 
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]
+        if adapted_layers(head):
+            raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
         # The three ways transformers models scale their logits: Gemma, Cohere, Granite.
         scale = getattr(self.config, "logit_scale", None) or 1.0 / getattr(self.config, "logits_scaling", 1.0)
         softcap = getattr(self.config, "final_logit_softcapping", None)
@@ -178,18 +172,23 @@ class HuggingFaceTrainModule(TrainModule):
     def wrap_classes(self) -> Collection[str]:
         return tuple(self._no_split_modules or ())
 
-    def needs_conversion(self, names: Collection[str]) -> bool:
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter
-        except ImportError:  # transformers 4 renames, which shows as a missing name, and converts nothing
-            return not self._fits(names)
-        converters = [found for found in get_model_conversion_mapping(self) if isinstance(found, WeightConverter)]
-        return not self._fits(names) or any(found.rename_source_key(name)[1] for found in converters for name in names)
+    def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
+        if self._conversion is None:
+            self._conversion = Conversion(self._transformers_class(), self.config)
+        yield from weights_of(self, adapters, self._conversion)
 
-    def _fits(self, names: Collection[str]) -> bool:
+    def needs_conversion(self, names: Collection[str]) -> bool:
+        self._conversion = Conversion(self._transformers_class(), self.config, names)
+        views = list(self.weight_views("base"))
         own = {name for name, _ in [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]}
-        return own.issuperset(names)
+        fits = {view.name for view in views}.union(own).issuperset(names)
+        return not fits or any(view.parameter is None and view.name in names for view in views)
+
+    @classmethod
+    def _transformers_class(cls) -> Any:
+        """The class of the model itself, of which this one is a user's."""
+        models = (base for base in cls.__mro__ if hasattr(base, "_from_config"))
+        return next(base for base in models if not issubclass(base, TrainModule))
 
     def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         # transformers' own loader knows every checkpoint's renamed and fused tensors.
@@ -207,10 +206,11 @@ class HuggingFaceTrainModule(TrainModule):
         return dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        architectures = self.config.architectures
-        self.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
-        self.config.architectures = architectures  # save_pretrained wrote the user's class name
-        self.config.save_pretrained(folder)
+        with torch.device("meta"):
+            # not by itself: its class is a user's, and with adapters it would save them alone
+            model = self._transformers_class()._from_config(self.config, dtype=next(iter(weights.values())).dtype)
+        model.generation_config = self.generation_config
+        model.save_pretrained(folder, state_dict=dict(weights), save_original_format=False)
         for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):
             shutil.copy(file, folder)
 
@@ -267,10 +267,6 @@ def _parameters_land_on_meta() -> bool:
     probe = nn.Module()
     probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
     return bool(probe.get_parameter("probe").is_meta)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def owned(tensor: Tensor) -> Tensor:

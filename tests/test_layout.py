@@ -29,6 +29,7 @@ BASE = {
     "registry",
     "settings",
     "nn",
+    "weights",
 }
 BELOW = {
     "base": set(),

@@ -15,21 +15,24 @@ from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.export import replace_folder
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.materialize import materialize
+from rlcore.engines.materialize import materialize, read_again
 from rlcore.engines.micro_batch import Share
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
+from rlcore.engines.pieces import own_pieces
 from rlcore.engines.saving import Saver
-from rlcore.engines.sharding import Sharding, local_part, own_box, reshard, shard, whole
+from rlcore.engines.sharding import Sharding, reshard, shard
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.engines.sync.parties import call_each
 from rlcore.engines.sync.sender import Sender
 from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
 from rlcore.engines.weight_source import open_weights
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
+from rlcore.weights.adapters import adapted_layers
+from rlcore.weights.view import Adapters, whole
 
 _COLLECTIVE_TIMEOUT_S = 3600.0
 """Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
@@ -50,14 +53,19 @@ class Fsdp2Worker(Worker):
         self._context = context
         self._saver = Saver(self.device)
 
-    def build(self, module: TrainModule, **options: Any) -> bool:
-        """Shard and materialize the module; True if it has an optimizer. ``options`` are those of ``Sharding``."""
+    def build(self, module: TrainModule, seed: int, **options: Any) -> bool:
+        """Shard and materialize the module; True if it has an optimizer.
+
+        Args:
+            seed: of parameters that start fresh.
+            options: those of ``Sharding``.
+        """
         self._sharding = sharding = Sharding(**options)
         device, context = self.device.torch_device, self._context
         source = open_weights(module, sharding.torch_dtype)
         self._class_name = type(module).__name__  # FSDP changes it
         shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
-        materialize(module, source, device, sharding.torch_dtype)
+        materialize(module, source, device, seed=seed)
         module.train()
         module.on_weights_materialized()
         self.module = module
@@ -118,14 +126,15 @@ class Fsdp2Worker(Worker):
 
     # ---------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
         """Whole weights; of several workers in processes of their own only the first has them."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self._whole_weights() if self._speaks}
+        weights = self._whole_weights(adapters)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self._speaks}
 
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _whole_weights(self, adapters: Adapters = "merged") -> Iterator[tuple[str, Tensor]]:
         """Gathered one at a time: all workers must take all of them."""
         reshard(self.module)
-        for name, tensor in self.module.named_weights():
+        for name, tensor in self.module.named_weights(adapters):
             yield name, whole(tensor)
 
     @property
@@ -136,11 +145,19 @@ class Fsdp2Worker(Worker):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         reshard(self.module)
-        own = dict(self.module.named_weights())
-        if found := mismatch(own, state):
-            raise InvalidInputError(f"load_state_dict() needs exactly what state_dict() gives: {found}")
-        for name, tensor in own.items():
-            local_part(tensor).copy_(state[name][own_box(tensor)])
+        has_adapters = bool(adapted_layers(self.module))
+        own = {weight.name: weight for weight in self.module.weight_views("only" if has_adapters else "base")}
+        if found := mismatch({name: weight.view for name, weight in own.items()}, state):
+            call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
+            raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
+        if computed := [name for name, weight in own.items() if weight.parameter is None]:
+            raise UnsupportedError(
+                f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
+            )
+        for name, weight in own.items():
+            assert weight.parameter is not None
+            for box, tensor in own_pieces(weight.view, weight.parameter):
+                tensor.copy_(state[name][box])
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
@@ -164,6 +181,8 @@ class Fsdp2Worker(Worker):
         self._sender.revoke()
         self._residents["weights"].forget()
         self._residents["optimizer"].forget()
+        if frozen := train_state.unsaved(self.module):
+            read_again(self.module, open_weights(self.module, self._sharding.torch_dtype), frozen)
         train_state.restore(saved, self.module, self.device)
         extra: dict[str, Any] = saved.state["extra"]
         return extra

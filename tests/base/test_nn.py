@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from rlcore.nn import TrainModule, WeightView
+from rlcore.nn import TrainModule
+from rlcore.weights.view import Adapters, WeightView
 
 
 class Experts(TrainModule):
@@ -18,8 +19,8 @@ class Experts(TrainModule):
         self.router = nn.Linear(2, 3)
         self.fused = nn.Parameter(torch.arange(3 * 4 * 2.0).view(3, 4, 2))
 
-    def weight_views(self) -> Iterator[WeightView]:
-        for weight in super().weight_views():
+    def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
+        for weight in super().weight_views(adapters):
             if weight.name != "fused":
                 yield weight
                 continue

@@ -1,0 +1,151 @@
+"""Adapters that peft has put into a module in place, by ``module.add_adapter`` or ``peft.inject_adapter_in_model``.
+
+A layer with an adapter holds the layer it replaced as ``base_layer``, whose weights keep the names they had. Merging
+and initialization are peft's own, done on a copy of one layer at a time: the live weights are never written.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlcore.errors import UnsupportedError
+from rlcore.weights.view import whole
+
+_INITIAL = (True, False, "gaussian")
+"""Of ``init_lora_weights``: those that do not need the base weights, which are on meta when peft computes them."""
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """The layers that hold adapters, outermost first, by path."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # else nobody can have used it
+    if peft is None:
+        return {}
+    return {path: part for path, part in module.named_modules() if isinstance(part, peft.BaseTunerLayer)}
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Raise UnsupportedError for what cannot be trained, sharded and merged here."""
+    layers = adapted_layers(module)
+    if not layers:
+        return
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for path, part in module.named_modules():
+        if isinstance(part, AuxiliaryTrainingWrapper):
+            raise UnsupportedError(
+                f"peft's {type(part).__name__} at {path}",
+                "it holds a second copy of the layer; train the layer itself: leave out modules_to_save and call "
+                "requires_grad_(True) on its parameters",
+            )
+    for path, layer in layers.items():
+        if not isinstance(layer, LoraLayer):
+            raise UnsupportedError(f"peft's {type(layer).__name__} at {path}", "the adapters supported are LoRA's")
+        if any(layer.use_dora.values()):
+            raise UnsupportedError(f"DoRA at {path}", "it starts from the base weights, which are read later")
+    _check_tied(module, layers)
+    for adapter, config in module.peft_config.items():  # type: ignore[union-attr, operator]
+        if config.init_lora_weights not in _INITIAL:
+            raise UnsupportedError(
+                f"init_lora_weights={config.init_lora_weights!r} of adapter {adapter!r}",
+                f"it starts from the base weights, which are read later; use one of {_INITIAL}",
+            )
+
+
+def _check_tied(module: nn.Module, layers: Mapping[str, Any]) -> None:
+    """A merge would change the other layer too."""
+    held_at: dict[Tensor, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path = next((path for path in layers if name.startswith(f"{path}.")), "")
+        if held_at.setdefault(parameter, path) != path:
+            raise UnsupportedError(f"an adapter on {path or held_at[parameter]}", f"its weight is tied, also as {name}")
+
+
+def base_name(layers: Mapping[str, Any], name: str) -> str | None:
+    """The name that a parameter has in the module without adapters; None if it is an adapter's own."""
+    kept: list[str] = []
+    path = ""
+    for part in name.split("."):
+        if path not in layers:
+            kept.append(part)
+        elif part != "base_layer":
+            return None
+        path = f"{path}.{part}" if path else part
+    return ".".join(kept)
+
+
+def adapter_names(module: nn.Module) -> dict[str, str]:
+    """Parameters of the active adapters: their names in the module, and those that peft's files have without prefix."""
+    layers = adapted_layers(module)
+    found = {}
+    for name, _ in module.named_parameters() if layers else ():
+        if base_name(layers, name) is None:
+            kept = [part for part in name.split(".") if part not in layers[_innermost(layers, name)].active_adapters]
+            found[name] = ".".join(kept)
+    return found
+
+
+class Merged:
+    """Base weights with the active adapters added: of one layer at a time, as views of one parameter come together."""
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._layers = layers
+        self._path = ""
+        self._weights: dict[str, Tensor] = {}
+
+    def changes(self, name: str) -> bool:
+        """Whether ``name``, in the module as it is, belongs to a layer with adapters."""
+        return any(name.startswith(f"{path}.") for path in self._layers)
+
+    def weight(self, name: str) -> Tensor:
+        """Whole, and on every rank; all take part."""
+        path = next(path for path in self._layers if name.startswith(f"{path}."))  # the outermost
+        if path != self._path:
+            self._weights.clear()  # before there is a second one
+            self._path, self._weights = path, _merged(self._layers[path])
+        return self._weights[name.removeprefix(f"{path}.").replace("base_layer.", "")]
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> dict[str, Tensor]:
+    values = {id(parameter): _whole_copy(parameter) for parameter in layer.parameters()}
+    copied = copy.deepcopy(layer, values)
+    for part in [copied, *adapted_layers(copied).values()]:
+        if not part.merged:
+            part.merge()
+    return {name: parameter.detach() for name, parameter in copied.get_base_layer().named_parameters()}
+
+
+def _whole_copy(parameter: Tensor) -> nn.Parameter:
+    value = whole(parameter.detach())
+    return nn.Parameter(value if isinstance(parameter, DTensor) else value.clone(), requires_grad=False)
+
+
+def fresh_adapter(module: nn.Module, name: str) -> Tensor:
+    """What peft makes of the adapter's parameter ``name`` at the start, with the host's random numbers."""
+    layers = adapted_layers(module)
+    path = _innermost(layers, name)
+    layer = layers[path]
+    values: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.randn(parameter.shape)) for parameter in layer.parameters()
+    }
+    copied = copy.deepcopy(layer, values | {id(layer.base_layer): layer.base_layer})
+    for child in (child for key, child in copied.named_children() if key != "base_layer"):
+        for part in child.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()  # what init_lora_weights=False leaves
+    for adapter, config in module.peft_config.items():  # type: ignore[union-attr, operator]
+        copied.reset_lora_parameters(adapter, config.init_lora_weights)
+    fresh: Tensor = copied.get_parameter(name.removeprefix(f"{path}.")).detach()
+    return fresh
+
+
+def _innermost(layers: Mapping[str, Any], name: str) -> str:
+    return max((path for path in layers if name.startswith(f"{path}.")), key=len)

@@ -1,0 +1,76 @@
+"""Every weight of a module, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.weights.adapters import Merged, adapted_layers, adapter_names, base_name
+from rlcore.weights.stored import Conversion, StoredTensor
+from rlcore.weights.view import Adapters, WeightView, seen_in, whole
+
+
+def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | None = None) -> Iterator[WeightView]:
+    """Parameters, tied ones once, and persistent buffers.
+
+    Args:
+        conversion: to the names of checkpoints; None: they are the module's own.
+    """
+    if adapters == "only":
+        for name, short in adapter_names(module).items():
+            parameter = module.get_parameter(name)
+            yield WeightView(short, parameter, _on_meta(parameter))
+        return
+    layers = adapted_layers(module)
+    merged = Merged(layers if adapters == "merged" else {})
+    own_names: dict[str, str] = {}  # by the names without adapters
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(module):
+        if (base := base_name(layers, name)) is not None:
+            own_names[base], tensors[base] = name, tensor
+    first = {id(tensor): base for base, tensor in reversed(tensors.items())}
+
+    def value(base: str) -> Tensor:
+        name = own_names[base]
+        return merged.weight(name) if merged.changes(name) else whole(tensors[base].detach())
+
+    def seen(base: str, view: Tensor) -> Tensor:
+        return seen_in(value(base), view)
+
+    def reverted(name: str, sources: tuple[str, ...]) -> Tensor:
+        assert conversion is not None
+        return conversion.revert({base: value(base) for base in sources})[name]
+
+    for name, sources, meta, is_view in _stored(tensors, conversion):
+        base = sources[0]
+        if not is_view:
+            yield WeightView(name, None, _on_meta(meta), partial(reverted, name, sources))
+        elif first[id(tensors[base])] != base:
+            continue
+        elif merged.changes(own_names[base]):
+            yield WeightView(name, None, _on_meta(meta), partial(seen, base, meta))
+        else:
+            yield WeightView(name, tensors[base], meta)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones by each name, and persistent buffers: what ``state_dict()`` has, without its hooks."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _stored(tensors: dict[str, Tensor], conversion: Conversion | None) -> list[StoredTensor]:
+    own = {name: _on_meta(tensor) for name, tensor in tensors.items()}
+    if conversion is not None:
+        return conversion.stored(own)
+    return [StoredTensor(name, (name,), meta, True) for name, meta in own.items()]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
