@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rlcore.engines.sharding import local_part, reshard, whole
+from rlcore.engines.sharding import local_part, reshard
 from rlcore.engines.sync.source import Manifest, Source, describe
-from rlcore.nn import TrainModule, WeightView
+from rlcore.nn import TrainModule
+from rlcore.weights.view import WeightView, whole
 
 
 class ModuleHolding:

@@ -20,7 +20,7 @@ from rlcore.engines.sharding import local_part
 from rlcore.errors import SyncError
 
 if TYPE_CHECKING:
-    from rlcore.nn import WeightView
+    from rlcore.weights.view import WeightView
 
 Rows = tuple[int, int]
 """[first, end) of dimension 0."""

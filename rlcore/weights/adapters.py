@@ -97,20 +97,30 @@ class Merged:
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = layers
-        self._path = ""
+        self._made_of: tuple[str, list[int]] = "", []
+        self._given: set[str] = set()
         self._weights: dict[str, Tensor] = {}
 
     def changes(self, name: str) -> bool:
         """Whether ``name``, in the module as it is, belongs to a layer with adapters."""
         return any(name.startswith(f"{path}.") for path in self._layers)
 
-    def weight(self, name: str) -> Tensor:
-        """Whole, and on every rank; all take part."""
+    def weight(self, name: str, asker: str) -> Tensor:
+        """Whole, and on every rank; all take part. Made anew for one who asks again."""
         path = next(path for path in self._layers if name.startswith(f"{path}."))  # the outermost
-        if path != self._path:
+        made_of = path, [_version(parameter) for parameter in self._layers[path].parameters()]
+        if made_of != self._made_of or asker in self._given:
             self._weights.clear()  # before there is a second one
-            self._path, self._weights = path, _merged(self._layers[path])
+            self._given.clear()
+            self._weights, self._made_of = _merged(self._layers[path]), made_of
+        self._given.add(asker)
         return self._weights[name.removeprefix(f"{path}.").replace("base_layer.", "")]
+
+
+def _version(parameter: Tensor) -> int:
+    """Counts what has been written in place."""
+    value = parameter.detach()
+    return (value.to_local() if isinstance(value, DTensor) else value)._version
 
 
 @torch.no_grad()

@@ -33,16 +33,16 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
             own_names[base], tensors[base] = name, tensor
     first = {id(tensor): base for base, tensor in reversed(tensors.items())}
 
-    def value(base: str) -> Tensor:
+    def value(base: str, asker: str) -> Tensor:
         name = own_names[base]
-        return merged.weight(name) if merged.changes(name) else whole(tensors[base].detach())
+        return merged.weight(name, asker) if merged.changes(name) else whole(tensors[base].detach())
 
-    def seen(base: str, view: Tensor) -> Tensor:
-        return seen_in(value(base), view)
+    def seen(name: str, base: str, view: Tensor) -> Tensor:
+        return seen_in(value(base, name), view)
 
     def reverted(name: str, sources: tuple[str, ...]) -> Tensor:
         assert conversion is not None
-        return conversion.revert({base: value(base) for base in sources})[name]
+        return conversion.revert({base: value(base, name + base) for base in sources})[name]
 
     for name, sources, meta, is_view in _stored(tensors, conversion):
         base = sources[0]
@@ -51,7 +51,7 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
         elif first[id(tensors[base])] != base:
             continue
         elif merged.changes(own_names[base]):
-            yield WeightView(name, None, _on_meta(meta), partial(seen, base, meta))
+            yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, meta))
         else:
             yield WeightView(name, tensors[base], meta)
 

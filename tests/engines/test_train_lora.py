@@ -1,0 +1,250 @@
+"""Adapters of peft on a sharded module: only they train, and what leaves the module is merged as peft merges it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import rlcore
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+VOCAB = 21
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+WRAPPERS = ("base_model.", "base_layer", "_orig_mod", "_checkpoint_wrapped_module", ".default")
+
+
+def policy_of(transformers_class: Any) -> Any:
+    class Policy(HuggingFaceTrainModule, transformers_class):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # else signs of 0 to rounding
+
+        def what_trains(self) -> dict[str, list[str]]:
+            names = {parameter: name for name, parameter in self.named_parameters()}
+            return {
+                "states": [names[parameter] for parameter in self.optimizer.state],
+                "dtypes": sorted({str(parameter.dtype) for parameter in self.parameters() if parameter.requires_grad}),
+                "frozen dtypes": sorted({str(held.dtype) for held in self.parameters() if not held.requires_grad}),
+            }
+
+    return Policy
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    from transformers import Qwen2ForCausalLM
+
+    return policy_of(Qwen2ForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def moe_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> Path:
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return write_checkpoint(Qwen3MoeConfig(**tiny_config, **experts))
+
+
+def lora_module(module_class: Any, folder: Path, **config: Any) -> Any:
+    with rlcore.meta_device():
+        module = module_class.from_pretrained(folder)
+        module.add_adapter(peft.LoraConfig(r=4, **config))
+    return module
+
+
+Build = Callable[..., rlcore.TrainEngine]
+
+
+@pytest.fixture(scope="module")
+def build(dense: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """``build(module, workers, **options)``; the worker processes are shared, as one engine stays."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+
+        def get(module: Any, workers: int, **options: Any) -> rlcore.TrainEngine:
+            engine = stack.enter_context(rlcore.TrainEngine(module))
+            devices = [f"cpu:{index}" for index in range(workers)]
+            return engine.build(devices=devices, data_parallel_size=workers, launcher="process", **options)
+
+        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+        get(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
+        yield get
+
+
+def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(VOCAB, (sum(lengths),), generator=generator),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
+        "advantages": torch.randn(len(lengths), generator=generator),
+    }
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def merged_by_peft(folder: Path, adapters: dict[str, Tensor], **config: Any) -> dict[str, Tensor]:
+    """Checkpoint names and weights that peft and transformers write for the same adapters."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=4, **config))
+    report = peft.set_peft_model_state_dict(model, {f"base_model.model.{name}": w for name, w in adapters.items()})
+    assert not report.unexpected_keys, "state_dict(adapters='only') has peft's names"
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    return load_file(folder / "merged" / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:The PEFT config's", "ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_only_adapters_train_and_merge_as_in_peft(
+    kind: str, request: pytest.FixtureRequest, copy_of: Any, build: Build, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+
+    is_dense = kind == "dense"
+    folder = copy_of(request.getfixturevalue("qwen2_folder" if is_dense else "moe_folder"))
+    module_class = request.getfixturevalue("dense") if is_dense else policy_of(Qwen3MoeForCausalLM)
+    config: dict[str, Any] = {"target_modules": TARGETS} if is_dense else EXPERTS
+    alone, sharded = (build(lora_module(module_class, folder, **config), workers) for workers in (1, 2))
+
+    base, fresh = alone.state_dict(adapters="base"), alone.state_dict(adapters="only")
+    assert_equal(alone.state_dict(), base)
+    assert_equal(sharded.state_dict(adapters="only"), fresh)
+    assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in fresh.items())
+    for _ in range(2):
+        expected = alone.train_batch(batch_of(), ppo_clip())
+        assert sharded.train_batch(batch_of(), ppo_clip()) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    for what in sharded.what_trains():
+        assert len(what["states"]) == len(fresh) and all("lora_" in name for name in what["states"])
+
+    adapters, merged = sharded.state_dict(adapters="only"), sharded.state_dict()
+    assert_close(adapters, alone.state_dict(adapters="only"))
+    assert not any(wrapper in name for name in merged for wrapper in WRAPPERS)
+    assert_equal(sharded.state_dict(adapters="base"), base)
+    assert any(not torch.equal(merged[name], base[name]) for name in base)
+    assert_close(merged, merged_by_peft(folder, adapters, **config))
+
+    sharded.export(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = batch_of()["input_ids"][None, :12]
+    scored = sharded.forward_logprobs({"input_ids": ids[0], "cu_seqlens": torch.tensor([0, 12])})
+    with torch.no_grad():
+        expected_TV = exported(ids).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(scored[1:], expected_TV.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
+    dense: Any, qwen2_folder: Path, build: Build, tmp_path: Path
+) -> None:
+    module = lora_module(dense, qwen2_folder, target_modules=TARGETS)
+    engine = build(module, 2)
+    engine.train_batch(batch_of(), ppo_clip())
+    engine.save(tmp_path / "checkpoint")
+    merged = engine.state_dict()
+    expected = engine.train_batch(batch_of(seed=1), ppo_clip())
+
+    files = list((tmp_path / "checkpoint").glob("weights-*.safetensors"))
+    assert all("lora_" in name for file in files for name in safe_open(file, framework="pt").keys())  # noqa: SIM118
+    engine.restart()
+    assert_equal(engine.state_dict(), merged)
+    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
+
+    engine.meta("weights")
+    engine.onload("weights")
+    engine.load(tmp_path / "checkpoint")
+    assert_equal(engine.state_dict(), merged)
+
+    other = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 1)
+    other.load(tmp_path / "checkpoint")
+    assert_close(other.state_dict(), merged)
+
+
+def test_load_state_dict_takes_adapters(dense: Any, qwen2_folder: Path, build: Build) -> None:
+    engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
+    adapters = {name: torch.randn(tensor.shape) for name, tensor in engine.state_dict(adapters="only").items()}
+    engine.load_state_dict(adapters)
+    assert_equal(engine.state_dict(adapters="only"), adapters)
+    with pytest.raises(InvalidInputError, match=r"needs exactly what state_dict\(adapters='only'\) gives: missing"):
+        engine.load_state_dict(engine.state_dict())
+
+
+def test_the_seed_of_the_program_is_that_of_the_adapters(dense: Any, qwen2_folder: Path, build: Build) -> None:
+    def fresh(seed: int) -> dict[str, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return build(lora_module(dense, qwen2_folder, target_modules=["q_proj"]), 1).state_dict(adapters="only")
+
+    first, again, other = fresh(3), fresh(3), fresh(4)
+    assert_equal(first, again)
+    random = [name for name in first if "lora_A" in name]
+    assert not any(torch.equal(first[name], other[name]) for name in random)
+    assert not torch.equal(first[random[0]], first[random[1]]), "each layer has its own"
+
+
+def test_what_is_frozen_is_kept_in_the_compute_dtype(dense: Any, qwen2_folder: Path, build: Build) -> None:
+    module = lora_module(dense, qwen2_folder, target_modules=TARGETS)
+    engine = build(module, 2, compute_dtype="bfloat16")
+    assert engine.train_batch(batch_of(), ppo_clip())["grad_norm"] > 0
+    for what in engine.what_trains():
+        assert (what["dtypes"], what["frozen dtypes"]) == (["torch.float32"], ["torch.bfloat16"])
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"use_dora": True},
+            r"DoRA at model.layers.0.self_attn.q_proj is not supported: it starts from the base weights",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper at lm_head is not supported: it holds a second copy"),
+        ({"target_modules": ["embed_tokens"]}, "an adapter on model.embed_tokens is not supported: its weight is tied"),
+    ],
+)
+def test_what_peft_has_and_this_has_not_is_refused(
+    config: dict[str, Any], message: str, dense: Any, qwen2_folder: Path
+) -> None:
+    module = lora_module(dense, qwen2_folder, **{"target_modules": ["q_proj"], **config})
+    with pytest.raises(UnsupportedError, match=message):
+        rlcore.TrainEngine(module)
+
+
+def test_adapters_that_start_from_base_weights_are_refused(dense: Any, qwen2_folder: Path) -> None:
+    module = lora_module(dense, qwen2_folder, target_modules=["q_proj"])
+    module.peft_config["default"].init_lora_weights = "olora"
+    with pytest.raises(UnsupportedError, match="init_lora_weights='olora' of adapter 'default' is not supported"):
+        rlcore.TrainEngine(module)
+
+
+def test_other_kinds_of_adapters_are_refused(dense: Any, qwen2_folder: Path) -> None:
+    with rlcore.meta_device():
+        module = dense.from_pretrained(qwen2_folder)
+        module = peft.inject_adapter_in_model(peft.LoHaConfig(r=4, target_modules=["q_proj"]), module)
+    with pytest.raises(UnsupportedError, match="the adapters supported are LoRA's"):
+        rlcore.TrainEngine(module)
