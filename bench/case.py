@@ -7,7 +7,7 @@ compares what it returned with a reference, in the run that is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlcore.bench.result import Effort
@@ -38,6 +38,10 @@ class Contender:
     """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock."""
     quantities: Callable[[Any], Mapping[str, Quantity]] | None = None
     """What else is recorded of each timed run, by metric name, from what ``run`` returned."""
+    params: Mapping[str, int | float | str] = field(default_factory=dict)
+    """Beside those of the work, where contenders differ in size."""
+    limits: Mapping[str, int] | None = None
+    """Instead of those of the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class Work:
     limits: Mapping[str, int] | None = None
     """What one run needs of each measured limit (``Calibration.limits``), such as {"to_device/pinned": nbytes}.
     None: ``flops`` of products of ``params["dtype"]``, ``bytes`` of the device's memory."""
+    close: Callable[[], None] | None = None
+    """Called when all is measured: ends what ``prepare`` started."""
     num_runs: int | None = None
     """Exactly so many runs, each timed and checked, none to warm up: for a whole program that takes minutes.
     None: the runner warms up and samples as ``Sampling`` says."""

@@ -43,8 +43,7 @@ def share_of_limit(result: CaseResult, calibration: Calibration | None) -> Share
 
 def times(result: CaseResult) -> list[float]:
     """Seconds of the device's own clock where there is one, else of the host's."""
-    names = [metric.name for metric in result.metrics]
-    return result.samples("device_time" if "device_time" in names else "time")
+    return result.samples("device_time" if result.has("device_time") else "time")
 
 
 def peak(system: System, limit: str) -> Peak | None:

@@ -8,6 +8,7 @@ several runs; how many is recorded. Single runs find a cold cache. A case of min
 from __future__ import annotations
 
 import math
+import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -53,6 +54,14 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
         work = case.prepare(device)
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
         return [_not_measured(case.name, "", {}, error)]
+    try:
+        return _measure(case, work, device, sampling, monitor)
+    finally:
+        if work.close is not None:
+            work.close()
+
+
+def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
     flush = _Flush(device)
     trials = [_Trial(contender, device, sampling, work.num_runs, flush) for contender in work.contenders]
     for trial in trials:
@@ -101,12 +110,13 @@ class _Trial:
         self.num_warmup = 0
         self.runs_per_sample = 1
         self.samples: list[float] = []
-        self.device_samples: list[float] = []
+        self.own_samples: dict[str, list[float]] = {}
+        """By the name of a clock beside the host's."""
         self.quantities: dict[str, list[Quantity]] = {}
         self.error: Exception | None = None
         self._flush = flush
         self._output: Any = None
-        self._device_s: float | None = None
+        self._own: dict[str, float] = {}
         self._spent_s = 0.0
 
     def attempt(self, step: Any) -> None:
@@ -151,8 +161,8 @@ class _Trial:
         if self.is_cold:
             self._flush()
         self.samples.append(self._timed(self.runs_per_sample))
-        if self._device_s is not None:
-            self.device_samples.append(self._device_s)
+        for name, seconds in self._own.items():
+            self.own_samples.setdefault(name, []).append(seconds)
         if self.num_runs is not None:
             self.contender.check(self._output)
         if self.contender.quantities is not None:
@@ -174,8 +184,7 @@ class _Trial:
 
     def metrics(self) -> list[Metric]:
         found = [Metric(name="time", unit="s", samples=self.samples)]
-        if self.device_samples:
-            found.append(Metric(name="device_time", unit="s", samples=self.device_samples))
+        found += [Metric(name=name, unit="s", samples=samples) for name, samples in self.own_samples.items()]
         if self.first_run_s is not None:
             found.append(Metric(name="first_run", unit="s", samples=[self.first_run_s]))
         return found + [
@@ -189,12 +198,12 @@ class _Trial:
         self._output = None
 
     def _timed(self, runs: int) -> float:
-        """Seconds of one run by the host's clock; ``_device_s`` is what events say, where that is another clock."""
+        """Seconds of one run by the host's clock; ``_own`` is what it took by clocks that others do not advance."""
         self._output = None  # so that memory holds one output, not two
-        run = self.contender.run
-        events = None if self.device.spec.is_host else [self.device.streams.event(timing=True) for _ in range(2)]
+        run, is_host = self.contender.run, self.device.spec.is_host
+        events = None if is_host else [self.device.streams.event(timing=True) for _ in range(2)]
         self.device.synchronize()
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), _processor_s()
         if events:
             events[0].record()
         for _ in range(runs):
@@ -202,31 +211,40 @@ class _Trial:
         if events:
             events[1].record()
         self.device.synchronize()
-        elapsed = time.perf_counter() - start
+        elapsed, processor = time.perf_counter() - start, _processor_s() - processor
         self._output = output
         self._spent_s += elapsed
         if self.contender.seconds is not None:
             return self.contender.seconds(output)
-        self._device_s = events[0].elapsed_time(events[1]) / 1000 / runs if events else None
+        if events:
+            self._own = {"device_time": events[0].elapsed_time(events[1]) / 1000 / runs}
+        elif processor > 0:
+            self._own = {"processor_time": processor / runs}
         return elapsed / runs
 
 
+def _processor_s() -> float:
+    """Of all threads of this process, and of the children it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
 def _result(case: Case, work: Work, trial: _Trial, monitor: Monitor) -> CaseResult:
-    name = trial.contender.implementation
+    name, params = trial.contender.implementation, {**work.params, **trial.contender.params}
     if trial.error is not None:
-        return _not_measured(case.name, name, dict(work.params), trial.error)
+        return _not_measured(case.name, name, params, trial.error)
     telemetry = monitor.telemetry()
     return CaseResult(
         name=case.name,
         implementation=name,
         status="pass",
-        params=dict(work.params),
+        params=params,
         metrics=trial.metrics(),
         num_warmup=trial.num_warmup,
         runs_per_sample=trial.runs_per_sample,
         flops=work.flops,
         bytes=work.bytes,
-        limits=_limits(work),
+        limits=_limits(work) if trial.contender.limits is None else dict(trial.contender.limits),
         cache="cold" if trial.is_cold else "warm",
         telemetry=telemetry,
         marks=marks(telemetry),

@@ -29,7 +29,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
-    """"time" is the wall clock's; "device_time" that of events on the device; "first_run" is reported apart."""
+    """"time" is the wall clock's, "device_time" that of events on the device, "processor_time" that of the host's
+    processors in this process; "first_run" is reported apart."""
     unit: str
     samples: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """In the order measured, none left out."""
@@ -94,8 +95,16 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.status != "pass" and (self.metrics or not self.reason):
             raise ValueError(f"a result with status {self.status!r} must have a reason and no metrics")
 
+    def has(self, metric: str) -> bool:
+        return any(found.name == metric for found in self.metrics)
+
     def samples(self, metric: str) -> list[float]:
         return next(found.samples for found in self.metrics if found.name == metric)
+
+
+def identity(result: CaseResult) -> tuple[object, ...]:
+    """Equal for results that measure the same in the same way."""
+    return result.name, result.implementation, tuple(sorted(result.params.items()))
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from rlcore.bench.case import Case
 from rlcore.bench.measure import Sampling
-from rlcore.bench.result import CaseResult, Effort, Metric, Record, write
+from rlcore.bench.result import CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.errors import BenchError
 
@@ -127,8 +127,8 @@ def _merged(earlier: list[CaseResult], later: list[CaseResult]) -> list[CaseResu
     """All samples of what passed in every round; the failure of what did not."""
     if any(not result.implementation for result in later):  # the case as a whole failed
         return later
-    found = {result.implementation: result for result in later}
-    return [_joined(result, found[result.implementation]) for result in earlier if result.implementation in found]
+    found = {identity(result): result for result in later}
+    return [_joined(result, found[identity(result)]) for result in earlier if identity(result) in found]
 
 
 def _joined(first: CaseResult, second: CaseResult) -> CaseResult:

@@ -17,6 +17,7 @@ from rlcore.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
+    from rlcore.bench.compare import Comparison, Row
     from rlcore.bench.estimate import Durations
     from rlcore.bench.result import Calibration, CaseResult, Effort, Record
 
@@ -42,6 +43,9 @@ def run(
     device: DeviceName = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: minutes on an accelerator.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Everything, cases that take minutes too.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often all is measured again, in new processes; more, less noise.")
+    ] = None,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Measure the limits of this machine again.")
     ] = False,
@@ -51,6 +55,8 @@ def run(
 
     A case that is named runs whatever the kind of run. Exit code 1 when one failed or ran out of memory.
     """
+    from dataclasses import replace
+
     from rlcore.bench.case import select_cases
     from rlcore.bench.estimate import Durations
     from rlcore.bench.isolated import Isolated, with_limits
@@ -62,6 +68,7 @@ def run(
         raise InvalidInputError("--quick and --full contradict each other; give one of them")
     effort: Effort = "quick" if quick else "full" if full else "standard"
     plan, on = PLANS[effort], get_device(device)
+    plan = plan if rounds is None else replace(plan, rounds=rounds)
     found = select_cases(cases or [])
     left_out = [case for case in found if not cases and plan.leaves_out(case)]
     chosen = [case for case in found if case not in left_out]
@@ -95,6 +102,83 @@ def run(
         sys.stdout.flush()
     print(path, file=sys.stderr)
     raise typer.Exit(int(any(result.status in ("fail", "oom") for result in done.cases)))
+
+
+@bench.command("compare")
+def compare_records(
+    records: Annotated[
+        list[Path], typer.Argument(help="Two records or more; the first is what others are compared with.")
+    ],
+    price: Annotated[
+        list[str] | None,
+        typer.Option(help="USD an hour for one device of a record, by its file name.", metavar="NAME=USD"),
+    ] = None,
+    fail_on_regression: Annotated[
+        bool, typer.Option("--fail-on-regression", help="Exit with 1 when anything is slower, or no longer passes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: what differs in machine and software, then the ratio of each result."""
+    from dataclasses import asdict
+
+    from rlcore.bench.compare import compare, parse_prices
+    from rlcore.bench.result import read
+
+    if len(records) < 2:
+        raise InvalidInputError(f"compare takes two records or more, got {len(records)}")
+    names = [path.stem for path in records]
+    prices = parse_prices(price or [], names)
+    first, *others = [read(path) for path in records]
+    found = [
+        compare(first, other, names=(names[0], name), prices=prices)
+        for other, name in zip(others, names[1:], strict=True)
+    ]
+    if fail_on_regression and not all(one.is_same_device for one in found):
+        raise InvalidInputError(
+            "--fail-on-regression takes runs of the same kind of device; these are of different ones"
+        )
+    if as_json:
+        print_json([asdict(one) | {"statement": one.statement} for one in found])
+    else:
+        for one in found:
+            _print_comparison(one)
+    raise typer.Exit(int(fail_on_regression and any(one.regressions for one in found)))
+
+
+def _print_comparison(found: Comparison) -> None:
+    rows = [[name, *pair] for name, pair in found.differences.items()]
+    print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
+    print(found.statement + "\n")
+    header = ["case", "implementation", found.name_a, found.name_b, "ratio", "99 % interval", "noise", "p", "verdict"]
+    prices = any(row.cost_ratio for row in found.rows)
+    print_table(header + ["cost ratio", "USD/M tokens"] * prices, [_compared(row, prices) for row in found.rows])
+    counts = {
+        verdict: sum(row.verdict == verdict for row in found.rows) for verdict in ("about equal", "faster", "slower")
+    }
+    mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + mean)
+
+
+def _compared(row: Row, has_prices: bool) -> list[str]:
+    if row.difference is None or row.median_a is None or row.median_b is None:
+        return [row.case, row.implementation, "", "", "", "", "", "", f"{row.verdict}: {row.reason}"] + [
+            ""
+        ] * 2 * has_prices
+    found = row.difference
+    usd = row.usd_per_million_tokens
+    costs = ["" if row.cost_ratio is None else f"{row.cost_ratio:.2f}", f"{usd[0]:.3g} / {usd[1]:.3g}" if usd else ""]
+    return [
+        row.case,
+        row.implementation,
+        format_seconds(row.median_a),
+        format_seconds(row.median_b),
+        f"{found.ratio:.3f}",
+        f"{found.low:.3f} to {found.high:.3f}",
+        f"{found.noise:.1%}",
+        f"{found.p:.1g}",
+        row.verdict,
+        *costs * has_prices,
+    ]
 
 
 @contextlib.contextmanager

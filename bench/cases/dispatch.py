@@ -29,9 +29,17 @@ def _prepare_op_choice(device: Any) -> Work:
     return Work(contenders=(Contender(implementation="dispatch", run=run, check=check),), params={})
 
 
-device_lookup_case = Case(name="dispatch/device", description="rlcore.get_device(name)", prepare=_prepare_device_lookup)
+device_lookup_case = Case(
+    name="dispatch/device",
+    description="rlcore.get_device(name)",
+    prepare=_prepare_device_lookup,
+    effort="quick",
+    estimate_s=0.5,
+)
 op_choice_case = Case(
     name="dispatch/op",
     description="choosing the implementation of an operator for a query seen before",
     prepare=_prepare_op_choice,
+    effort="quick",
+    estimate_s=0.5,
 )

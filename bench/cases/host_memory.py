@@ -18,6 +18,13 @@ def _pinned(device: Any, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.memory.can_pin)
 
 
+def _needs(device: Any, to_device: bool, nbytes: int) -> dict[str, int]:
+    """Of the link; where the device is the host, of its memory, which is read and written."""
+    if device.spec.is_host:
+        return {"memory": 2 * nbytes}
+    return {f"{'to_device' if to_device else 'to_host'}/pinned": nbytes}
+
+
 def _prepare_alloc(device: Any) -> Work:
     def exact() -> int:
         buffer = device.memory.host_alloc(_BUFFER_BYTES)
@@ -52,7 +59,7 @@ def _prepare_copies(to_device: bool, device: Any) -> Work:
     return Work(
         contenders=tuple(contender(name, host) for name, host in buffers.items()),
         params={"bytes": _BUFFER_BYTES},
-        bytes=_BUFFER_BYTES,
+        limits=_needs(device, to_device, _BUFFER_BYTES),
     )
 
 
@@ -84,7 +91,7 @@ def _prepare_batch(to_device: bool, device: Any) -> Work:
             contender("one_copy", lambda: one_dst.copy_(one_src, non_blocking=True)),
         ),
         params={"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
-        bytes=sum(sizes),
+        limits=_needs(device, to_device, sum(sizes)),
     )
 
 

@@ -94,6 +94,7 @@ token_logprob_case = Case(
     name="kernels/token_logprob",
     description="log-probabilities of the targets and entropies from logits, forward and backward",
     prepare=functools.partial(_prepare_token_logprob, backward=True),
+    effort="quick",
 )
 token_logprob_forward_case = Case(
     name="kernels/token_logprob_forward",
@@ -150,6 +151,7 @@ def _linear_logprob_case(head: str, *, backward: bool) -> Case:
         name=f"kernels/{name}/{head}",
         description=f"log-probabilities and entropies from hidden states of a {head.upper()} model, {passes}",
         prepare=prepare,
+        effort="quick" if head == "8b" and backward else "standard",
     )
 
 

@@ -1,0 +1,168 @@
+"""Collectives of torch.distributed over one worker process a device, from 8 bytes to 1 GiB.
+
+S bytes are those of one rank's tensor, for all-gather and reduce-scatter of the whole one. Algorithm bandwidth is
+S / t; bus bandwidth multiplies it by what each rank must send: 2 (n-1)/n for all-reduce, (n-1)/n for all-gather,
+reduce-scatter and all-to-all, 1 for broadcast, as in nccl-tests. t is the slowest rank's, iteration by iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import UnsupportedError
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+
+_TIMEOUT_S = 300.0
+_SMALL = tuple(8 << exponent for exponent in range(0, 24, 3))
+"""8 B to 16 MiB, eightfold each."""
+_LARGE = (128 << 20, 1 << 30)
+_HOST_RANKS = 2
+_ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
+
+
+class _Timed(msgspec.Struct, frozen=True):
+    """What one rank saw."""
+
+    seconds: list[float]
+    is_right: bool
+
+
+class _Rank:
+    """Does a collective many times; all ranks do the same."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+
+    def measure(self, op: Op, nbytes: int, iterations: int) -> _Timed:
+        import torch.distributed as dist
+
+        group = self._context.process_group(_TIMEOUT_S)
+        rank, size, device = self._context.rank, self._context.world_size, self._context.device
+        numel = max(1, nbytes // 4 // size) * size
+        part = numel // size
+        at: dict[str, Any] = {"device": device.torch_device}
+        # Rank r holds r + 1 everywhere, so that every result is known.
+        sent = torch.full((part if op == "all_gather" else numel,), float(rank + 1), **at)
+        received = torch.zeros(part if op == "reduce_scatter" else numel, **at)
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(received, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(received, sent, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(received, sent, group=group),
+            "broadcast": lambda: dist.broadcast(received, 0, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
+        }
+        seconds = []
+        for _ in range(iterations + 1):
+            if op in ("all_reduce", "broadcast"):  # in place
+                received.copy_(sent)
+            dist.barrier(group=group)
+            device.synchronize()
+            started = time.perf_counter()
+            calls[op]()
+            device.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return _Timed(seconds[1:], torch.equal(received.cpu(), _expected(op, numel, size)))
+
+    def close(self) -> None:
+        pass
+
+
+def _expected(op: Op, numel: int, size: int) -> Tensor:
+    total = size * (size + 1) / 2
+    if op == "all_reduce":
+        return torch.full((numel,), total)
+    if op == "reduce_scatter":
+        return torch.full((numel // size,), total)
+    if op == "broadcast":
+        return torch.ones(numel)
+    return torch.arange(1.0, size + 1).repeat_interleave(numel // size)  # a part of each rank
+
+
+def bus_factor(op: Op, size: int) -> float:
+    """Bytes that each rank must send, for each byte of S."""
+    return {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(op, (size - 1) / size)
+
+
+def _prepare(op: Op, sizes: tuple[int, ...], device: Any) -> Work:
+    ranks = _HOST_RANKS if device.spec.is_host else device.count()
+    if ranks < 2:
+        raise UnsupportedError("a collective", f"there is one {device.spec.name} device")
+    names = [f"{device.spec.name}:{index}" for index in range(ranks)]
+    group = start_workers(_Rank, "the bench", names, launcher="process", timeout_s=_TIMEOUT_S)
+    backend = device.collectives.backend
+
+    def run(nbytes: int) -> list[_Timed]:
+        iterations = _FEW_ITERATIONS if nbytes >= _FEW_FROM else _ITERATIONS
+        found: list[_Timed] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
+        return found
+
+    def contender(nbytes: int) -> Contender:
+        return Contender(
+            implementation=backend,
+            run=functools.partial(run, nbytes),
+            check=_check,
+            seconds=lambda done: statistics.median(_slowest(done)),
+            quantities=functools.partial(_quantities, nbytes, bus_factor(op, ranks)),
+            params={"bytes": nbytes},
+            limits={"link": max(1, round(nbytes * bus_factor(op, ranks)))},
+        )
+
+    return Work(
+        contenders=tuple(map(contender, sizes)),
+        params={"op": op, "devices": ranks, "dtype": "float32"},
+        close=group.stop,
+    )
+
+
+def _check(done: list[_Timed]) -> None:
+    wrong = [rank for rank, one in enumerate(done) if not one.is_right]
+    expect(not wrong, f"a wrong result arrived at rank {wrong}")
+
+
+def _slowest(done: list[_Timed]) -> list[float]:
+    """Of each iteration, the slowest rank's time."""
+    return [max(times) for times in zip(*(one.seconds for one in done), strict=True)]
+
+
+def _quantities(nbytes: int, factor: float, done: list[_Timed]) -> dict[str, Quantity]:
+    slowest = sorted(_slowest(done))
+    median = statistics.median(slowest)
+    fastest = [min(times) for times in zip(*(one.seconds for one in done), strict=True)]
+    late = statistics.median(slow / fast for slow, fast in zip(_slowest(done), fastest, strict=True))
+    return {
+        "p99": Quantity(slowest[min(len(slowest) - 1, round(0.99 * len(slowest)))], "s"),
+        "algorithm_bandwidth": Quantity(nbytes / median, "B/s"),
+        "bus_bandwidth": Quantity(nbytes * factor / median, "B/s"),
+        "slowest_to_fastest_rank": Quantity(late, "1"),
+    }
+
+
+def _case(op: Op, *, is_large: bool = False) -> Case:
+    sizes, span = (_LARGE, "128 MiB and 1 GiB") if is_large else (_SMALL, "8 B to 16 MiB")
+    return Case(
+        name=f"collectives/{op}{'_large' * is_large}",
+        description=f"{op.replace('_', '-')} of {span} over all devices",
+        prepare=functools.partial(_prepare, op, sizes),
+        effort="full" if is_large else "standard",
+        estimate_s=60.0 if is_large else 12.0,
+        timeout_s=900.0,
+    )
+
+
+all_reduce_case, all_gather_case, reduce_scatter_case, broadcast_case, all_to_all_case = (
+    _case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+)
+all_reduce_large_case, all_gather_large_case, reduce_scatter_large_case, broadcast_large_case, all_to_all_large_case = (
+    _case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+)

@@ -1,0 +1,161 @@
+"""Copies between host and device, and between devices."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.errors import UnsupportedError
+from rlcore.registry import get_device
+
+_BYTES = 1 << 30
+_PAIR_BYTES = 1 << 28
+_REPEATS = 5
+
+
+def _prepare_host_copies(is_to_device: bool, device: Any) -> Work:
+    _refuse_host(device, "a copy between host and device")
+    pattern = torch.arange(_BYTES // 8, dtype=torch.int64)
+    there = pattern.to(device.torch_device)
+    kinds = ["pinned", "pageable"] if device.memory.can_pin else ["pageable"]
+    way = "to_device" if is_to_device else "to_host"
+
+    def contender(kind: str) -> Contender:
+        host = torch.empty_like(pattern, pin_memory=kind == "pinned").copy_(pattern)
+        to, from_ = (there, host) if is_to_device else (host, there)
+
+        def run() -> Any:
+            return to.copy_(from_, non_blocking=True)
+
+        return Contender(
+            implementation=kind,
+            run=run,
+            check=lambda _: _check_again(run, [to], pattern, device),
+            limits={f"{way}/{kind}": _BYTES},
+        )
+
+    return Work(contenders=tuple(map(contender, kinds)), params={"bytes": _BYTES})
+
+
+def _prepare_both_ways(device: Any) -> Work:
+    _refuse_host(device, "a copy between host and device")
+    if not device.memory.can_pin:
+        raise UnsupportedError("copying both ways at once", "this device cannot pin memory of the host")
+    pattern = torch.arange(_BYTES // 8, dtype=torch.int64)
+    hosts = [torch.empty_like(pattern, pin_memory=True).copy_(pattern) for _ in range(2)]
+    there = [pattern.to(device.torch_device) for _ in range(2)]
+    streams = [device.streams.new() for _ in range(2)]
+
+    def run() -> None:
+        for stream, to, from_ in zip(streams, (there[0], hosts[1]), (hosts[0], there[1]), strict=True):
+            with device.streams.use(stream):
+                to.copy_(from_, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    contender = Contender(
+        implementation="pinned",
+        run=run,
+        check=lambda _: _check_again(run, [there[0], hosts[1]], pattern, device),
+    )
+    return Work(contenders=(contender,), params={"bytes": 2 * _BYTES}, limits={"to_device/pinned": _BYTES})
+
+
+def _check_again(run: Callable[[], Any], targets: list[Tensor], pattern: Tensor, *devices: Any) -> None:
+    """Once more into memory that does not hold the pattern already, as it does after the first run."""
+    for target in targets:
+        target.zero_()
+    for device in devices:
+        device.synchronize()
+    run()
+    for device in devices:
+        device.synchronize()
+    expect(all(torch.equal(target.cpu(), pattern) for target in targets), "other bytes arrived")
+
+
+def _refuse_host(device: Any, feature: str) -> None:
+    if device.spec.is_host:
+        raise UnsupportedError(f"{feature} on {device.name}", "the device is the host itself")
+
+
+def _prepare_peers(device: Any) -> Work:
+    _refuse_host(device, "a link between devices")
+    if device.count() < 2:
+        raise UnsupportedError("a link between devices", f"there is one {device.spec.name} device")
+    devices = [get_device(f"{device.spec.name}:{index}") for index in range(device.count())]
+    pattern = torch.arange(_PAIR_BYTES // 8, dtype=torch.int64)
+    sources, targets = ([pattern.to(one.torch_device) for one in devices] for _ in range(2))
+
+    def seconds(copy: Callable[[], Any], *involved: Any) -> float:
+        found = []
+        for _ in range(_REPEATS + 1):
+            for one in involved:
+                one.synchronize()
+            started = time.perf_counter()
+            copy()
+            for one in involved:
+                one.synchronize()
+            found.append(time.perf_counter() - started)
+        return statistics.median(found[1:])
+
+    def run() -> dict[str, Quantity]:
+        rates = {}
+        for i, first in enumerate(devices):
+            for j, second in enumerate(devices):
+                if i == j:
+                    continue
+                one_way = functools.partial(_copy, (targets[j], sources[i]))
+                rates[f"{i}_to_{j}"] = Quantity(_PAIR_BYTES / seconds(one_way, first, second), "B/s")
+                if i < j:
+                    both = functools.partial(_copy, (targets[j], sources[i]), (targets[i], sources[j]))
+                    rates[f"{i}_and_{j}"] = Quantity(2 * _PAIR_BYTES / seconds(both, first, second), "B/s")
+        return rates
+
+    contender = Contender(
+        implementation="torch.copy_",
+        run=run,
+        check=lambda _: _check_again(run, targets, pattern, *devices),
+        quantities=dict,
+    )
+    return Work(contenders=(contender,), params={"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
+
+
+def _copy(*pairs: tuple[Tensor, Tensor]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+to_device_case = Case(
+    name="copies/to_device",
+    description="1 GiB from the host to the device, from pinned and from pageable memory",
+    prepare=functools.partial(_prepare_host_copies, True),
+    effort="quick",
+    estimate_s=5.0,
+)
+to_host_case = Case(
+    name="copies/to_host",
+    description="1 GiB from the device to the host, to pinned and to pageable memory",
+    prepare=functools.partial(_prepare_host_copies, False),
+    effort="quick",
+    estimate_s=5.0,
+)
+both_ways_case = Case(
+    name="copies/both_ways",
+    description="1 GiB each way between device and pinned memory at once",
+    prepare=_prepare_both_ways,
+    estimate_s=5.0,
+)
+peers_case = Case(
+    name="copies/peers",
+    description="256 MiB from each device to each other one, and both ways at once: a rate for each pair",
+    prepare=_prepare_peers,
+    effort="quick",
+    estimate_s=5.0,
+)

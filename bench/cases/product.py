@@ -1,0 +1,135 @@
+"""Matrix products: what the device's matrix units give, in a burst and for a minute.
+
+Letters: M rows, N columns, K the inner dimension.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SIZES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 4096), (4096, 151_936, 4096))
+"""M, N, K: three squares, a projection of an 8B model under 8192 tokens, and its output head under 4096."""
+_HOST_SIZES = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
+_SUSTAINED, _HOST_SUSTAINED = (8192, 8192, 8192), (1024, 1024, 1024)
+_SUSTAINED_S, _WINDOW_S = 60.0, 10.0
+_CHECKED = 16
+"""Rows and columns that are compared with float64."""
+
+Size = tuple[int, int, int]
+
+
+class _Product:
+    def __init__(self, device: Any, size: Size, dtype: torch.dtype) -> None:
+        self.M, self.N, self.K = size
+        self.dtype = dtype
+        at: dict[str, Any] = {"device": device.torch_device}
+        self.a_MK = torch.randn(self.M, self.K, **at).to(dtype)
+        self.b_KN = torch.randn(self.K, self.N, **at).to(dtype)
+        self.out_MN = torch.empty(self.M, self.N, dtype=dtype, **at)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.K
+
+    def run(self) -> Tensor:
+        return torch.mm(self.a_MK, self.b_KN, out=self.out_MN)
+
+    def check(self, _: Any) -> None:
+        want = self.a_MK[:_CHECKED].double() @ self.b_KN[:, :_CHECKED].double()
+        error = float((self.out_MN[:_CHECKED, :_CHECKED].double() - want).abs().max())
+        # One rounding of the result; float32 may be computed with the inputs rounded to 10 bits.
+        tolerance = 8 * self.K**0.5 * max(torch.finfo(self.dtype).eps, 2**-11)
+        expect(error <= tolerance, f"a product differs from float64 by {error:.1e}, more than {tolerance:.1e}")
+
+    @property
+    def params(self) -> dict[str, int | float | str]:
+        return {"M": self.M, "N": self.N, "K": self.K, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def _prepare_sweep(device: Any) -> Work:
+    device.seed(0)
+    sizes = _HOST_SIZES if device.spec.is_host else _SIZES
+    products = [_Product(device, size, dtype) for dtype in _DTYPES for size in sizes]
+    return Work(contenders=tuple(map(_contender, products)), params={})
+
+
+def _contender(product: _Product) -> Contender:
+    return Contender(
+        implementation="torch.mm",
+        run=product.run,
+        check=product.check,
+        params=product.params,
+        limits={f"product/{product.params['dtype']}": product.flops},
+    )
+
+
+class _Sustained(NamedTuple):
+    seconds: float
+    first: float
+    """FLOP/s in the first window."""
+    last: float
+
+
+def _prepare_sustained(device: Any) -> Work:
+    device.seed(0)
+    is_host = device.spec.is_host
+    product = _Product(device, _HOST_SUSTAINED if is_host else _SUSTAINED, torch.float32 if is_host else torch.bfloat16)
+
+    def run() -> _Sustained:
+        ends: list[float] = []
+        started = time.perf_counter()
+        while not ends or ends[-1] < _SUSTAINED_S:
+            product.run()
+            device.synchronize()
+            ends.append(time.perf_counter() - started)
+        return _sustained(ends, product.flops)
+
+    contender = Contender(
+        implementation="torch.mm",
+        run=run,
+        check=product.check,
+        seconds=lambda done: float(done.seconds),
+        quantities=lambda done: {
+            "first_window": Quantity(done.first, "FLOP/s"),
+            "last_window": Quantity(done.last, "FLOP/s"),
+            "last_of_first": Quantity(done.last / done.first, "1"),
+        },
+        limits={f"product/{product.params['dtype']}": product.flops},
+    )
+    params = {**product.params, "seconds": _SUSTAINED_S, "window_s": _WINDOW_S}
+    return Work(contenders=(contender,), params=params, num_runs=1)
+
+
+def _sustained(ends: list[float], flops: int) -> _Sustained:
+    """Of a product that ended at these seconds after the start."""
+    durations = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    window = min(_WINDOW_S, ends[-1] / 2)
+    rate: Callable[[list[float]], float] = lambda spent: flops * len(spent) / sum(spent)  # noqa: E731
+    first = [spent for spent, end in zip(durations, ends, strict=True) if end <= window] or durations[:1]
+    last = [spent for spent, end in zip(durations, ends, strict=True) if end > ends[-1] - window]
+    return _Sustained(statistics.median(durations), rate(first), rate(last))
+
+
+sweep_case = Case(
+    name="product/sweep",
+    description="matrix products by size and dtype, one at a time",
+    prepare=_prepare_sweep,
+    effort="quick",
+    estimate_s=4.0,
+)
+sustained_case = Case(
+    name="product/sustained",
+    description="the same product for a minute: the rate of the last ten seconds beside that of the first",
+    prepare=_prepare_sustained,
+    effort="full",
+    estimate_s=70.0,
+)

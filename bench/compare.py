@@ -1,0 +1,193 @@
+"""Two runs side by side: what differs in machine and software first, then each result, then what it costs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlcore.bench.result import CaseResult, Record, identity
+from rlcore.bench.statistics import Difference, difference
+from rlcore.errors import InvalidInputError
+
+Verdict = Literal["about equal", "faster", "slower", "not comparable"]
+_WORSE = ("fail", "oom")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender of one case in both runs; b against a."""
+
+    case: str
+    implementation: str
+    params: Mapping[str, int | float | str]
+    verdict: Verdict
+    reason: str = ""
+    """Why it is not comparable."""
+    is_regression: bool = False
+    """Slower, or it passed before."""
+    median_a: float | None = None
+    """Seconds."""
+    median_b: float | None = None
+    difference: Difference | None = None
+    cost_ratio: float | None = None
+    """Of the price of one run, b / a."""
+    usd_per_million_tokens: tuple[float, float] | None = None
+    """Of a and b, where the case counts tokens."""
+    marks: tuple[str, ...] = ()
+    """That either run carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    name_a: str
+    name_b: str
+    differences: dict[str, tuple[str, str]]
+    """Machine, versions, driver, commit, environment: name -> (a, b), where they differ."""
+    is_same_device: bool
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def statement(self) -> str:
+        """What the ratios compare."""
+        if self.is_same_device:
+            return "Both runs are of the same kind of device: a ratio is the effect of what differs above."
+        return (
+            "The runs are of different devices: a ratio compares whole stacks (device, host, driver, libraries), "
+            "not the devices alone."
+        )
+
+    @property
+    def regressions(self) -> list[Row]:
+        return [row for row in self.rows if row.is_regression]
+
+    @property
+    def geometric_mean(self) -> float | None:
+        """Of all ratios."""
+        logs = [math.log(row.difference.ratio) for row in self.rows if row.difference]
+        return math.exp(statistics.fmean(logs)) if logs else None
+
+
+def compare(a: Record, b: Record, *, names: tuple[str, str], prices: Mapping[str, float] | None = None) -> Comparison:
+    """Compare run b with run a.
+
+    Args:
+        names: of the runs, as in ``prices``.
+        prices: USD an hour for one device.
+
+    Raises:
+        InvalidInputError: a price for a run of another name.
+        MissingDependencyError: scipy is not installed.
+    """
+    prices = prices or {}
+    price_a, price_b = (prices.get(name) for name in names)
+    ratio = price_b / price_a if price_a and price_b else None
+    results_a, results_b = ({identity(result): result for result in record.cases} for record in (a, b))
+    rows = []
+    for key in dict.fromkeys([*results_a, *results_b]):
+        row = _row(results_a.get(key), results_b.get(key), ratio, (price_a, price_b))
+        if row is not None:
+            rows.append(row)
+    return Comparison(names[0], names[1], what_differs(a, b), device_of(a) == device_of(b), rows)
+
+
+def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:
+    """``NAME=USD`` an hour and device; raises InvalidInputError naming what is wrong."""
+    prices = {}
+    for text in given:
+        name, _, value = text.rpartition("=")
+        try:
+            prices[name] = float(value)
+        except ValueError:
+            prices[name] = math.nan
+        if name not in names or not 0 < prices[name] < math.inf:
+            raise InvalidInputError(
+                f"--price must be NAME=USD an hour and device, with one of the names {', '.join(names)}, got {text!r}"
+            )
+    return prices
+
+
+def device_of(record: Record) -> str:
+    system = record.system
+    return system.accelerator_model_name or (
+        f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
+    )
+
+
+def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
+    """What may explain a difference, most telling first."""
+    facts_a, facts_b = _facts(a), _facts(b)
+    names = dict.fromkeys([*facts_a, *facts_b])
+    pairs = {name: (facts_a.get(name, "absent"), facts_b.get(name, "absent")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _facts(record: Record) -> dict[str, str]:
+    system = record.system
+    return {
+        "device": device_of(record),
+        "devices": str(system.accelerators_per_node),
+        "device memory": str(system.accelerator_memory_capacity_bytes),
+        **system.other_software_stack,
+        **dict(sorted(record.dependencies.items())),
+        "rlcore": record.rlcore,
+        "commit": record.commit or "unknown",
+        "python": system.python,
+        "operating system": system.operating_system,
+        "processor": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores",
+        "host threads": str(record.num_threads),
+        "kind of run": record.effort,
+        **{f"${name}": value for name, value in sorted(record.environment.items())},
+    }
+
+
+def _row(
+    a: CaseResult | None, b: CaseResult | None, price_ratio: float | None, prices: tuple[float | None, float | None]
+) -> Row | None:
+    one = a or b
+    assert one is not None
+    if a is None or b is None:
+        where = "the second" if a is None else "the first"
+        return Row(one.name, one.implementation, one.params, "not comparable", f"only in {where}")
+    if a.status != "pass" or b.status != "pass":
+        if a.status == b.status:
+            return None  # neither has a number; nothing has changed
+        reason = f"{a.status} -> {b.status}: {(b.reason or a.reason).partition(chr(10))[0]}"
+        is_worse = a.status == "pass" and b.status in _WORSE
+        return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
+    found = difference(a, b)
+    verdict: Verdict = "about equal"
+    if found.is_significant:
+        verdict = "slower" if found.ratio > 1 else "faster"
+    medians = [statistics.median(result.samples("time")) for result in (a, b)]
+    return Row(
+        a.name,
+        a.implementation,
+        a.params,
+        verdict,
+        is_regression=verdict == "slower",
+        median_a=medians[0],
+        median_b=medians[1],
+        difference=found,
+        cost_ratio=None if price_ratio is None else found.ratio * price_ratio,
+        usd_per_million_tokens=_costs(a, b, prices),
+        marks=tuple(dict.fromkeys([*a.marks, *b.marks])),
+    )
+
+
+def _costs(a: CaseResult, b: CaseResult, prices: tuple[float | None, float | None]) -> tuple[float, float] | None:
+    rates = [_tokens_per_s(result) for result in (a, b)]
+    found = [
+        price * int(result.params.get("devices", 1)) / 3600 / rate * 1e6
+        for result, rate, price in zip((a, b), rates, prices, strict=True)
+        if rate and price
+    ]
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def _tokens_per_s(result: CaseResult) -> float | None:
+    """Of all devices together."""
+    found = [metric.samples for metric in result.metrics if metric.unit == "token/s"]
+    return statistics.median(found[0]) if found else None

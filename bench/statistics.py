@@ -1,0 +1,118 @@
+"""Whether two sets of samples differ by more than noise, and by how much.
+
+Samples of one process lie closer together than those of two: memory lies elsewhere, neighbours come and go. So the
+noise is estimated from rounds (``CaseResult.rounds``), as the spread of their medians; a difference within it is none,
+however many samples say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlcore.bench.result import CaseResult
+from rlcore.errors import MissingDependencyError
+
+ALPHA = 0.01
+"""How often chance alone may seem to be a difference, by either test."""
+_LEAST = 0.01
+"""A ratio that nobody acts on."""
+_BLOCKS = 3
+"""Parts of a single process's samples that stand for rounds: they see its drift, not what differs between processes."""
+_RESAMPLES = 2000
+
+Rounds = list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of times b from times a."""
+
+    clock: str
+    """The metric that was compared."""
+    ratio: float
+    """Of the medians, b / a: above 1 b is slower."""
+    low: float
+    """Of the 99 % interval of the ratio, by bootstrap over rounds and samples."""
+    high: float
+    p: float
+    """Mann-Whitney U, two-sided: how likely such samples are if nothing differs."""
+    noise: float
+    """What the rounds of a and b differ by themselves, as a share: a ratio within 1 +- this says nothing."""
+
+    @property
+    def is_significant(self) -> bool:
+        return self.p < ALPHA and not self.low <= 1 <= self.high and abs(math.log(self.ratio)) > math.log1p(self.noise)
+
+
+def difference(a: CaseResult, b: CaseResult) -> Difference:
+    """Raises MissingDependencyError without scipy."""
+    clock = _clock(a, b)
+    all_a, all_b = a.samples(clock), b.samples(clock)
+    rounds_a, rounds_b = _rounds(a, all_a), _rounds(b, all_b)
+    low, high = _interval(rounds_a, rounds_b)
+    return Difference(
+        clock=clock,
+        ratio=statistics.median(all_b) / statistics.median(all_a),
+        low=low,
+        high=high,
+        p=float(_scipy_stats().mannwhitneyu(all_a, all_b).pvalue),
+        noise=max(_LEAST, _noise(rounds_a, rounds_b)),
+    )
+
+
+def _clock(a: CaseResult, b: CaseResult) -> str:
+    """The device's own; on a host that others used meanwhile the processors' time, which they advance less."""
+    is_shared = any(mark.startswith("shared") for mark in [*a.marks, *b.marks])
+    clocks = ["device_time", *["processor_time"] * is_shared]
+    return next((clock for clock in clocks if a.has(clock) and b.has(clock)), "time")
+
+
+def _rounds(result: CaseResult, samples: list[float]) -> Rounds:
+    """The samples of each process."""
+    sizes = result.rounds or [len(part) for part in np.array_split(samples, min(_BLOCKS, len(samples)))]
+    ends = np.cumsum(sizes)
+    return [samples[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    return float(np.percentile(samples, percent))
+
+
+def _noise(a: Rounds, b: Rounds) -> float:
+    """By how much the means of so many rounds' log medians differ, by chance alone, in all but ALPHA of the cases."""
+    logs = [[math.log(statistics.median(one)) for one in side] for side in (a, b)]
+    freedom = sum(len(side) - 1 for side in logs)
+    if freedom == 0:
+        return math.inf  # one round of one sample each: nothing is known about chance
+    squares = sum((value - statistics.fmean(side)) ** 2 for side in logs for value in side)
+    error = math.sqrt(squares / freedom * sum(1 / len(side) for side in logs))
+    return math.expm1(float(_scipy_stats().t.ppf(1 - ALPHA / 2, freedom)) * error)
+
+
+def _interval(a: Rounds, b: Rounds) -> tuple[float, float]:
+    generator = np.random.default_rng(0)
+    logs = _log_medians(b, generator) - _log_medians(a, generator)
+    low, high = np.exp(np.quantile(logs, [ALPHA / 2, 1 - ALPHA / 2]))
+    return float(low), float(high)
+
+
+def _log_medians(side: Rounds, generator: np.random.Generator) -> Any:
+    """[resamples]: of samples drawn from rounds drawn from all rounds."""
+    size = max(map(len, side))
+    drawn = np.stack([np.asarray(one)[generator.integers(len(one), size=(_RESAMPLES, size))] for one in side])
+    chosen = generator.integers(len(side), size=(_RESAMPLES, len(side)))
+    return np.log(np.median(drawn[chosen, np.arange(_RESAMPLES)[:, None]].reshape(_RESAMPLES, -1), axis=1))
+
+
+def _scipy_stats() -> Any:
+    try:
+        return importlib.import_module("scipy.stats")
+    except ImportError as error:
+        raise MissingDependencyError("scipy", needed_for="comparing runs", extra="bench") from error

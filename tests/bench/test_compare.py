@@ -1,0 +1,214 @@
+"""What chance does is no change, what is a change is found, and what differs between machines is said first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rlcore.bench.compare import compare, parse_prices
+from rlcore.bench.result import CaseResult, Metric, Record, read, write
+from rlcore.bench.statistics import difference
+from rlcore.cli_bench import bench
+from rlcore.errors import InvalidInputError
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+NAMES = ("before", "after")
+
+
+def timed(
+    name: str, generator: np.random.Generator, *, median: float = 0.01, drift: float = 0.01, rounds: int = 5, n: int = 6
+) -> CaseResult:
+    """Samples that scatter by 1 %, in rounds that scatter by ``drift``."""
+    centres = median * np.exp(generator.normal(0, drift, rounds))
+    samples = (centres[:, None] * np.exp(generator.normal(0, 0.01, (rounds, n)))).flatten().tolist()
+    metrics = [Metric(name="time", unit="s", samples=samples)]
+    return CaseResult(name=name, implementation="x", status="pass", params={}, metrics=metrics, rounds=[n] * rounds)
+
+
+def failed(name: str, status: Any) -> CaseResult:
+    return CaseResult(name=name, implementation="x", status=status, params={}, reason="it broke\nhere")
+
+
+def record(*cases: CaseResult, **system: Any) -> Record:
+    found = read(RESULTS / "startup-cpu.json")
+    return msgspec.structs.replace(found, cases=list(cases), system=msgspec.structs.replace(found.system, **system))
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+@pytest.mark.parametrize("drift", [0.001, 0.03])
+def test_equal_runs_are_about_equal_in_at_least_95_percent_whatever_the_noise(drift: float) -> None:
+    generator = np.random.default_rng(1)
+    found = [
+        difference(timed("a", generator, drift=drift), timed("a", generator, drift=drift)).is_significant
+        for _ in range(150)
+    ]
+    assert sum(found) <= 0.05 * len(found)
+
+
+@pytest.mark.parametrize(("slowdown", "drift"), [(1.10, 0.02), (1.03, 0.003)])
+def test_planted_slowdown_is_found_with_30_samples(slowdown: float, drift: float) -> None:
+    """10 % under the noise of a quiet host, 3 % under that of an accelerator."""
+    generator = np.random.default_rng(2)
+    found = [
+        difference(timed("a", generator, drift=drift), timed("a", generator, drift=drift, median=0.01 * slowdown))
+        for _ in range(100)
+    ]
+    assert sum(one.is_significant and one.low <= slowdown <= one.high for one in found) >= 90
+
+
+def test_many_samples_of_one_process_do_not_outvote_noise_between_processes() -> None:
+    generator = np.random.default_rng(3)
+    a, b = (timed("a", generator, drift=0.05, n=100, rounds=3) for _ in range(2))
+    found = difference(a, b)
+    assert found.p < 1e-6 and not found.is_significant
+    assert found.noise > 0.05
+
+
+def test_a_single_sample_says_nothing() -> None:
+    one = CaseResult(
+        name="a", implementation="x", status="pass", params={}, metrics=[Metric(name="time", unit="s", samples=[1.0])]
+    )
+    ten = msgspec.structs.replace(one, metrics=[Metric(name="time", unit="s", samples=[10.0])])
+    found = difference(one, ten)
+    assert (found.ratio, found.is_significant) == (10.0, False)
+
+
+def with_clock(result: CaseResult, name: str, marks: list[str]) -> CaseResult:
+    metric = Metric(name=name, unit="s", samples=[1.0] * len(result.samples("time")))
+    return msgspec.structs.replace(result, metrics=[*result.metrics, metric], marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("clock", "marks", "used"),
+    [
+        ("device_time", [], "device_time"),
+        ("processor_time", [], "time"),
+        ("processor_time", ["throttled: x"], "time"),
+        ("processor_time", ["shared: others used the host's processors"], "processor_time"),
+    ],
+)
+def test_clock_is_the_devices_own_and_on_a_shared_host_that_of_its_processors(
+    clock: str, marks: list[str], used: str
+) -> None:
+    generator = np.random.default_rng(4)
+    a, b = timed("a", generator), timed("a", generator)
+    assert difference(with_clock(a, clock, []), with_clock(b, clock, marks)).clock == used
+    assert difference(with_clock(a, clock, marks), b).clock == "time"  # only one of them has it
+
+
+# ----------------------------------------------------------------------------------------------- two records
+
+
+def compared(a: Record, b: Record, **prices: float) -> Any:
+    return compare(a, b, names=NAMES, prices=prices)
+
+
+def test_rows_have_verdicts_and_only_the_slower_is_a_regression() -> None:
+    generator = np.random.default_rng(5)
+    names = ("same", "slower", "faster")
+    a = record(*(timed(name, generator) for name in names))
+    b = record(
+        *(timed(name, generator, median=0.01 * factor) for name, factor in zip(names, (1, 1.3, 0.7), strict=True))
+    )
+    found = compared(a, b)
+    assert {row.case: row.verdict for row in found.rows} == {
+        "same": "about equal",
+        "slower": "slower",
+        "faster": "faster",
+    }
+    assert [row.case for row in found.regressions] == ["slower"]
+    assert found.geometric_mean == pytest.approx((1.3 * 0.7) ** (1 / 3), rel=0.03)
+
+
+def test_what_has_no_number_says_why_and_what_broke_is_a_regression() -> None:
+    generator = np.random.default_rng(6)
+    a = record(
+        timed("broke", generator), timed("gone", generator), failed("mended", "fail"), failed("never", "blocked")
+    )
+    b = record(failed("broke", "oom"), timed("mended", generator), failed("never", "blocked"), timed("new", generator))
+    found = {row.case: (row.reason, row.is_regression) for row in compared(a, b).rows}
+    assert found == {
+        "broke": ("pass -> oom: it broke", True),
+        "gone": ("only in the first", False),
+        "mended": ("fail -> pass: it broke", False),
+        "new": ("only in the second", False),
+    }
+
+
+def test_other_sizes_are_other_results() -> None:
+    generator = np.random.default_rng(7)
+    a, b = timed("a", generator), msgspec.structs.replace(timed("a", generator), params={"T": 4})
+    assert [row.reason for row in compared(record(a), record(b)).rows] == ["only in the first", "only in the second"]
+
+
+def test_differences_of_versions_and_driver_are_listed_and_stacks_are_called_stacks() -> None:
+    a = record(other_software_stack={"driver": "580"}, accelerator_model_name="one GPU")
+    b = msgspec.structs.replace(a, dependencies=a.dependencies | {"torch": "9.9"}, commit=None, environment={"X": "1"})
+    b = msgspec.structs.replace(b, system=msgspec.structs.replace(b.system, other_software_stack={"driver": "590"}))
+    found = compared(a, b)
+    assert list(found.differences)[:2] == ["driver", "torch"]
+    assert found.differences["driver"] == ("580", "590")
+    assert found.differences["$X"] == ("absent", "1")
+    assert found.differences["commit"][1] == "unknown"
+    assert "same kind of device" in found.statement
+    other = compared(a, record(accelerator_model_name="another GPU"))
+    assert other.statement.startswith("The runs are of different devices: a ratio compares whole stacks")
+    assert next(iter(other.differences)) == "device"
+
+
+def test_prices_give_cost_ratios_and_dollars_a_token() -> None:
+    generator = np.random.default_rng(8)
+    tokens = Metric(name="new_tokens", unit="token/s", samples=[1000.0])
+    one = timed("a", generator)
+    a = msgspec.structs.replace(one, metrics=[*one.metrics, tokens], params={"devices": 2})
+    (row,) = compared(record(a), record(a), before=2.0, after=3.0).rows
+    assert row.cost_ratio == pytest.approx(1.5)
+    assert row.usd_per_million_tokens == pytest.approx((2 * 2 / 3600 / 1000 * 1e6, 3 * 2 / 3600 / 1000 * 1e6))
+    (row,) = compared(record(a), record(a)).rows
+    assert (row.cost_ratio, row.usd_per_million_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("text", ["before", "before=", "before=free", "before=0", "before=inf", "other=2", "=2"])
+def test_price_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^--price must be NAME=USD .* before, after, got "):
+        parse_prices([text], list(NAMES))
+    assert parse_prices(["before=2.5", "after=3"], list(NAMES)) == {"before": 2.5, "after": 3.0}
+
+
+# ----------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    generator = np.random.default_rng(9)
+    write(record(timed("a", generator), timed("b", generator)), tmp_path / "before.json")
+    write(record(timed("a", generator, median=0.02), timed("b", generator)), tmp_path / "after.json")
+    write(record(timed("a", generator), accelerator_model_name="a GPU"), tmp_path / "gpu.json")
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(bench, ["compare", *arguments])
+
+
+def test_command_prints_ratios_and_what_they_compare(command: Callable[..., Any]) -> None:
+    shown = command("before.json", "after.json", "--price", "before=2", "--price", "after=1")
+    assert shown.exit_code == 0
+    assert "1 about equal, 0 faster, 1 slower" in shown.stdout
+    assert "same kind of device" in shown.stdout and "cost ratio" in shown.stdout
+    rows = json.loads(command("before.json", "after.json", "--json").stdout)[0]["rows"]
+    assert [row["verdict"] for row in rows] == ["slower", "about equal"]
+
+
+def test_command_gates_on_a_regression_of_the_same_device(command: Callable[..., Any]) -> None:
+    assert command("before.json", "after.json", "--fail-on-regression").exit_code == 1
+    assert command("after.json", "before.json", "--fail-on-regression").exit_code == 0
+    stacks = command("before.json", "gpu.json", "--fail-on-regression")
+    assert stacks.exit_code == 1 and "takes runs of the same kind of device" in str(stacks.exception)
+    assert "compare takes two records or more, got 1" in str(command("before.json").exception)

@@ -1,0 +1,206 @@
+"""The cases of the machine and of the engines: they pass on a host, say what it cannot do, and refuse wrong results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.bench.case import load_cases
+from rlcore.bench.cases import attention, collectives, copies, memory, product, reinforcement
+from rlcore.bench.cases.collectives import _expected, _Timed, bus_factor
+from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.result import CaseResult
+from rlcore.registry import get_device
+
+ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    monkeypatch.setattr(product, "_HOST_SIZES", ((32, 48, 64), (64, 64, 64)))
+    monkeypatch.setattr(product, "_HOST_SUSTAINED", (64, 64, 64))
+    monkeypatch.setattr(product, "_SUSTAINED_S", 0.2)
+    monkeypatch.setattr(product, "_WINDOW_S", 0.05)
+    monkeypatch.setattr(memory, "_HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(attention, "_HOST_LENGTHS", (64,))
+    monkeypatch.setattr(collectives, "_ITERATIONS", 2)
+    yield
+
+
+def run(name: str) -> list[CaseResult]:
+    return run_case(load_cases()[name], get_device("cpu"), ONCE)
+
+
+def metrics(result: CaseResult) -> dict[str, float]:
+    return {metric.name: metric.samples[-1] for metric in result.metrics}
+
+
+def passed(name: str) -> list[CaseResult]:
+    results = run(name)
+    assert [(result.status, result.reason) for result in results] == [("pass", "")] * len(results)
+    return results
+
+
+def refuses(name: str, position: int, spoil: Any) -> None:
+    """The contender passes its own check, and no more once ``spoil`` has been at it."""
+    work = load_cases()[name].prepare(get_device("cpu"))
+    try:
+        contender = work.contenders[position]
+        output = contender.run()
+        contender.check(output)
+        with pytest.raises(AssertionError):
+            contender.check(spoil(output))
+    finally:
+        if work.close:
+            work.close()
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+
+
+def test_products_are_measured_by_size_and_dtype_and_a_wrong_one_is_refused() -> None:
+    results = passed("product/sweep")
+    assert [(result.params["N"], result.params["dtype"]) for result in results] == [
+        (N, dtype) for dtype in ("float32", "float16", "bfloat16") for N in (48, 64)
+    ]
+    assert results[0].limits == {"product/float32": 2 * 32 * 48 * 64}
+    for position in (0, 5):
+        refuses("product/sweep", position, lambda output: output.mul_(1.5))
+
+
+def test_sustained_product_gives_the_first_and_the_last_window() -> None:
+    (result,) = passed("product/sustained")
+    found = metrics(result)
+    assert found["last_of_first"] == pytest.approx(found["last_window"] / found["first_window"])
+
+
+def test_windows_of_a_device_that_slows_down() -> None:
+    ends = [0.1 * n for n in range(1, 101)] + [10 + 0.2 * n for n in range(1, 101)]
+    done = product._sustained(ends, flops=10)
+    assert done.first == pytest.approx(10 / 0.1)
+    assert done.last == pytest.approx(10 / 0.2)
+    assert 0.1 <= done.seconds <= 0.2
+
+
+def test_bandwidth_counts_the_bytes_of_each_way_and_refuses_what_was_not_written() -> None:
+    results = passed("memory/bandwidth")
+    assert {result.implementation: result.params["bytes"] for result in results} == {
+        "copy": 2 << 20, "fill": 1 << 20, "triad": 3 << 20, "read": 1 << 20
+    }  # fmt: skip
+    for position in range(3):
+        refuses("memory/bandwidth", position, lambda output: output.add_(1))
+    refuses("memory/bandwidth", 3, lambda total: total + 8)
+
+
+@pytest.mark.parametrize("name", ["copies/to_device", "copies/to_host", "copies/both_ways", "copies/peers"])
+def test_copies_are_blocked_on_a_host_with_the_reason(name: str) -> None:
+    (result,) = run(name)
+    assert (result.status, result.metrics) == ("blocked", [])
+    assert result.reason.endswith("the device is the host itself")
+
+
+def test_copy_that_does_nothing_is_refused() -> None:
+    """The target holds the pattern from the run before: the check must not be content with that."""
+    pattern, target = torch.arange(8), torch.arange(8)
+    copies._check_again(lambda: target.copy_(pattern), [target], pattern, get_device("cpu"))
+    with pytest.raises(AssertionError, match=r"^other bytes arrived$"):
+        copies._check_again(lambda: None, [target], pattern, get_device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["copies/to_device", "copies/to_host", "copies/both_ways"])
+def test_copies_pass_on_a_gpu(name: str) -> None:
+    results = run_case(load_cases()[name], get_device("cuda"), ONCE)
+    assert {result.status for result in results} == {"pass"}, results
+
+
+@pytest.mark.multigpu
+def test_peers_and_collectives_pass_on_gpus() -> None:
+    for name in ("copies/peers", "collectives/all_reduce"):
+        results = run_case(load_cases()[name], get_device("cuda"), ONCE)
+        assert {result.status for result in results} == {"pass"}, results
+
+
+@pytest.mark.parametrize("name", ["attention/forward", "attention/backward"])
+def test_attention_passes_and_a_wrong_one_is_refused(name: str) -> None:
+    (result,) = passed(name)
+    assert result.limits == {"product/float32": (2 * 4 * 64 * 64 * 64 * 7) // (2 if "backward" in name else 7)}
+    refuses(name, 0, lambda output: (output[0] * 1.1, *output[1:]))
+    if name == "attention/backward":
+        refuses(name, 0, lambda output: (output[0], output[1].roll(1, 2), *output[2:]))
+
+
+# ---------------------------------------------------------------------------------------------- collectives
+
+
+@pytest.mark.parametrize("op", [
+    "all_reduce",
+    *(pytest.param(op, marks=pytest.mark.slow) for op in ("all_gather", "reduce_scatter", "broadcast", "all_to_all")),
+])  # fmt: skip
+def test_collective_passes_over_gloo(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = load_cases()[f"collectives/{op}"]
+    monkeypatch.setattr(collectives, "_SMALL", (8, 4096))
+    prepare = collectives._case(op).prepare  # type: ignore[arg-type]
+    results = run_case(dataclasses.replace(case, prepare=prepare), get_device("cpu"), ONCE)
+    assert [(result.status, result.reason, result.implementation) for result in results] == [("pass", "", "gloo")] * 2
+    found = metrics(results[1])
+    assert results[1].params == {"op": op, "devices": 2, "dtype": "float32", "bytes": 4096}
+    assert found["algorithm_bandwidth"] == pytest.approx(4096 / found["time"])
+    assert found["bus_bandwidth"] == pytest.approx(found["algorithm_bandwidth"] * bus_factor(op, 2))  # type: ignore[arg-type]
+    assert found["p99"] >= found["time"] and found["slowest_to_fastest_rank"] >= 1
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    assert [bus_factor(op, 4) for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")] == [
+        1.5, 0.75, 0.75, 0.75, 1.0
+    ]  # fmt: skip
+
+
+def test_expected_results_are_those_of_ranks_that_hold_one_two_three() -> None:
+    assert _expected("all_reduce", 6, 3).tolist() == [6.0] * 6
+    assert _expected("reduce_scatter", 6, 3).tolist() == [6.0] * 2
+    assert _expected("broadcast", 2, 3).tolist() == [1.0] * 2
+    assert _expected("all_gather", 6, 3).tolist() == [1, 1, 2, 2, 3, 3]
+    assert _expected("all_to_all", 6, 3).tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_wrong_collective_is_refused_and_the_slowest_rank_counts() -> None:
+    done = [_Timed([0.1, 0.2], is_right=True), _Timed([0.3, 0.1], is_right=False)]
+    with pytest.raises(AssertionError, match=r"^a wrong result arrived at rank \[1\]$"):
+        collectives._check(done)
+    assert collectives._slowest(done) == [0.3, 0.2]
+    assert collectives._quantities(1000, 0.5, done)["bus_bandwidth"].value == pytest.approx(1000 * 0.5 / 0.25)
+
+
+# -------------------------------------------------------------------------------------------------- engines
+
+
+@pytest.mark.filterwarnings("default")
+def test_train_step_passes_and_a_step_without_a_gradient_is_refused() -> None:
+    (result,) = passed("train/step")
+    assert result.params["tokens"] == 16 * 4 * 4 + (24 + 12 + 6 + 3) * 4
+    refuses("train/step", 0, lambda found: found | {"grad_norm": 0.0})
+    refuses("train/step", 0, lambda found: found | {"loss": float("nan")})
+
+
+@pytest.mark.filterwarnings("default")
+def test_rollout_counts_tokens_and_refuses_missing_ones() -> None:
+    (result,) = passed("rollout/hf")
+    assert metrics(result)["new_tokens"] > 1
+    refuses("rollout/hf", 0, lambda done: done._replace(outputs=done.outputs[:-1]))
+
+
+@pytest.mark.filterwarnings("default")
+def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused() -> None:
+    (result,) = passed("rl/step")
+    found = metrics(result)
+    phases = {name: found[name] for name in reinforcement.PHASES}
+    assert sum(phases.values()) == pytest.approx(found["time"], rel=0.1)
+    useful = sum(phases[name] for name in ("generate", "old_logprob", "update"))
+    assert found["bubble"] == pytest.approx(1 - useful / found["time"])
+    refuses("rl/step", 0, lambda done: done._replace(parity=0.5))
+    refuses("rl/step", 0, lambda done: done._replace(parity=0.0))
