@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.collectives.groups import new_group
+from rlcore.errors import SyncError
 
 
 class Meeting:
@@ -26,6 +27,6 @@ class Meeting:
         self._group.recv(data, rank)
 
     def leave(self) -> None:
-        """Never waits long: of a failed group for nobody."""
-        if self._group.is_alive:
-            self._group.destroy()
+        """At once: the others may be elsewhere, or gone."""
+        over = SyncError("it is over")
+        self._group.__exit__(SyncError, over, None)

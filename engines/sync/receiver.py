@@ -19,7 +19,7 @@ from rlcore.engines.sync.place import Place, decoded, place_of
 from rlcore.engines.sync.planned import Planned, Summary
 from rlcore.engines.sync.planner import Planner
 from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
-from rlcore.engines.sync.slabs import check, check_slot_bytes, slot_of, tensor_checksum, views
+from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, slot_of, tensor_checksum, views
 from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.engines.sync.target import Target
 from rlcore.errors import StateError, SyncError, UnsupportedError
@@ -44,7 +44,6 @@ class Receiver:
         self._remembered: dict[str, int] = {}
         self._offered: list[Sender | list[Any]] = []
         self._slabs: list[Any] = []
-        self._slot_bytes = 0
         self._buffer: Tensor | None = None
         self._meeting: Meeting | None = None
         self.is_whole = True
@@ -219,12 +218,10 @@ class Receiver:
         """What a plan wants from each sender; nothing for None."""
         return [] if digest is None else [msgspec.msgpack.encode(own) for own in self._plans[digest].pieces]
 
-    def open_slabs(self, slot_bytes: int, handles: list[bytes]) -> int:
+    def open_slabs(self, handles: list[bytes]) -> int:
         """Reach the slabs of all senders; the handles that had to be opened."""
-        check_slot_bytes(slot_bytes)
         self._close_slabs()
         self._slabs = [self._import(IpcHandle.from_bytes(handle)) for handle in handles]
-        self._slot_bytes = slot_bytes
         return len(handles)
 
     def unpack(self, packings: bytes) -> int:
@@ -236,14 +233,10 @@ class Receiver:
             self._device.synchronize()
         return moved
 
-    def join(self, slot_bytes: int, folder: str, rank: int, world_size: int, timeout_s: float) -> int:
-        """Form the group of the route "collective"; all senders and receivers together. Opens no handle."""
-        check_slot_bytes(slot_bytes)
+    def join(self, meeting: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Form the group of the route "collective", through a folder; all senders and receivers together."""
         self.leave()
-        self._slot_bytes = slot_bytes
-        self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._meeting = Meeting(self._device, folder, rank, world_size, timeout_s)
-        return 0
+        self._meeting = Meeting(self._device, meeting, rank, world_size, timeout_s)
 
     def leave(self) -> None:
         """Leave the group."""
@@ -253,25 +246,30 @@ class Receiver:
 
     def receive(self, packings: bytes) -> int:
         """Receive and unpack bucket after bucket; the payload's bytes."""
-        if self._meeting is None or self._buffer is None:
+        if self._meeting is None:
             raise StateError("receive() needs a group; call join() first")
         moved = 0
         for order in decoded(packings, list[Packing], "list of Packing"):
-            bucket = self._plan(order.round_id, order.digest).buckets(self._slot_bytes)[order.sender][order.bucket]
+            if self._buffer is None or self._buffer.numel() != order.slot_bytes:
+                check_slot_bytes(order.slot_bytes)
+                self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            bucket = self._bucket(order)
             self._meeting.receive(self._buffer[: bucket.nbytes], order.sender)
             moved += self._take(order, self._buffer)
         self._device.synchronize()
         return moved
 
     def _take(self, order: Packing, slot: Tensor) -> int:
-        plan = self._writing(order.round_id, order.digest)
-        bucket = plan.buckets(self._slot_bytes)[order.sender][order.bucket]
+        plan, bucket = self._writing(order.round_id, order.digest), self._bucket(order)
         if (order.sender, order.bucket) in plan.done:
             raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
         check(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
         plan.unpacker(order.sender, order.bucket).run(views(slot, bucket), plan.destinations())
         plan.done.add((order.sender, order.bucket))
         return bucket.payload_bytes
+
+    def _bucket(self, order: Packing) -> Bucket:
+        return self._plan(order.round_id, order.digest).buckets(order.slot_bytes)[order.sender][order.bucket]
 
     # --------------------------------------------------------------------------------------- load and verify
 
@@ -330,8 +328,8 @@ class Receiver:
         self.is_whole = True
         self._drop_round()
 
-    def abandon(self) -> None:
-        """A round has failed: what it held is given up. What was written stays."""
+    def abandon(self, meeting: str = "") -> None:
+        """A round has failed: what it held is given up, with the group ``meeting``. What was written stays."""
         self._drop_round()
         self.leave()
         self._planner, self._plans = None, {}

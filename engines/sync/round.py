@@ -7,6 +7,7 @@ they are poisoned: only a complete round, or a reload, ends that. A staged round
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from rlcore.types import SyncReport
 _SLAB_BYTES, _HOST_SLAB_BYTES = 256 << 20, 8 << 20
 """Of each of a sender's two slots; containers often limit a host's shared memory to 64 MiB."""
 _SMALLEST_SLAB_BYTES = 1 << 16
-_GRACE_S = 5.0
+_GRACE_S = 10.0
 """For giving up what a failed round holds."""
 
 
@@ -95,10 +96,13 @@ class Rounds:
 
     def _abandon(self) -> None:
         """Both sides give up what they hold for a round, if they still live; the next one agrees anew."""
+        meeting = "".join(path.meeting for path in self.paths.values())
         self.agreement, self.paths, self.last = None, {}, []
         for side in (self.receivers, self.senders):
             with contextlib.suppress(RlcoreError):
-                side.call("abandon", None, _GRACE_S)
+                side.call("abandon", [(meeting,)] * len(side), _GRACE_S)
+        if meeting:
+            shutil.rmtree(meeting, ignore_errors=True)
 
 
 class _Round:

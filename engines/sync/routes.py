@@ -27,6 +27,9 @@ class Path(ABC):
 
     route: ClassVar[Route]
 
+    meeting = ""
+    """The folder of the group that it has formed."""
+
     def __init__(self, senders: Parties, receivers: Parties) -> None:
         self._senders = senders
         self._receivers = receivers
@@ -97,18 +100,16 @@ class Bucketed(Path):
         self._slot_bytes = 0
 
     def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: Left) -> int:
-        opened = 0
         if slot_bytes != self._slot_bytes:
-            self._counts, self._slot_bytes = {}, 0
-            opened = self._open_slabs(slot_bytes, left)
-            self._slot_bytes = slot_bytes
+            self._counts, self._slot_bytes = {}, slot_bytes
+        opened = self._connect(slot_bytes, left)
         for digest in dict.fromkeys(digests):
             if digest not in self._counts:
                 self._counts[digest] = self._give_plan(digest, digests, slot_bytes, left)
         return opened
 
     @abstractmethod
-    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
+    def _connect(self, slot_bytes: int, left: Left) -> int:
         """The handles opened."""
 
     def _give_plan(self, digest: str, digests: Sequence[str], slot_bytes: int, left: Left) -> list[int]:
@@ -133,6 +134,7 @@ class Bucketed(Path):
                 and Packing(
                     round_id=round_id,
                     digest=one[0],
+                    slot_bytes=self._slot_bytes,
                     bucket=one[1],
                     slot=step % 2,
                     is_checked=is_checked(step),
@@ -149,9 +151,18 @@ class Packed(Bucketed):
 
     route = "packed"
 
-    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
+    def __init__(self, senders: Parties, receivers: Parties) -> None:
+        super().__init__(senders, receivers)
+        self._handles: list[bytes] = []
+
+    def _connect(self, slot_bytes: int, left: Left) -> int:
         handles = self._senders.call("open_slabs", [(slot_bytes,)] * len(self._senders), left())
-        return sum(self._receivers.call("open_slabs", [(slot_bytes, handles)] * len(self._receivers), left()))
+        if handles == self._handles:
+            return 0
+        self._handles = []
+        opened: int = sum(self._receivers.call("open_slabs", [(handles,)] * len(self._receivers), left()))
+        self._handles = handles
+        return opened
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
         steps = self._steps(round_id, digests, is_checked)
@@ -192,9 +203,12 @@ class Collective(Bucketed):
 
     route = "collective"
 
-    def _open_slabs(self, slot_bytes: int, left: Left) -> int:
-        size, folder = len(self._senders) + len(self._receivers), str(new_store())
-        join = [(slot_bytes, folder, rank, size, left()) for rank in range(size)]
+    def _connect(self, slot_bytes: int, left: Left) -> int:
+        if self.meeting:
+            return 0
+        self.meeting = str(new_store())
+        size = len(self._senders) + len(self._receivers)
+        join = [(self.meeting, rank, size, left()) for rank in range(size)]
         self._beside(
             lambda: self._senders.call("join", join[: len(self._senders)], left()),
             lambda: self._receivers.call("join", join[len(self._senders) :], left()),
@@ -220,7 +234,9 @@ class Collective(Bucketed):
         for sender in range(first):
             packings = [row[sender] for row in steps]
             filled = [one for one in packings if one is not None]
-            sends.append(Sending(packings=filled, receivers=[ranks[one.digest] for one in filled]))
+            sends.append(
+                Sending(meeting=self.meeting, packings=filled, receivers=[ranks[one.digest] for one in filled])
+            )
         everything = [one for row in steps for one in row if one is not None]
         return sends, [[one for one in everything if one.digest == digest] for digest in digests]
 

@@ -55,6 +55,8 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 
     round_id: int
     digest: str
+    """Of the plan."""
+    slot_bytes: int
     bucket: int
     slot: int
     is_checked: bool
@@ -63,8 +65,9 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sending(msgspec.Struct, frozen=True, kw_only=True):
-    """All buckets that a sender gives, in order, and the ranks of the meeting that take each."""
+    """All buckets that a sender gives, in order, and the ranks of a meeting that take each."""
 
+    meeting: str
     packings: list[Packing]
     receivers: list[list[int]]
 
@@ -85,12 +88,12 @@ class Sender:
         self._device = device
         self._place = place_of(device)
         self._slabs: Slabs | None = None
-        self._buckets: dict[str, list[Bucket]] = {}
+        self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._movers: dict[tuple[str, int, int], Mover] = {}
         self._computed: dict[int, Tensor] = {}
         self._exports: dict[str, IpcHandle] = {}
         self._num_revoked = 0
-        self._meeting: Meeting | None = None
+        self._meetings: dict[str, Meeting] = {}
         _here[self._place.epoch] = self
 
     # ------------------------------------------------------------------------------------------ what is there
@@ -110,10 +113,10 @@ class Sender:
         manifest, changes = self._holding.manifest.digest, self._holding.changes()
         return [self.describe(), manifest, changes, self._num_revoked, secrets.randbits(60), is_same]
 
-    def abandon(self) -> None:
+    def abandon(self, meeting: str) -> None:
         """A round has failed: what it held is given up."""
         self._computed = {}
-        self.leave()
+        self.leave(meeting)
 
     def manifest(self) -> bytes:
         """What all trainer ranks hold together."""
@@ -165,7 +168,7 @@ class Sender:
     # ------------------------------------------------------------------------------------- packed, collective
 
     def open_slabs(self, slot_bytes: int) -> bytes:
-        """The handle of two slots, made once."""
+        """The handle of two slots; the same until another size is asked for."""
         return self._slots(slot_bytes).handle.to_bytes()
 
     def _slots(self, slot_bytes: int) -> Slabs:
@@ -178,50 +181,50 @@ class Sender:
     def take_plan(self, digest: str, slot_bytes: int, pieces: bytes) -> int:
         """What a plan wants from this rank; the number of buckets that it takes."""
         check_slot_bytes(slot_bytes)
-        if digest not in self._buckets:
-            self._buckets[digest] = fill(decoded(pieces, list[Piece], "list of pieces"), slot_bytes)
-        return len(self._buckets[digest])
+        key = digest, slot_bytes
+        if key not in self._buckets:
+            self._buckets[key] = fill(decoded(pieces, list[Piece], "list of pieces"), slot_bytes)
+        return len(self._buckets[key])
 
     def pack(self, order: bytes | None) -> int:
         """Fill a slot, as a ``Packing`` says; the payload's bytes. Done on the device when this returns."""
         if order is None:
             return 0
-        bucket = self._fill(decoded(order, Packing, "packing"))
+        bucket, _ = self._fill(decoded(order, Packing, "packing"))
         self._device.synchronize()
         return bucket.payload_bytes
 
-    def _fill(self, order: Packing) -> Bucket:
-        if self._slabs is None or order.digest not in self._buckets:
-            raise StateError("pack() needs slabs and a plan; call open_slabs() and take_plan() first")
-        bucket = self._buckets[order.digest][order.bucket]
-        slot = self._slabs.slot(order.slot)
-        key = (order.digest, order.bucket, order.slot)
+    def _fill(self, order: Packing) -> tuple[Bucket, Tensor]:
+        buckets = self._buckets.get((order.digest, order.slot_bytes))
+        if buckets is None:
+            raise StateError(f"this sender has no plan {order.digest}; call take_plan() first")
+        bucket, slot = buckets[order.bucket], self._slots(order.slot_bytes).slot(order.slot)
+        key = order.digest, order.slot_bytes, order.bucket
         if key not in self._movers:
             self._movers[key] = Mover(packing(bucket))
         self._movers[key].run(self.tensors(), views(slot, bucket))
         stamp(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
-        return bucket
+        return bucket, slot
 
-    def join(self, slot_bytes: int, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form the group of the route "collective"; all senders and receivers together."""
-        self.leave()
-        self._slots(slot_bytes)
-        self._meeting = Meeting(self._device, folder, rank, world_size, timeout_s)
+    def join(self, meeting: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Form a group for the route "collective", through a folder; all senders and receivers together."""
+        self._meetings[meeting] = Meeting(self._device, meeting, rank, world_size, timeout_s)
 
-    def leave(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.leave()
+    def leave(self, meeting: str) -> None:
+        """Leave a group, if it was joined."""
+        found = self._meetings.pop(meeting, None)
+        if found is not None:
+            found.leave()
 
-    def send(self, sending: bytes) -> int:
-        """Fill and send bucket after bucket; the payload's bytes."""
-        order = decoded(sending, Sending, "Sending")
-        if self._meeting is None or self._slabs is None:
-            raise StateError("send() needs a group and slabs; call join() and open_slabs() first")
+    def send(self, order: bytes) -> int:
+        """Fill and send bucket after bucket, as a ``Sending`` says; the payload's bytes."""
+        sending = decoded(order, Sending, "sending")
+        if sending.meeting not in self._meetings:
+            raise StateError("send() needs a group; call join() first")
         sent = 0
-        for one, ranks in zip(order.packings, order.receivers, strict=True):
-            bucket = self._fill(one)
-            self._meeting.send(self._slabs.slot(one.slot)[: bucket.nbytes], ranks)
+        for one, ranks in zip(sending.packings, sending.receivers, strict=True):
+            bucket, slot = self._fill(one)
+            self._meetings[sending.meeting].send(slot[: bucket.nbytes], ranks)
             sent += bucket.payload_bytes * len(ranks)
         self._device.synchronize()
         return sent
@@ -236,13 +239,12 @@ class Sender:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Give back everything that others may have open."""
-        self.leave()
+        for meeting in list(self._meetings):
+            self.leave(meeting)
         self.revoke(timeout_s)
         self._drop_slabs(timeout_s)
 
     def _drop_slabs(self, timeout_s: float) -> None:
         slabs, self._slabs = self._slabs, None
-        self._buckets.clear()
-        self._movers.clear()
         if slabs is not None:
             slabs.close(timeout_s)

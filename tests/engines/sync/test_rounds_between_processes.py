@@ -1,0 +1,162 @@
+"""Weight syncs between real processes: any number of trainer ranks to any grid of receivers, by every route.
+
+Engines are shared by the tests of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_engine import Checkpoint, Sizes, checkpoint, expected, register, write
+from torch import Tensor
+
+import rlcore
+from rlcore.errors import StateError, SyncError, UnsupportedError
+
+# 37 rows over 3 ranks are 13, 13 and 11; the 4 of A_log are 2, 2 and none.
+SIZES = Sizes(experts=3, is_tied=True, has_state=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("sync")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLCORE_RUNTIME", str(folder / "runtime"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        register()
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
+    """Three shards."""
+    with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as engine:
+        yield engine.build(data_parallel_size=3, devices=["cpu:0", "cpu:1", "cpu:2"])
+
+
+@pytest.fixture(scope="module")
+def grid(folder: Path, trainer: rlcore.TrainEngine) -> Iterator[rlcore.InferenceEngine]:
+    """Two replicas of two shards in bfloat16; one shares a process with a trainer rank."""
+    path = write(checkpoint(SIZES), folder / "grid.safetensors")
+    with rlcore.InferenceEngine(path, executor="small") as engine:
+        devices = ["cpu:2", "cpu:3", "cpu:4", "cpu:5"]
+        options = {"sizes": tuple(SIZES), "shards": 2, "dtype": "bfloat16"}
+        yield engine.build(tensor_parallel_size=2, data_parallel_size=2, devices=devices, **options)
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Iterator[rlcore.InferenceEngine]:
+    """One worker, on a device of its own."""
+    path = write(checkpoint(SIZES), folder / "apart.safetensors")
+    with rlcore.InferenceEngine(path, executor="small") as engine:
+        yield engine.build(devices="cpu:6", launcher="process", sizes=tuple(SIZES))
+
+
+def held(engine: rlcore.InferenceEngine) -> list[dict[str, Tensor]]:
+    return engine._call("held")
+
+
+def check(trainer: Any, engine: rlcore.InferenceEngine, shards: int, dtype: torch.dtype) -> None:
+    """Every worker holds what a fresh engine would of the trainer's weights."""
+    fresh = expected(trainer.state_dict(), SIZES, shards, dtype)
+    for rank, own in enumerate(held(engine)):
+        for name, tensor in fresh[rank % shards].items():
+            assert torch.equal(own[name], tensor), (rank, name)
+
+
+def test_shards_to_a_grid_of_receivers_through_slabs(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+    report = trainer.sync_weights(grid, slab_bytes=4096, checksums="always")
+    assert report.route == "packed"
+    assert report.handles_opened == 3 * 4, "the slabs of each rank, by each receiver"
+    assert report.fallback_bytes > 0, "A_log is changed by the loader"
+    check(trainer, grid, 2, torch.bfloat16)
+    trainer.add(0.25)
+    report = trainer.sync_weights(grid, slab_bytes=4096)
+    assert report.handles_opened == 0, "they stay open"
+    assert report.moved_bytes <= 1.05 * report.needed_bytes
+    check(trainer, grid, 2, torch.bfloat16)
+    assert grid._call("committed_versions") == [[1, 2]] * 4
+
+
+def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+    trainer.add(1.0)
+    assert trainer.sync_weights(grid).moved_bytes > 0
+    report = trainer.sync_weights(grid)
+    assert (report.moved_bytes, report.version) == (0, grid.version)
+    check(trainer, grid, 2, torch.bfloat16)
+    grid.meta()
+    grid.onload("weights")
+    assert trainer.sync_weights(grid).moved_bytes > 0, "what the receivers held is gone"
+    grid.onload()
+    check(trainer, grid, 2, torch.bfloat16)
+
+
+def test_verify_compares_with_the_engines_own_loader(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+    trainer.add(-0.5)
+    trainer.sync_weights(grid, verify=True)
+    check(trainer, grid, 2, torch.bfloat16)
+
+
+def test_through_a_group_of_all(trainer: Any, apart: rlcore.InferenceEngine, grid: rlcore.InferenceEngine) -> None:
+    for _ in range(2):
+        trainer.add(0.125)
+        report = trainer.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=60)
+        assert (report.route, report.handles_opened) == ("collective", 0)
+        check(trainer, apart, 1, torch.float32)
+    with pytest.raises(UnsupportedError, match="it takes a process for each, and 1 hold both a trainer rank and"):
+        trainer.sync_weights(grid, route="collective")
+    assert grid.sync_state == "serving", "nothing was written"
+
+
+def test_several_engines_commit_together(
+    trainer: Any, apart: rlcore.InferenceEngine, grid: rlcore.InferenceEngine
+) -> None:
+    trainer.add(0.5)
+    trainer.sync_weights([apart, grid], version=100)
+    assert apart.version == grid.version == 100
+    check(trainer, apart, 1, torch.float32)
+    check(trainer, grid, 2, torch.bfloat16)
+
+
+def test_weights_that_are_loaded_by_the_engine_cannot_be_staged(trainer: Any, apart: rlcore.InferenceEngine) -> None:
+    trainer.add(0.5)
+    with pytest.raises(UnsupportedError, match=r"staged=True is not supported: .* go through the engine's own loader"):
+        trainer.sync_weights(apart, staged=True)
+    assert apart.sync_state == "serving"
+
+
+def test_offloading_the_trainer_takes_its_exports_back(trainer: Any, apart: rlcore.InferenceEngine) -> None:
+    """Last, as the host's weights cannot be offloaded once they are shared."""
+    trainer.add(0.5)
+    first = trainer.sync_weights(apart, route="direct", timeout_s=60)
+    assert first.route == "direct"
+    assert first.handles_opened > 0
+    check(trainer, apart, 1, torch.float32)
+    trainer.add(0.5)
+    assert trainer.sync_weights(apart, route="direct").handles_opened == 0, "they stay open"
+    check(trainer, apart, 1, torch.float32)
+    with pytest.raises(UnsupportedError, match="in shared memory of the host, as after export_ipc"):
+        trainer.offload("weights")
+    trainer.add(0.5)
+    again = trainer.sync_weights(apart, route="direct")
+    assert again.handles_opened == first.handles_opened, "offload had taken them back"
+    check(trainer, apart, 1, torch.float32)
+
+
+def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
+    folder: Path, trainer: Any, apart: rlcore.InferenceEngine
+) -> None:
+    with rlcore.TrainEngine(Checkpoint(checkpoint(Sizes(hidden=12)))) as engine:
+        engine.build(devices="cpu:7")
+        with pytest.raises(SyncError, match=r"stopped midway: .* holds a mixture and refuses to generate"):
+            engine.sync_weights(apart)
+    assert apart.sync_state == "poisoned"
+    with pytest.raises(StateError, match=r"generate\(\) is refused: a weight sync stopped midway"):
+        apart.generate([[1]])
+    trainer.sync_weights(apart)
+    assert apart.sync_state == "serving"
+    check(trainer, apart, 1, torch.float32)
