@@ -85,6 +85,12 @@ class Plan(Message, frozen=True):
     def pieces_of(self, rank: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.rank == rank]
 
+    def fill(self, live: Mapping[str, Tensor]) -> None:
+        """Write the constants into the live tensors."""
+        for one in self.fills:
+            tensor = live[self.destinations[one.destination].name]
+            tensor.as_strided(one.shape, one.stride, int(tensor.storage_offset()) + one.offset).fill_(one.value)
+
     def check(self, manifest: Manifest, live: Mapping[str, Tensor]) -> None:
         """Raise SyncError unless this plan was made for these weights and tensors."""
         if manifest.digest != self.manifest_digest:
@@ -290,7 +296,7 @@ class _Cutter:
         return found
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _holders(layout: tuple[Rows, ...]) -> list[_Holders]:
     by_rows: dict[Rows, list[int]] = defaultdict(list)
     for rank, rows in enumerate(layout):

@@ -74,11 +74,11 @@ class Memory:
         self.weights |= weights_of(origin)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Provenance:
     """Knows of every storage that weights reach where its elements come from."""
 
     def __init__(self, manifest: Manifest) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.failures: dict[int, str] = {}
         self.memories: dict[int, Memory] = {}
         self._handlers: dict[Any, Callable[..., Any]] = {}
@@ -149,12 +149,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fill_(self, func: Any, args: Any, kwargs: Any) -> Any:
         into = args[0]
-        self._put(into, _whole(into), Constant(args[1] if len(args) > 1 else 0))
+        self._put(into, _whole(into), Constant(float(args[1]) if len(args) > 1 else 0.0))
         return into
 
     def _zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
-        self._put(made, _whole(made), Constant(0))
+        self._put(made, _whole(made), Constant(0.0))
         return made
 
     def _clone(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -230,6 +230,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(origin, Weighted):
             origin = Weighted(origin.weight, (*origin.dtypes, into.dtype))
         memory.write(copy, origin)
+
+
+class Recorder(_Provenance, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode. Torch wraps a ``__torch_dispatch__`` of the mode's own class for its compiler, at 2 us an operation."""
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
