@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from rlcore.engines.sync.place import Place
-from rlcore.engines.sync.plan import Fill, Plan, make_plan, misfits
+from rlcore.engines.sync.plan import Plan, make_plan, misfits
+from rlcore.engines.sync.proof import prove
 from rlcore.engines.sync.provenance import Weighted
 from rlcore.engines.sync.recording import Destination, Recording, Write, Written, record
 from rlcore.engines.sync.regions import Copy, canonical
@@ -26,17 +25,20 @@ class Planner:
         self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, place)]
         self._recording = record(*target.meta_model(), manifest)
         written = [one.destination for one in self._recording.written]
-        self.plan = self._made(self._recording, misfits(written, target.tensors()))
+        self._target = target
+        self._excluded = misfits(written, target.tensors())
+        self.plan = self._made(self._recording, self._excluded)
+        self.is_proven = target.is_plain or not self.plan.pieces
 
     def _made(self, recording: Recording, excluded: dict[str, str]) -> Plan:
         return make_plan(recording, excluded=excluded, own_ranks=self._own_ranks, spread=self._number)
 
-    @property
-    def is_proven(self) -> bool:
-        return True
-
     def prove(self) -> None:
-        pass
+        """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes."""
+        wrong = prove(self.plan, self.manifest, self._target.tensors, self._target.reload)
+        self._excluded |= wrong
+        self.plan = self._made(self._recording, self._excluded)
+        self.is_proven = True
 
     @property
     def fallback(self) -> list[str]:
@@ -79,12 +81,6 @@ class Planner:
                 found[rank].append(Piece(len(self.manifest.parameters) + number, one.name, one.dtype, copy))
         return found
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write what is the same whatever the weights are."""
-        for one in self.plan.fills:
-            tensor = tensors[self.plan.destinations[one.destination].name]
-            _region(tensor, one).fill_(one.value)
-
 
 def _is_near(sender: Place, place: Place) -> bool:
     if place.is_host:
@@ -108,7 +104,3 @@ def _recorded(manifest: Manifest, weights: Sequence[int]) -> Recording:
             Written(Destination(one.name, (), one.shape, dense(one.shape), one.dtype), [Write(copy, origin)])
         )
     return Recording(manifest, written, not_plain=[], untouched=[], failures={}, idle=frozenset())
-
-
-def _region(tensor: Tensor, one: Fill) -> Tensor:
-    return tensor.as_strided(one.shape, one.stride, tensor.storage_offset() + one.offset)

@@ -18,8 +18,9 @@ from rlcore.engines.sync.meeting import Meeting
 from rlcore.engines.sync.place import Place, decoded, place_of
 from rlcore.engines.sync.planned import Planned, Summary
 from rlcore.engines.sync.planner import Planner
+from rlcore.engines.sync.proof import checksums
 from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
-from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, slot_of, tensor_checksum, views
+from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, slot_of, views
 from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.engines.sync.target import Target
 from rlcore.errors import StateError, SyncError, UnsupportedError
@@ -297,11 +298,12 @@ class Receiver:
         return sorted(name for name, total in now.items() if before[name] != total)
 
     def _sums(self) -> dict[str, int]:
-        return {name: int(tensor_checksum(tensor)) for name, tensor in self._target.tensors().items()}
+        tensors = self._target.tensors()
+        return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
     def _finish_writing(self, round_id: int) -> None:
         self._check_round(round_id)
-        self._planning().fill(self._destinations())
+        self._planning().plan.fill(self._destinations())
         self._end_reload()
         self._device.synchronize()
 

@@ -214,14 +214,6 @@ def checksum(data: Tensor) -> Tensor:
     return total
 
 
-def tensor_checksum(tensor: Tensor) -> Tensor:
-    """As ``checksum``, of the bytes of any tensor."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    head = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-    return checksum(head) * 13 + _weighted(data[whole:].long(), 17)
-
-
 def _weighted(values: Tensor, factor: int) -> Tensor:
     weights = torch.arange(values.numel(), device=values.device) * 2 + 1
     return (values * weights).sum() * factor

@@ -9,7 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class Target(ABC):
 
     device: Any
     """The rlcore device of ``tensors()``."""
+    is_plain: ClassVar[bool] = False
+    """The loader copies and does nothing else, now or later: plans need no proof."""
 
     @abstractmethod
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
@@ -60,6 +62,8 @@ class Target(ABC):
 
 class ModuleTarget(Target):
     """A module that takes each weight as it is, by the parameter's own name."""
+
+    is_plain = True
 
     def __init__(self, module: nn.Module, device: Any) -> None:
         self.device = device
