@@ -23,10 +23,13 @@ NOT_PER_TOKEN = ("input_ids", "cu_seqlens")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some sequences of a packed batch, on the device."""
+    """Some sequences of a packed batch, on the device.
+
+    Boundaries stay on the host, where they are read to cut by them: on the device each reading would wait for it.
+    """
 
     tokens: dict[str, Tensor]
-    """``input_ids`` [T] and ``cu_seqlens`` [N+1]: what ``module.hidden_states`` takes."""
+    """``input_ids`` [T], and ``cu_seqlens`` [N+1] on the host: what ``module.hidden_states`` takes."""
     rows_R: Tensor
     """Hidden states that score: row r of the head is hidden[rows_R[r]]."""
     targets_R: Tensor
@@ -34,7 +37,7 @@ class MicroBatch:
     per_token: dict[str, Tensor]
     """Every other entry of the batch, [R], aligned with ``targets_R``."""
     cu_rows: Tensor
-    """[N+1] int32: where each sequence's rows start."""
+    """Host tensor [N+1] int32: where each sequence's rows start."""
     positions_R: Tensor
     """Host tensor: the position in the packed share of the token that each row scores."""
 
@@ -112,20 +115,25 @@ def _select(
     rows_N = torch.bincount(sequence_T[target_R], minlength=len(sequences))
     positions_R = token_T[target_R]
 
-    def on_device(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
     return MicroBatch(
         tokens={
-            "input_ids": on_device(packed["input_ids"][token_T]),
-            "cu_seqlens": on_device(cu_local.to(torch.int32)),
+            "input_ids": on_device(packed["input_ids"][token_T], device),
+            "cu_seqlens": cu_local.to(torch.int32),
         },
-        rows_R=on_device(target_R - 1),
-        targets_R=on_device(packed["input_ids"][positions_R]),
-        per_token={name: on_device(packed[name][positions_R]) for name in packed if name not in NOT_PER_TOKEN},
-        cu_rows=on_device(_offsets(rows_N).to(torch.int32)),
+        rows_R=on_device(target_R - 1, device),
+        targets_R=on_device(packed["input_ids"][positions_R], device),
+        per_token={name: on_device(packed[name][positions_R], device) for name in packed if name not in NOT_PER_TOKEN},
+        cu_rows=_offsets(rows_N).to(torch.int32),
         positions_R=positions_R,
     )
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that nobody waits for: out of pageable memory it would begin when the device has done all its work."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _tokens_of(cu_seqlens: Tensor, sequences: Tensor) -> Tensor:

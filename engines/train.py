@@ -20,7 +20,7 @@ from rlcore.engines.pending_save import PendingSave
 from rlcore.engines.residency import State
 from rlcore.engines.sync.options import Checksums, RoundOptions
 from rlcore.engines.sync.place import Route
-from rlcore.engines.train_step import SCORED, WEIGHT, ScoreOptions, StepOptions
+from rlcore.engines.train_step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.weight_sync import WeightSync, as_targets
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.kernels.token_weights import Mode
@@ -152,20 +152,49 @@ class TrainEngine(Engine):
         """
         for tag in self.tags:
             self._residency.require(tag, "train_batch()")
-        packed = to_packed(batch)
-        weight_T = make_token_weights(
-            token_weights, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length
-        )
         options = StepOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_grad_norm=max_grad_norm,
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        self._check_batch(packed, weight_T != 0)
+        packed = self._weighted(batch, token_weights, max_length)
         self._num_changes += 1
-        metrics: dict[str, float] = self._call_on_shares("train_step", packed | {WEIGHT: weight_T}, loss_fn, options)
-        return metrics | {"num_tokens": int((weight_T != 0).sum())}
+        metrics: dict[str, float] = self._call_on_shares("train_step", packed, loss_fn, options)
+        return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
+
+    def eval_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        loss_fn: Callable[..., Any],
+        *,
+        token_weights: Mode = "token-mean",
+        max_length: int | None = None,
+        max_tokens_per_micro_batch: int = _MAX_TOKENS,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+    ) -> dict[str, float]:
+        """The loss and statistics that ``train_batch`` would return, in evaluation mode; nothing changes.
+
+        Arguments are those of ``train_batch``. Optimizer and gradients may be away.
+
+        Returns:
+            ``loss``, ``num_tokens`` and the loss's statistics.
+        """
+        self._residency.require("weights", "eval_batch()")
+        options = LossOptions(
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
+        )
+        packed = self._weighted(batch, token_weights, max_length)
+        metrics: dict[str, float] = self._call_on_shares("evaluate", packed, loss_fn, options)
+        return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
+
+    def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
+        """The batch packed and checked, with the share that each token has in the loss."""
+        packed = to_packed(batch)
+        weight_T = make_token_weights(mode, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length)
+        self._check_batch(packed, weight_T != 0)
+        return packed | {WEIGHT: weight_T}
 
     def forward_logprobs(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches
+from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches, on_device
 from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients
 from rlcore.engines.train_state import optimizers_of, schedulers_of
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.linear_loss import linear_loss
+from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.nucleus import keep_mask
 from rlcore.kernels.token_logprob import token_logprob
 from rlcore.nn import TrainModule
@@ -28,16 +30,25 @@ SCORED = "is_scored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """How ``train_batch`` runs."""
+class LossOptions:
+    """How the loss of a batch is computed."""
 
     max_tokens_per_micro_batch: int
-    max_grad_norm: float | None
     temperature: float
     with_entropy: bool
 
     def __post_init__(self) -> None:
         _check_max_tokens(self.max_tokens_per_micro_batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions(LossOptions):
+    """How ``train_batch`` runs."""
+
+    max_grad_norm: float | None
+
+    def __post_init__(self) -> None:
+        LossOptions.__post_init__(self)  # with slots, super() is of the class before they were added
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InvalidInputError(f"max_grad_norm must be above 0, or None for no limit, got {self.max_grad_norm!r}")
 
@@ -62,7 +73,7 @@ def _check_max_tokens(value: int) -> None:
 
 def train_step(
     module: TrainModule,
-    device: torch.device,
+    device: Any,
     share: Share,
     loss_fn: Callable[..., Any],
     *,
@@ -72,6 +83,9 @@ def train_step(
     """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients.
 
     All workers do this together, each on its share; gradients are exchanged after the last micro-batch, or after each.
+
+    Args:
+        device: of rlcore; its profiler marks the phases.
     """
     optimizers = optimizers_of(module)
     if not optimizers:
@@ -79,60 +93,106 @@ def train_step(
             f"train_batch needs an optimizer, and {type(module).__name__} has none; "
             "set one as an attribute in on_weights_materialized(), such as self.optimizer = torch.optim.AdamW(...)"
         )
+    phase = device.profiler.range
     try:
         with leaving_it_sharded(module):
             metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
-        grad_norm = _clip(module, options.max_grad_norm)
-        if not torch.isfinite(grad_norm):
+        with phase("train_batch: clip"):
+            grad_norm = _clip(module, options.max_grad_norm)
+            is_finite = bool(torch.isfinite(grad_norm))
+        if not is_finite:
             raise RlcoreError(
                 f"the gradient norm of this batch is {float(grad_norm)}: no step was taken and the gradients were "
                 "dropped. Look at the batch's values and at the loss function"
             )
-        for optimizer in optimizers.values():
-            optimizer.step()
+        with phase("train_batch: optimizer"):
+            for optimizer in optimizers.values():
+                optimizer.step()
     finally:
         for optimizer in optimizers.values():
             optimizer.zero_grad()
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
     for scheduler in schedulers_of(module).values():
         scheduler.step()
-    return metrics.result() | {"grad_norm": float(grad_norm)} | rates
+    with phase("train_batch: metrics"):
+        return metrics.result() | {"grad_norm": float(grad_norm)} | rates
 
 
 def _accumulate(
     module: TrainModule,
-    device: torch.device,
+    device: Any,
     share: Share,
     loss_fn: Callable[..., Any],
     options: StepOptions,
     *,
     reduce_each: bool,
 ) -> _Metrics:
-    metrics = _Metrics()
-    parts = micro_batches(share, share.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device)
-    for number, part in enumerate(parts, start=1):
+    metrics, phase = _Metrics(), device.profiler.range
+    for number, part in enumerate(_weighted_parts(share, options, device), start=1):
         sync_gradients(module, reduce_each or number == share.num_micro_batches)
-        per_token = dict(part.per_token)
-        weight_R = per_token.pop(WEIGHT)
-        hidden_TH = module.hidden_states(part.tokens)
-        head = module.output_head()  # by now gathered, if it is sharded
-        output = linear_loss(
-            hidden_TH[part.rows_R],
-            head.weight,
-            part.targets_R,
-            loss_fn,
-            per_token=per_token,
-            token_weight=weight_R,
-            cu_seqlens=part.cu_rows,
-            with_entropy=options.with_entropy,
-            bias=head.bias,
-            temperature=options.temperature,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-        )
-        (output.loss * num_gradient_parts(module)).backward()  # type: ignore[no-untyped-call]
-        metrics.add(output.loss.detach(), output.stats, weight_R.sum())
+        with phase("train_batch: forward and loss"):
+            output, weight = _loss(module, part, loss_fn, options)
+        with phase("train_batch: backward"):
+            (output.loss * num_gradient_parts(module)).backward()  # type: ignore[no-untyped-call]
+        metrics.add(output.loss.detach(), output.stats, weight)
     return metrics
+
+
+def _weighted_parts(share: Share, options: LossOptions, device: Any) -> Iterator[MicroBatch]:
+    scored_T = share.packed[WEIGHT] != 0
+    return micro_batches(share, scored_T, options.max_tokens_per_micro_batch, device.torch_device)
+
+
+def _loss(
+    module: TrainModule, part: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
+) -> tuple[LossOutput, Tensor]:
+    """And the weight of the micro-batch."""
+    per_token = dict(part.per_token)
+    weight_R = per_token.pop(WEIGHT)
+    hidden_TH = module.hidden_states(part.tokens)
+    head = module.output_head()  # by now gathered, if it is sharded
+    output = linear_loss(
+        hidden_TH[part.rows_R],
+        head.weight,
+        part.targets_R,
+        loss_fn,
+        per_token=per_token,
+        token_weight=weight_R,
+        cu_seqlens=part.cu_rows,
+        with_entropy=options.with_entropy,
+        bias=head.bias,
+        temperature=options.temperature,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+    )
+    return output, weight_R.sum()
+
+
+@torch.no_grad()
+def evaluate(
+    module: TrainModule, device: Any, share: Share, loss_fn: Callable[..., Any], options: LossOptions
+) -> dict[str, float]:
+    """The loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
+    metrics = _Metrics()
+    with _evaluating(module):
+        for part in _weighted_parts(share, options, device):
+            with device.profiler.range("eval_batch: forward and loss"):
+                output, weight = _loss(module, part, loss_fn, options)
+            metrics.add(output.loss, output.stats, weight)
+    return metrics.result()
+
+
+@contextmanager
+def _evaluating(module: TrainModule) -> Iterator[None]:
+    """In evaluation mode, each part as it was afterwards, and nothing gathered."""
+    were_training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with leaving_it_sharded(module):
+            yield
+    finally:
+        for part in were_training:
+            part.training = True
 
 
 def _clip(module: TrainModule, max_norm: float | None) -> Tensor:
@@ -188,17 +248,15 @@ def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(module: TrainModule, device: torch.device, share: Share, options: ScoreOptions) -> Tensor:
+def score(module: TrainModule, device: Any, share: Share, options: ScoreOptions) -> Tensor:
     """Log-probability [T] float32, on the host, of every marked token of the whole batch; 0 elsewhere."""
-    logprob_T = torch.zeros(share.num_tokens, device=device)
-    was_training = module.training
-    module.eval()
-    try:
-        with leaving_it_sharded(module):
-            for part in micro_batches(share, share.packed[SCORED], options.max_tokens_per_micro_batch, device):
-                logprob_T[share.positions_T[part.positions_R].to(device)] = _logprobs(module, part, options).float()
-    finally:
-        module.train(was_training)
+    place = device.torch_device
+    logprob_T = torch.zeros(share.num_tokens, device=place)
+    with _evaluating(module):
+        for part in micro_batches(share, share.packed[SCORED], options.max_tokens_per_micro_batch, place):
+            with device.profiler.range("forward_logprobs: forward"):
+                position_R = on_device(share.positions_T[part.positions_R], place)
+                logprob_T[position_R] = _logprobs(module, part, options).float()
     if _num_workers() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one worker, and 0 on the others
     return logprob_T.cpu()

@@ -32,7 +32,7 @@ from rlcore.weights.stored import Conversion
 from rlcore.weights.view import Adapters, WeightView, seen_in, whole
 
 Batch = Mapping[str, Tensor]
-"""Packed: ``input_ids`` [T] int64 and ``cu_seqlens`` [N+1] int32; other entries [T]."""
+"""Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin."""
 
 _BESIDE_WEIGHTS = (
     "*token*",

@@ -27,7 +27,7 @@ from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.engines.sync.parties import call_each
 from rlcore.engines.sync.sender import Sender
-from rlcore.engines.train_step import ScoreOptions, StepOptions, score, train_step
+from rlcore.engines.train_step import LossOptions, ScoreOptions, StepOptions, evaluate, score, train_step
 from rlcore.engines.weight_source import open_weights
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
@@ -106,12 +106,13 @@ class Fsdp2Worker(Worker):
 
     def train_step(self, share: Share, loss_fn: Any, options: StepOptions) -> dict[str, float]:
         reduce_each = self._sharding.reduce_each_micro_batch
-        return train_step(
-            self.module, self.device.torch_device, share, loss_fn, options=options, reduce_each=reduce_each
-        )
+        return train_step(self.module, self.device, share, loss_fn, options=options, reduce_each=reduce_each)
+
+    def evaluate(self, share: Share, loss_fn: Any, options: LossOptions) -> dict[str, float]:
+        return evaluate(self.module, self.device, share, loss_fn, options)
 
     def score(self, share: Share, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device.torch_device, share, options)
+        return score(self.module, self.device, share, options)
 
     # ----------------------------------------------------------------------------------------- weight sync
 
