@@ -62,7 +62,7 @@ class _Reader:
             for parameter, names in names_by_parameter(module).items()
         }
         self._weights: dict[int, list[WeightView]] = {}
-        for weight in [*module.weight_views("base"), *module.weight_views("only")]:
+        for weight in [*module.weight_views("base"), *(module.weight_views("only") if layers else ())]:
             if weight.parameter is not None:
                 self._weights.setdefault(id(weight.parameter), []).append(weight)
 

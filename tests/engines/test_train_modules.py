@@ -1,0 +1,349 @@
+"""Modules that engines train beside language models of transformers: a user's own, one that sees, and critics."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+import rlcore
+from rlcore import NeedParallel
+from rlcore.errors import StateError
+from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
+from rlcore.ops import gae, ppo_clip, token_weights, value_loss
+from rlcore.weights.view import Adapters, WeightView, whole
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+VOCAB, HIDDEN = 21, 8
+Build = Callable[..., rlcore.TrainEngine]
+
+
+@pytest.fixture(scope="module")
+def build(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """``build(module, workers, **options)``; the worker processes are shared, as one engine stays."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+
+        def get(module: Any, workers: int, **options: Any) -> rlcore.TrainEngine:
+            engine = stack.enter_context(rlcore.TrainEngine(module))
+            devices = [f"cpu:{index}" for index in range(workers)]
+            return engine.build(devices=devices, data_parallel_size=workers, launcher="process", **options)
+
+        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+        get(own_module(own_folder), 2)
+        yield get
+
+
+def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    place_T = torch.cat([torch.arange(length) for length in lengths])
+    return {
+        "input_ids": torch.randint(VOCAB, (sum(lengths),), generator=generator),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "loss_mask": place_T >= 2,
+        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
+        "advantages": torch.randn(len(lengths), generator=generator),
+    }
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- a user's own
+
+
+class Mixer(nn.Module):
+    """A gated sum of what came before; its two matrices are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * HIDDEN + 1, HIDDEN))
+
+    def forward(self, hidden_TH: Tensor, cu_seqlens: Tensor) -> Tensor:
+        past_TH = torch.cat([part.cumsum(0) / len(part) for part in hidden_TH.tensor_split(cu_seqlens[1:-1].long())])
+        gate_TH, up_TH = past_TH @ self.gate_up[:HIDDEN].T, past_TH @ self.gate_up[HIDDEN:-1].T
+        return hidden_TH + torch.sigmoid(gate_TH) * up_TH + self.gate_up[-1]
+
+
+class Own(TrainModule):
+    """A language model of somebody's own, whose files have other names than it, and each matrix by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.mixers = nn.ModuleList(Mixer() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.register_buffer("scale", torch.ones(1))
+
+    def materialization_source(self) -> Path:
+        return self.folder
+
+    def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
+        for name, parameter, view, _ in super().weight_views(adapters):
+            if not name.endswith("gate_up"):
+                yield WeightView(f"policy.{name}", parameter, view)
+                continue
+            gate, up, bias = view.split([HIDDEN, HIDDEN, 1])
+            for leaf, part in (("gate", gate), ("up", up.T), ("bias", bias[0])):
+                yield WeightView(f"policy.{name.removesuffix('gate_up')}{leaf}", parameter, part)
+
+    def needs_conversion(self, names: Collection[str]) -> bool:
+        return False
+
+    def wrap_classes(self) -> list[str]:
+        return ["Mixer"]
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden_TH = self.embed(batch["input_ids"]) * self.scale
+        for mixer in self.mixers:
+            hidden_TH = mixer(hidden_TH, batch["cu_seqlens"])
+        return hidden_TH
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.head.weight, self.head.bias)
+
+    def what_is_sharded(self) -> list[str]:
+        return [name for name, part in self.named_modules() if isinstance(part, FSDPModule)]
+
+    def state_beside_weights(self) -> list[Any]:
+        return [bool(self.training), len(self.optimizer.state), [p.grad is None for p in self.parameters()]]
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed.weight": (VOCAB, HIDDEN), "head.weight": (VOCAB, HIDDEN), "head.bias": (VOCAB,), "scale": (1,)}
+    for index in range(2):
+        shapes |= {f"mixers.{index}.{leaf}": (HIDDEN, HIDDEN) for leaf in ("gate", "up")}
+        shapes |= {f"mixers.{index}.bias": (HIDDEN,)}
+    weights = {f"policy.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def own_module(folder: Path) -> Own:
+    with rlcore.meta_device():
+        return Own(folder)
+
+
+def test_a_module_of_ones_own_reads_and_gives_weights_as_its_views_say(
+    own_folder: Path, build: Build, tmp_path: Path
+) -> None:
+    file = load_file(own_folder / "model.safetensors")
+    alone, sharded = build(own_module(own_folder), 1), build(own_module(own_folder), 2)
+    assert sharded.what_is_sharded() == [["", "mixers.0", "mixers.1"]] * 2, "as wrap_classes says"
+    for engine in (alone, sharded):
+        assert_close(engine.state_dict(), file, atol=0)
+    for step in range(3):
+        expected = alone.train_batch(batch_of(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
+        found = sharded.train_batch(batch_of(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
+        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    trained = sharded.state_dict()
+    assert_close(trained, alone.state_dict())
+    assert not torch.equal(trained["policy.mixers.0.up"], file["policy.mixers.0.up"])
+    sharded.export(tmp_path / "export")
+    assert_close(load_file(tmp_path / "export" / "model.safetensors"), trained, atol=0)
+    sharded.load_state_dict(file)
+    assert_close(sharded.state_dict(), file, atol=0)
+
+
+class Changed(Own):
+    """Its source is a mapping of tensors, changed on their way in; one that goes out is computed."""
+
+    def materialization_source(self) -> dict[str, Tensor]:  # type: ignore[override]
+        file = load_file(self.folder / "model.safetensors")
+        return {name: 2 * tensor if name == "policy.head.bias" else tensor for name, tensor in file.items()}
+
+    def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
+        for weight in super().weight_views(adapters):
+            yield weight
+            if weight.name == "policy.head.bias":
+                yield WeightView("policy.half_bias", None, weight.view, lambda: whole(self.head.bias.detach()) / 2)
+
+
+def test_weights_can_be_changed_on_their_way_in_and_out(own_folder: Path, build: Build) -> None:
+    with rlcore.meta_device():
+        module = Changed(own_folder)
+    state = build(module, 2).state_dict()
+    file = load_file(own_folder / "model.safetensors")
+    assert torch.equal(state["policy.head.bias"], 2 * file["policy.head.bias"])
+    assert torch.equal(state["policy.half_bias"], file["policy.head.bias"])
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("lengths", [(12, 3, 7, 2, 9), (9,)], ids=["uneven", "one sequence"])
+def test_eval_batch_is_the_loss_of_train_batch_and_changes_nothing(
+    own_folder: Path, build: Build, workers: int, lengths: tuple[int, ...]
+) -> None:
+    engine = build(own_module(own_folder), workers)
+    batch, options = batch_of(lengths), {"max_tokens_per_micro_batch": 15, "temperature": 0.7}
+    before, beside = engine.state_dict(), engine.state_beside_weights()
+    engine.offload("optimizer", "grads")
+    evaluated = engine.eval_batch(batch, ppo_clip(), **options)
+    assert engine.eval_batch(batch, ppo_clip(), **options) == evaluated
+    engine.onload()
+    assert engine.state_beside_weights() == beside
+    assert_close(engine.state_dict(), before, atol=0)
+    trained = engine.train_batch(batch, ppo_clip(), **options)
+    assert evaluated.keys() == trained.keys() - {"grad_norm", "lr/optimizer"}
+    assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-6, abs=1e-7)
+
+
+def test_eval_batch_needs_the_weights(own_folder: Path, build: Build) -> None:
+    engine = build(own_module(own_folder), 1)
+    engine.offload("weights")
+    with pytest.raises(StateError, match=r"eval_batch\(\)"):
+        engine.eval_batch(batch_of(), ppo_clip())
+
+
+# ------------------------------------------------------------------------------------------------- one that sees
+
+
+@pytest.fixture(scope="module")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: dict[str, Any]) -> Path:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = tiny_config | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    ids = {"image_token_id": 18, "vision_start_token_id": 19, "vision_end_token_id": 20}
+    folder = tmp_path_factory.mktemp("vision")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids)).save_pretrained(
+            folder
+        )
+    return folder
+
+
+def seeing(folder: Path) -> Any:
+    from transformers import Qwen2VLForConditionalGeneration
+
+    class Seeing(HuggingFaceTrainModule, Qwen2VLForConditionalGeneration):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+        def see(self, ids_NL: Tensor, pixels: Tensor, grid_N3: Tensor) -> float:
+            """One step on captions: the mean over rows, of which each worker has as many."""
+            images = (ids_NL == self.config.image_token_id).int()
+            logits = self(
+                input_ids=ids_NL, pixel_values=pixels, image_grid_thw=grid_N3, mm_token_type_ids=images
+            ).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids_NL[:, 1:].flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return float(loss.detach())
+
+    with rlcore.meta_device():
+        return Seeing.from_pretrained(folder)
+
+
+def test_a_module_that_sees_trains_by_a_method_of_its_own(vision_folder: Path, build: Build) -> None:
+    alone, sharded = build(seeing(vision_folder), 1), build(seeing(vision_folder), 2)
+    file = load_file(vision_folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    grid_N3 = torch.tensor([[1, 4, 4]]).repeat(2, 1)  # patches of each image; four of them are one token
+    pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator)
+    text = torch.randint(18, (2, 6), generator=generator)
+    ids_NL = torch.cat([torch.tensor([[19, 18, 18, 18, 18, 20]] * 2), text], 1)
+    arguments = [NeedParallel(one) for one in (ids_NL, pixels, grid_N3)]
+    for engine in (alone, sharded):
+        assert_close(engine.state_dict(), file, atol=0)
+    for _ in range(2):
+        expected = alone.call("see", *arguments, gather="mean")
+        assert sharded.call("see", *arguments, gather="mean") == pytest.approx(expected, rel=1e-5)
+    trained = sharded.state_dict()
+    assert_close(trained, alone.state_dict())
+    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, file[name])}
+    assert any("visual" in name for name in moved), "gradients reach the vision tower"
+    assert trained.keys() == file.keys()
+
+
+# ------------------------------------------------------------------------------------------------------- critics
+
+
+def critic(folder: Path) -> Any:
+    from transformers import Qwen2Config, Qwen2ForTokenClassification
+
+    class Critic(HuggingFaceTrainModule, Qwen2ForTokenClassification):
+        new_parameters = ("score",)
+
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+        def values(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+            """[N, L] on the host, 0 on padding."""
+            with torch.no_grad():
+                return self._values(ids_NL, mask_NL).cpu()
+
+        def value_step(self, ids_NL: Tensor, mask_NL: Tensor, returns_NL: Tensor, weight_NL: Tensor) -> float:
+            """Its part of the loss of the batch, of which ``weight_NL`` are the shares."""
+            values_NL = self._values(ids_NL, mask_NL)
+            loss, _ = value_loss(values_NL, returns_NL.to(values_NL), weight_NL.to(values_NL))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return float(loss.detach())
+
+        def _values(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+            cu_seqlens = nn.functional.pad(mask_NL.sum(1).cumsum(0), (1, 0)).int()
+            ids_T = ids_NL[mask_NL].to(self.device)
+            hidden_TH = self.hidden_states({"input_ids": ids_T, "cu_seqlens": cu_seqlens})
+            value_T = self.score(hidden_TH).squeeze(-1)
+            return value_T.new_zeros(mask_NL.shape).masked_scatter(mask_NL.to(value_T.device), value_T)
+
+    config = Qwen2Config.from_pretrained(folder, num_labels=1)
+    with rlcore.meta_device():
+        return Critic.from_pretrained(folder, config=config)
+
+
+def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([12, 3, 7, 9, 5])
+    mask_NL = torch.arange(12) < lengths[:, None]
+    ids_NL = torch.randint(VOCAB, mask_NL.shape, generator=generator)
+    rewards_NL = torch.randn(mask_NL.shape, generator=generator)
+    found = {}
+    for workers in (1, 2):
+        engine = build(critic(qwen2_folder), workers)
+        rows = NeedParallel(ids_NL), NeedParallel(mask_NL)
+        values_NL = engine.call("values", *rows, gather="cat")
+        assert values_NL.shape == mask_NL.shape and (values_NL[~mask_NL] == 0).all() and values_NL.std() > 0
+        _, returns_NL = gae(rewards_NL, values_NL, mask_NL)
+        # FSDP takes the mean of gradients over workers, and the loss is the sum of their parts
+        weight_NL = NeedParallel(token_weights("token-mean", mask_NL) * workers)
+        step = partial_step(engine, *rows, NeedParallel(returns_NL), weight_NL)
+        losses = [step() for _ in range(4)]
+        assert losses[-1] < losses[0]
+        found[workers] = values_NL, losses, engine.state_dict()
+    torch.testing.assert_close(found[2][0], found[1][0])
+    assert found[2][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert_close(found[2][2], found[1][2])
+    assert {"score.weight", "score.bias"} < found[1][2].keys()
+
+
+def partial_step(engine: rlcore.TrainEngine, *arguments: NeedParallel) -> Callable[[], float]:
+    return lambda: engine.call("value_step", *arguments, gather="mean")
