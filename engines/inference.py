@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
+from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.progress import progress_bar
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.serving import AsynchronousRequests, Calls, Serving, cost_of, spread
 from rlcore.errors import StateError, SyncError
-
-ParamsLike = SamplingParams | Mapping[str, Any] | None
 
 
 class SyncState(StrEnum):
@@ -28,7 +28,7 @@ class SyncState(StrEnum):
     POISONED = "poisoned"
 
 
-class InferenceEngine(Engine):
+class InferenceEngine(AsynchronousRequests, Engine):
     """Generates completions.
 
     Args:
@@ -44,9 +44,11 @@ class InferenceEngine(Engine):
         self._version = 0
         self._sync_state = SyncState.SERVING
         self._contents = object()
+        self._serving = Serving()
         super().__init__(executor)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
+        self._serving = Serving()
         self._call("build", self._path, **options)
         self._version, self._sync_state = 0, SyncState.SERVING
         self._contents = object()
@@ -74,17 +76,34 @@ class InferenceEngine(Engine):
             StateError: weights or KV cache are not on the device, or the weights are not whole.
             InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
         """
-        self._built_group()
-        self._require_serving("generate()")
-        for tag in self.tags:
-            self._residency.require(tag, "generate()")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self._require_ready("generate()")
+        texts: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         num_completions = _num_completions(len(texts), sampling_params)
         with progress_bar("Generating", num_completions, progress) as advance:
-            outputs: list[RequestOutput] = self._call(
-                "generate", texts, sampling_params, version=self._version, on_event=advance
-            )[0]
-        return outputs
+            return self._spread(texts, params_of_each(texts, sampling_params), advance)
+
+    def _spread(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], advance: Callable[[int], None]
+    ) -> list[RequestOutput]:
+        """Each replica completes its share; the outputs in the prompts' order."""
+        group = self._built_group()
+        costs = [cost_of(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        ranks = spread(costs, self._serving.loads(len(group.workers)))
+        shares = [[index for index, at in enumerate(ranks) if at == rank] for rank in range(len(group.workers))]
+        calls: Calls = [
+            (([prompts[index] for index in own], [params[index] for index in own]), {"version": self._version})
+            for own in shares
+        ]
+        found: dict[int, RequestOutput] = {}
+        for own, outputs in zip(shares, group.call("generate", calls, advance), strict=True):
+            found |= zip(own, outputs, strict=True)
+        return [found[index] for index in range(len(prompts))]
+
+    def _require_ready(self, purpose: str) -> None:
+        self._built_group()
+        self._require_serving(purpose)
+        for tag in self.tags:
+            self._residency.require(tag, purpose)
 
     # ------------------------------------------------------------------------------------------------ sync
 

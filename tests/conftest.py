@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -29,7 +30,9 @@ def _missing_gpus(needed: int) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker, needed in (("gpu", 1), ("vllm", 1), ("multigpu", 2)):
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM, on a GPU or its build for the CPU; docs/vllm.md says how to run these")
+    for marker, needed in (("gpu", 1), ("multigpu", 2)):
         if item.get_closest_marker(marker) and (reason := _missing_gpus(needed)):
             pytest.skip(reason)
 

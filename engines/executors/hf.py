@@ -12,14 +12,16 @@ import torch
 
 from rlcore.engines.completion import RequestOutput, VersionSpan
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
-from rlcore.engines.executors.prompts import ParamsLike, PromptReader, params_of_each, seeds_of_each
+from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each, seeds_of_each
 from rlcore.engines.executors.schedule import Sample, batches, expand
+from rlcore.engines.executors.waiting import PauseMode, WaitingRequests
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.pretrained import ModelFolder, check_model_folder
+from rlcore.engines.sampling_params import SamplingParams
 from rlcore.engines.sync.parties import call_each
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.target import ModuleTarget, load_by_name
@@ -95,6 +97,7 @@ class HfWorker(Worker):
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
+        self._requests = WaitingRequests(lambda prompts, params, at: self.generate(prompts, params, version=at))
         self._residents = {
             "weights": Resident(self.device, self._module.parameters, self._guard_weights),
             # Each generate() makes its own cache and drops it: nothing is held in between.
@@ -123,6 +126,31 @@ class HfWorker(Worker):
         if loaded is None:
             raise StateError("take_weights() has nothing to take; call read_weights(path) first")
         load_by_name(self.module, loaded.named_parameters())
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> None:
+        """Take these requests, which ``collect`` runs and gives under these numbers.
+
+        Raises:
+            InvalidInputError: as ``generate``.
+        """
+        self._reader.read(prompts, params)
+        self._requests.submit(numbers, prompts, params)
+
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
+        """Run what was submitted, unless paused, however long it takes."""
+        return self._requests.collect(version)
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        """Give these requests up, None: all. Returns how many were unfinished."""
+        return self._requests.abort(numbers)
+
+    def pause(self, mode: PauseMode, *, version: int) -> None:
+        self._requests.pause(mode, version)
+
+    def resume(self) -> None:
+        self._requests.resume()
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
         """Of the receiver that writes into this model."""

@@ -50,7 +50,7 @@ def engine_arguments(
         InvalidInputError: an unknown name, with the nearest, or one that is rlcore's to set.
         DeviceError: no memory is left for a KV cache.
     """
-    _check_names(given, list(names))
+    _check_known(given, list(names))
     device, size = context.device, len(context.devices) or 1
     arguments = {
         "model": os.fspath(folder.path),
@@ -71,10 +71,15 @@ def engine_arguments(
     return arguments
 
 
-def _check_names(given: Mapping[str, Any], names: list[str]) -> None:
+def check_own(given: Mapping[str, Any]) -> None:
+    """Raises InvalidInputError for what is not the user's to choose. vLLM need not be there."""
     for name in given:
         if name in _OWN:
             raise InvalidInputError(f"build() takes no {name!r} for the vllm executor: {_OWN[name]}")
+
+
+def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
+    for name in given:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

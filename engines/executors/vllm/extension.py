@@ -1,35 +1,44 @@
 """What rlcore adds to vLLM's worker class, found by its dotted path. Nothing here needs Ray.
 
-Its methods are called by name, with plain values and bytes, so that vLLM sends them as they are.
+Its one method is called by name and takes and gives plain bytes, so that vLLM sends them as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
+
 from rlcore.engines.executors.vllm.share import Share
-from rlcore.engines.residency import Move
+from rlcore.engines.launchers.worker import Failure, describe
+from rlcore.errors import RlcoreError
 
 
 class RlcoreWorkerExtension:
     """Mixed into ``vllm.v1.worker.gpu_worker.Worker`` and its like: every name is prefixed."""
 
-    def rlcore_move(self, move: str, tag: str) -> dict[str, Any]:
-        """Fields of the ``OffloadReport`` of one move of one tag."""
-        return dataclasses.asdict(_share_of(self).move(Move(move), tag))
+    def rlcore_call(self, method: str, calls: bytes) -> bytes:
+        """Call ``Share.<method>``.
 
-    def rlcore_memory(self) -> dict[str, Any]:
-        """Fields of a ``MemoryReport``, and for each tag whether it is on the device."""
-        return _share_of(self).memory()
+        Args:
+            calls: msgpack of a list with the arguments for each worker of the replica, by rank.
 
-    def rlcore_reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
-        """As ``Worker.reserve_host_memory``."""
-        _share_of(self).reserve(host_memory_bytes, reserve_host_bytes)
+        Returns:
+            msgpack of [what it returned, None] or, of rlcore's own errors, [None, ``Failure``].
+        """
+        arguments = msgspec.msgpack.decode(calls)[self.rank]  # type: ignore[attr-defined]
+        try:
+            result, failure = getattr(_share_of(self), method)(*arguments), None
+        except RlcoreError as error:  # another process would be told of it as text
+            result, failure = None, describe(error)
+        return msgspec.msgpack.encode((result, failure))
 
-    def rlcore_reload(self, path: str) -> None:
-        """Load the weights of a model folder into the live model."""
-        _share_of(self).reload_folder(path)
+
+class Answer(msgspec.Struct, array_like=True):
+    """What ``rlcore_call`` returns."""
+
+    result: Any
+    failure: Failure | None
 
 
 def _share_of(worker: Any) -> Share:

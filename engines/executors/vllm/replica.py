@@ -12,17 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rlcore.engines.completion import Completion, RequestOutput, VersionSpan
 from rlcore.engines.executors.prompts import Prompt, PromptReader
 from rlcore.engines.executors.sampler import sample_keys
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.errors import InvalidInputError, RlcoreError, StateError
+from rlcore.errors import RlcoreError, StateError
 
-PauseMode = Literal["abort", "wait", "keep"]
-PAUSE_MODES = ("abort", "wait", "keep")
+PAUSED = "a pause"
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,8 @@ class Replica:
         self._wanted: set[int] = set()  # jobs of run(): nobody collects them
         self._next_number = -1
         self._version = 0
-        self._is_paused = self._is_closed = False
+        self._held: set[str] = set()
+        self._is_closed = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._num_waiting = 0
@@ -123,11 +124,9 @@ class Replica:
                 self._thread.start()
 
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
-        """What has ended since; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
+        """What has ended; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
         with self.between_steps():
-            self._changed.wait_for(
-                lambda: self._failure or self._ready() or not self._samples or self._is_paused, timeout_s
-            )
+            self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
             return {number: self._done.pop(number) for number in self._ready()}
 
     def abort(self, numbers: Sequence[int] | None) -> int:
@@ -142,20 +141,27 @@ class Replica:
 
     def pause(self, mode: PauseMode) -> None:
         """Make no more steps. "abort" gives up what is under way, "wait" finishes it first, "keep" leaves it."""
-        if mode not in PAUSE_MODES:
-            raise InvalidInputError(f"pause() takes one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        check_pause_mode(mode)
         if mode == "abort":
             self.abort(None)
         with self.between_steps():
             while mode == "wait" and self._samples:
                 self._step(())
-            self._is_paused = True
+            self._held.add(PAUSED)
 
-    def resume(self, version: int) -> None:
-        """Go on, with weights of ``version``. What is under way computes its keys and values again if they changed."""
+    def resume(self) -> None:
+        """Go on where ``pause`` stopped."""
         with self.between_steps():
-            self._set_version(version)
-            self._is_paused = False
+            self._held.discard(PAUSED)
+
+    def hold(self, reason: str) -> None:
+        """Make no step until this reason is gone, and all others."""
+        with self.between_steps():
+            self._held.add(reason)
+
+    def release(self, *reasons: str) -> None:
+        with self.between_steps():
+            self._held.difference_update(reasons)
 
     def forget_cached(self) -> None:
         """Drop all keys, values and encodings that were computed; requests under way compute theirs again."""
@@ -179,7 +185,7 @@ class Replica:
             while self._num_waiting:  # a lock is not fair
                 time.sleep(1e-4)
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or (self._samples and not self._is_paused))
+                self._changed.wait_for(lambda: self._is_closed or (self._samples and not self._held))
                 if self._is_closed:
                     return
                 try:
@@ -264,6 +270,12 @@ class Replica:
         for number in jobs:
             self._done.pop(number, None)
 
+    def weights_changed(self, version: int) -> None:
+        """What comes now is of this version; what was computed before is dropped, and computed again where needed."""
+        with self.between_steps():
+            self._set_version(version)
+            self.forget_cached()
+
     def _set_version(self, version: int) -> None:
         if version != self._version:
             for sample in self._samples.values():
@@ -271,5 +283,7 @@ class Replica:
             self._version = version
 
     def _require_running(self, purpose: str) -> None:
-        if self._is_paused:
+        if PAUSED in self._held:
             raise StateError(f"{purpose} is refused while the engine is paused; call resume()")
+        if self._held:
+            raise StateError(f"{purpose} is refused: the replica is held because of {', '.join(sorted(self._held))}")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.regions import MappedResident
+from rlcore.engines.executors.vllm.target import VllmTarget
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.residency import Move
+from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.weight_source import in_files
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
@@ -26,6 +28,8 @@ class Share:
     def __init__(self, worker: versions.Worker) -> None:
         self.device = get_device(str(worker.device))
         self.runner = worker.model_runner
+        self._target = VllmTarget(worker, self.device, self.strays)
+        self._receiver = Receiver(self._target)
         if self.device.spec.is_host:  # no graph is captured that would keep addresses
             self._residents = {
                 "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
@@ -43,16 +47,16 @@ class Share:
 
     # -------------------------------------------------------------------------------------------- residency
 
-    def move(self, move: Move, tag: str) -> OffloadReport:
+    def move(self, move: str, tag: str) -> OffloadReport:
         """The KV cache is never copied: what leaves is lost, and what comes back is zero."""
         resident = self._residents[tag]
-        if move is Move.ONLOAD:
+        if move == Move.ONLOAD:
             was_away = resident.is_away
             report = resident.onload()
             if tag == "kv_cache" and was_away:
                 versions.after_kv_cache_is_back(self.runner)
             return report
-        return resident.offload() if move is Move.OFFLOAD and tag == "weights" else resident.meta()
+        return resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
 
     def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         arena = arena_of(self.device)
@@ -96,10 +100,17 @@ class Share:
 
     # --------------------------------------------------------------------------------------------- weights
 
-    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """vLLM's own load into the live model, with what it does after loading."""
-        self.runner.reload_weights(weights_iterator=weights)
-
-    def reload_folder(self, path: str) -> None:
+    def reload(self, path: str) -> None:
+        """vLLM's own load of a model folder into the live model, with what it does after loading."""
         found = in_files(check_model_folder(path).weight_files)
-        self.reload((name, tensor.read(())) for name, tensor in found.items())
+        with self._target.reloading():
+            self._target.reload((name, tensor.read(())) for name, tensor in found.items())
+        self.device.synchronize()
+
+    def is_whole(self) -> bool:
+        """What the model holds is of one version."""
+        return self._receiver.is_whole
+
+    def sync(self, method: str, arguments: Sequence[Any]) -> Any:
+        """A call of the receiver of weights."""
+        return getattr(self._receiver, method)(*arguments)

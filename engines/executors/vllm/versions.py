@@ -6,10 +6,11 @@ version that is supported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ class Worker(Protocol):
     """vllm.v1.worker.gpu_worker.Worker"""
 
     device: torch.device
+    rank: int
     model_runner: Runner
     vllm_config: Any
 
@@ -60,7 +62,13 @@ class Runner(Protocol):
     kv_caches: list[Tensor]
 
     def get_model(self) -> nn.Module: ...
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
+
+
+class Reloading(Protocol):
+    """vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"""
+
+    kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]] | None
+    loaded_weights: list[tuple[str, Any]]
 
 
 class Allocation(Protocol):
@@ -185,6 +193,39 @@ def unmap_memory(allocation: Allocation) -> None:
 
     unmap_and_release(allocation.handle)
     allocation.is_asleep = True
+
+
+@contextlib.contextmanager
+def reloading(model: nn.Module, vllm_config: Any) -> Iterator[None]:
+    """Inside, ``model.load_weights`` may be called, also in parts; what it got is processed at the end.
+
+    Of a layer that got some of its tensors vLLM would leave the others undefined: they are kept.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        get_layerwise_info,
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(model)
+    try:
+        yield
+    finally:
+        kept = [
+            (tensor, tensor.clone()) for layer in model.modules() for tensor in _not_loaded(get_layerwise_info(layer))
+        ]
+        finalize_layerwise_reload(model, vllm_config.model_config)
+        for tensor, before in kept:
+            tensor.copy_(before)
+
+
+def _not_loaded(info: Reloading) -> list[Tensor]:
+    """Of a layer that got something, but not all, what it did not get."""
+    if not info.loaded_weights or info.kernel_tensors is None:
+        return []
+    loaded = {name for name, _ in info.loaded_weights}
+    parameters, buffers = info.kernel_tensors
+    return [tensor.detach() for name, tensor in {**parameters, **buffers}.items() if name not in loaded]
 
 
 def after_kv_cache_is_back(runner: Runner) -> None:

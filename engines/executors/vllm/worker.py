@@ -6,19 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each
 from rlcore.engines.executors.vllm import versions
-from rlcore.engines.executors.vllm.arguments import engine_arguments
-from rlcore.engines.executors.vllm.replica import PauseMode, Replica
+from rlcore.engines.executors.vllm.arguments import check_own, engine_arguments
+from rlcore.engines.executors.vllm.extension import Answer
+from rlcore.engines.executors.vllm.replica import Replica
+from rlcore.engines.executors.waiting import PauseMode
 from rlcore.engines.executors.worker import MemoryReport, Worker
-from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.launchers.worker import WorkerContext, raised
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.residency import Move
+from rlcore.engines.sampling_params import SamplingParams
 from rlcore.engines.weight_source import in_files
 from rlcore.errors import RlcoreError, StateError, SyncError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
+
+_SYNC, _VALUES = "a weight sync", "weights without values"
 
 
 class VllmWorker(Worker):
@@ -47,6 +54,7 @@ class VllmWorker(Worker):
             InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
             MissingDependencyError, UnsupportedError: vLLM is absent, or of a version that rlcore does not know.
         """
+        check_own(engine_args)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
         arguments = engine_arguments(engine_args, versions.argument_names(), self._folder, self._context)
@@ -56,7 +64,7 @@ class VllmWorker(Worker):
         reader = PromptReader(self._folder, longest, "max_model_len")
         self._replica = Replica(engine, reader, self.device.activate)
         if self._host_memory is not None:
-            engine.collective_rpc("rlcore_reserve", args=self._host_memory)
+            self._call("reserve", *self._host_memory)
 
     # ------------------------------------------------------------------------------------------- generation
 
@@ -67,12 +75,12 @@ class VllmWorker(Worker):
         return self._replica.run(prompts, params_of_each(prompts, params), version, self.emit)
 
     def submit(
-        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[ParamsLike], *, version: int
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
         """Begin these requests, which ``collect`` gives under these numbers."""
-        self._replica.submit(numbers, prompts, params_of_each(prompts, params), version)
+        self._replica.submit(numbers, prompts, params, version)
 
-    def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
         """What has ended; waits for the first of them, not longer than ``timeout_s``."""
         return self._replica.collect(timeout_s)
 
@@ -80,11 +88,11 @@ class VllmWorker(Worker):
         """Give these requests up, None: all. Returns how many were unfinished."""
         return self._replica.abort(numbers)
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode, *, version: int) -> None:
         self._replica.pause(mode)
 
-    def resume(self, version: int) -> None:
-        self._replica.resume(version)
+    def resume(self) -> None:
+        self._replica.resume()
 
     # -------------------------------------------------------------------------------------------- residency
 
@@ -98,14 +106,18 @@ class VllmWorker(Worker):
         return self._move(Move.META, tag)
 
     def _move(self, move: Move, tag: str) -> OffloadReport:
-        engine = self._built()
-        if tag == "kv_cache" and move is not Move.ONLOAD:
-            self._replica.forget_cached()
-        with self._replica.between_steps():
-            found = engine.collective_rpc("rlcore_move", args=(move.value, tag))
-            is_away = [memory["is_away"][tag] for memory in engine.collective_rpc("rlcore_memory")]
+        if move is not Move.ONLOAD:
+            self._replica.hold(f"its {tag}, which left the device")
+            if tag == "kv_cache":
+                self._replica.forget_cached()
+            elif move is Move.META:
+                self._replica.hold(_VALUES)
+        found = self._call("move", move, tag)
+        is_away = [memory["is_away"][tag] for memory in self._call("memory")]
         if any(away is (move is Move.ONLOAD) for away in is_away):
             raise RlcoreError(f"{move.value}({tag!r}) left {sum(is_away)} of {len(is_away)} vLLM workers without it")
+        if move is Move.ONLOAD:
+            self._replica.release(f"its {tag}, which left the device")
         return OffloadReport(
             moved_bytes=sum(report["moved_bytes"] for report in found),
             freed_device_bytes=sum(report["freed_device_bytes"] for report in found),
@@ -120,7 +132,7 @@ class VllmWorker(Worker):
 
     def memory_report(self) -> MemoryReport:
         """Of all devices of the replica together."""
-        found = self._built().collective_rpc("rlcore_memory")
+        found = self._call("memory")
 
         def total(*path: str) -> int:
             values: list[Any] = found
@@ -154,16 +166,46 @@ class VllmWorker(Worker):
 
     def take_weights(self) -> None:
         """Overwrites the weights by those of the folder that ``read_weights`` checked."""
-        with self._replica.between_steps():
-            self._built().collective_rpc("rlcore_reload", args=(str(self._incoming),))
+        self._replica.hold(_VALUES)
+        self._call("reload", str(self._incoming))
         self._replica.forget_cached()
+        self._replica.release(_VALUES)
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Of the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
+        if method == "begin":
+            self._replica.hold(_SYNC)
+        each: list[Any] = [()] * self._num_shares if calls is None else calls
+        results = self._call_each("sync", [(method, arguments) for arguments in each])
+        if method == "commit":
+            self._replica.weights_changed(version=each[0][1])
+            self._replica.release(_SYNC, _VALUES)
+        elif method == "abandon" and all(self._call("is_whole")):  # nothing was written
+            self._replica.release(_SYNC)
+        return results
 
     def close(self) -> None:
         if self._engine is not None:
             self._replica.close()
         super().close()
 
-    def _built(self) -> versions.Engine:
+    # --------------------------------------------------------------------------------- vLLM's own workers
+
+    @property
+    def _num_shares(self) -> int:
+        return len(self._context.devices) or 1
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every ``Share``; results by rank."""
+        return self._call_each(method, [arguments] * self._num_shares)
+
+    def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         if self._engine is None:
             raise StateError("the vllm worker has no engine yet; call build(path)")
-        return self._engine
+        with self._replica.between_steps():
+            found = self._engine.collective_rpc("rlcore_call", args=(method, msgspec.msgpack.encode(calls)))
+        answers = [msgspec.msgpack.decode(data, type=Answer) for data in found]
+        for answer in answers:
+            if answer.failure is not None:
+                raise raised(answer.failure, self._context, method)
+        return [answer.result for answer in answers]

@@ -1,0 +1,178 @@
+"""Requests that run while the program does something else: submit, collect, abort, pause and resume."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlcore.engines.completion import RequestOutput
+from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each
+from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.errors import InvalidInputError, StateError
+
+_POLL_S = 0.05
+"""How long one replica is waited for while another may have something."""
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(slots=True)
+class Serving:
+    """What an engine has under way, and on which replica."""
+
+    placed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Request -> rank and cost."""
+    collected: dict[int, RequestOutput] = field(default_factory=dict)
+    """Brought from the replicas while somebody waited for room."""
+    next_number: int = 0
+    is_paused: bool = False
+
+    def loads(self, num_replicas: int) -> list[int]:
+        """Cost of what each replica has under way."""
+        loads = [0] * num_replicas
+        for rank, cost in self.placed.values():
+            loads[rank] += cost
+        return loads
+
+
+class _Engine(Protocol):
+    _serving: Serving
+
+    @property
+    def version(self) -> int: ...
+    def _require_ready(self, purpose: str) -> None: ...
+    def _built_group(self) -> WorkerGroup: ...
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
+
+
+class AsynchronousRequests:
+    """Of an inference engine; another way to say ``generate``."""
+
+    def submit(
+        self: _Engine,
+        prompts: str | Sequence[Prompt],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        max_in_flight: int = 1024,
+    ) -> list[int]:
+        """Begin to complete these prompts, each on the replica that has least to do; returns their numbers.
+
+        Args:
+            max_in_flight: prompts that may be unfinished; more wait here until others have ended.
+
+        Raises:
+            StateError: as ``generate``; or room has to be waited for while the engine is paused.
+            InvalidInputError: as ``generate``.
+        """
+        if type(max_in_flight) is not int or max_in_flight < 1:
+            raise InvalidInputError(f"max_in_flight must be a whole number of at least 1, got {max_in_flight!r}")
+        self._require_ready("submit()")
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = params_of_each(texts, sampling_params)
+        numbers = list(range(self._serving.next_number, self._serving.next_number + len(texts)))
+        self._serving.next_number += len(texts)
+        rest = list(zip(numbers, texts, each, strict=True))
+        while rest:
+            while (room := max_in_flight - len(self._serving.placed)) < 1:
+                if self._serving.is_paused:
+                    raise StateError(f"submit() needs room for {len(rest)} prompts, and the engine is paused; resume()")
+                self._serving.collected |= _gathered(self, math.inf)
+            now, rest = rest[:room], rest[room:]
+            _send(self, now)
+        return numbers
+
+    def collect(self: _Engine, timeout_s: float | None = None) -> dict[int, RequestOutput]:
+        """What has ended since the last time, by the numbers of ``submit`` in the order in which it ended.
+
+        Waits for the first to end, if any is under way, but not longer than ``timeout_s``.
+
+        Raises:
+            StateError: the engine is paused and nothing would ever come, without a ``timeout_s``.
+        """
+        if self._serving.is_paused and timeout_s is None and self._serving.placed and not self._serving.collected:
+            raise StateError("collect() would wait for ever while the engine is paused; call resume()")
+        found, self._serving.collected = self._serving.collected, {}
+        wait_s = 0.0 if found else math.inf if timeout_s is None else timeout_s
+        return found | _gathered(self, wait_s)
+
+    def abort(self: _Engine, numbers: Sequence[int] | None = None) -> int:
+        """Give up these requests, all of them for None; returns how many were unfinished. They are not collected."""
+        self._built_group()
+        num_aborted: int = sum(self._call("abort", numbers if numbers is None else list(numbers)))
+        for number in list(self._serving.placed) if numbers is None else numbers:
+            self._serving.placed.pop(number, None)
+            self._serving.collected.pop(number, None)
+        return num_aborted
+
+    def pause(self: _Engine, mode: PauseMode = "abort") -> None:
+        """Let the replicas make no more tokens.
+
+        Args:
+            mode: "abort" gives up what is under way, "wait" finishes it first, "keep" leaves it as it is: with the
+                next weights it goes on, and its completions say which tokens came before (``version_spans``).
+        """
+        check_pause_mode(mode)
+        self._call("pause", mode, version=self.version)
+        self._serving.is_paused = True
+        if mode == "abort":
+            self._serving.placed.clear()
+            self._serving.collected.clear()
+
+    def resume(self: _Engine) -> None:
+        """Go on after ``pause``; nothing if it is not paused."""
+        self._call("resume")
+        self._serving.is_paused = False
+
+
+def spread(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """A replica for each request: the costliest first, each to the one that has least to do.
+
+    Args:
+        costs: of each request, in tokens.
+        loads: what each replica has to do already.
+    """
+    own = list(loads)
+    ranks = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        ranks[index] = own.index(min(own))
+        own[ranks[index]] += costs[index]
+    return ranks
+
+
+def cost_of(prompt: Prompt, params: SamplingParams) -> int:
+    """In tokens, of which a text has about one in four characters."""
+    length = len(prompt) // 4 if isinstance(prompt, str) else len(prompt)
+    return length + params.n * params.max_tokens
+
+
+def _send(engine: _Engine, requests: Sequence[tuple[int, Prompt, SamplingParams]]) -> None:
+    group = engine._built_group()
+    costs = [cost_of(prompt, params) for _, prompt, params in requests]
+    ranks = spread(costs, engine._serving.loads(len(group.workers)))
+    calls: Calls = []
+    for rank in range(len(group.workers)):
+        own = [request for request, at in zip(requests, ranks, strict=True) if at == rank]
+        numbers, prompts, params = ([one[part] for one in own] for part in range(3))
+        calls.append(((numbers, prompts, params), {"version": engine.version}))
+    group.call("submit", calls)
+    for (number, _, _), rank, cost in zip(requests, ranks, costs, strict=True):
+        engine._serving.placed[number] = (rank, cost)
+
+
+def _gathered(engine: _Engine, wait_s: float) -> dict[int, RequestOutput]:
+    """What has ended on any replica; waits for the first."""
+    deadline = time.monotonic() + wait_s
+    serving, num_replicas = engine._serving, len(engine._built_group().workers)
+    while serving.placed:
+        left_s = min(1.0 if num_replicas == 1 else _POLL_S, max(0.0, deadline - time.monotonic()))
+        each: list[Mapping[int, RequestOutput]] = engine._call("collect", left_s, version=engine.version)
+        found = {number: output for own in each for number, output in own.items()}
+        for number in found:
+            serving.placed.pop(number, None)
+        if found or time.monotonic() >= deadline:
+            return found
+    return {}

@@ -1,0 +1,73 @@
+"""Real vLLM on small random models: one engine for all tests of a file, in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+
+# vLLM's CPU build has no attention kernel for smaller heads than 32.
+SHAPE = {"hidden_size": 128, "intermediate_size": 256}
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 1 << 24,
+    "timeout_s": 280,
+}
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
+
+WriteModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def write_model(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> WriteModel:
+    """``write_model("Qwen2Config", **changes)``: folder of a small random model that vLLM runs on a CPU."""
+    import transformers
+
+    def write(config: str = "Qwen2Config", *, seed: int = 0, **changes: Any) -> Path:
+        return write_checkpoint(getattr(transformers, config)(**tiny_config | SHAPE | changes), seed=seed)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model_folder(write_model: WriteModel) -> Path:
+    return write_model()
+
+
+@pytest.fixture(scope="session")
+def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv(
+            "TORCH_COMPILE_DISABLE", "1"
+        )  # vLLM compiles a part of its sampler, which takes longer than a test
+        yield
+
+
+@pytest.fixture(scope="module")
+def infer(_quick: None, model_folder: Path) -> Iterator[rlcore.InferenceEngine]:
+    with rlcore.InferenceEngine(model_folder, executor="vllm") as engine:
+        yield engine.build(devices=DEVICE, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def hf(_quick: None, model_folder: Path) -> Iterator[rlcore.InferenceEngine]:
+    with rlcore.InferenceEngine(model_folder) as engine:
+        yield engine.build(devices=DEVICE, dtype="float32", launcher="inline")
+
+
+@pytest.fixture(scope="module")
+def build_vllm(_quick: None) -> Callable[..., rlcore.InferenceEngine]:
+    def build(folder: Path, **options: Any) -> rlcore.InferenceEngine:
+        return rlcore.InferenceEngine(folder, executor="vllm").build(**{"devices": DEVICE} | ENGINE | options)
+
+    return build
