@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlcore.engines.offload.resident import offloaded as offloaded
     from rlcore.engines.runtime import init as init
     from rlcore.engines.swap import swap as swap
+    from rlcore.engines.sync.standalone import WeightReceiver as WeightReceiver
+    from rlcore.engines.sync.standalone import WeightSender as WeightSender
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
@@ -31,6 +33,8 @@ _HOME = {
     "NeedParallel": "rlcore.engines.need_parallel",
     "RlcoreError": "rlcore.errors",
     "TrainEngine": "rlcore.engines.train",
+    "WeightReceiver": "rlcore.engines.sync.standalone",
+    "WeightSender": "rlcore.engines.sync.standalone",
     "collate": "rlcore.engines.batch",
     "get_device": "rlcore.registry",
     "hookimpl": "rlcore.hookspecs",

@@ -109,6 +109,8 @@ def test_public_names() -> None:
         "NeedParallel",
         "RlcoreError",
         "TrainEngine",
+        "WeightReceiver",
+        "WeightSender",
         "collate",
         "get_device",
         "hookimpl",

@@ -1,0 +1,317 @@
+"""Weight sync for frameworks with processes of their own: a sender, a receiver, and what carries bytes between them.
+
+    sender = rlcore.WeightSender(model.named_parameters, control)         # in the trainer
+    sender.send(version=1)
+
+    receiver = rlcore.WeightReceiver(model, control)                      # in the inference process
+    version = receiver.receive()
+
+The weights themselves go by the routes of docs/weight_sync.md; the channel carries a few small messages a round. Both
+ends check all that comes; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlcore.engines.named_tensors import mismatch
+from rlcore.engines.sync.exchange import exchange_bytes
+from rlcore.engines.sync.options import RoundOptions
+from rlcore.engines.sync.parties import Call, LocalParties, Parties, SpmdParties
+from rlcore.engines.sync.place import Route, decoded
+from rlcore.engines.sync.receiver import Receiver
+from rlcore.engines.sync.round import Rounds
+from rlcore.engines.sync.sender import Sender
+from rlcore.engines.sync.source import Manifest, Source, describe
+from rlcore.engines.sync.target import ModuleTarget, Target
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError
+from rlcore.registry import get_device
+from rlcore.types import SyncReport
+from rlcore.weights.view import WeightView, whole
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+_VERBS = frozenset(
+    (
+        "describe",
+        "begin",
+        "prepare",
+        "prove",
+        "plan_load",
+        "open_offers",
+        "pull",
+        "pieces",
+        "open_slabs",
+        "unpack",
+        "join",
+        "receive",
+        "load",
+        "remember",
+        "compare",
+        "ready",
+        "commit",
+        "abandon",
+    )
+)
+"""What a sender may ask of a receiver."""
+
+
+class Control(Protocol):
+    """A channel of messages between one sender and one receiver, in order and whole."""
+
+    def send(self, data: bytes) -> None:
+        """Raises OSError if the other end is gone."""
+
+    def recv(self, timeout_s: float) -> bytes:
+        """The next message; raises TimeoutError if none comes, OSError if the other end is gone."""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    number: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    number: int
+    error: str
+    result: Any = None
+
+
+class _RemoteParty(Parties):
+    """The receiver at the other end."""
+
+    def __init__(self, control: Control) -> None:
+        self.label = "the receiver"
+        self._control = control
+        self._numbers = itertools.count(time.monotonic_ns())  # answers to an earlier sender are not taken
+
+    def call(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> list[Any]:
+        arguments = msgspec.Raw(msgspec.msgpack.encode(() if calls is None else calls[0]))
+        number = next(self._numbers)
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._control.send(msgspec.msgpack.encode(_Request(number, method, arguments)))
+            answer = self._answer(deadline)
+            while answer.number != number:
+                answer = self._answer(deadline)
+        except TimeoutError as error:
+            raise SyncError(f"the receiver did not answer {method}() within {timeout_s:g} s") from error
+        except OSError as error:
+            raise SyncError(f"the receiver is gone; {method}() found: {error}") from error
+        if answer.error:
+            raise SyncError(f"{method}() failed at the receiver: {answer.error}")
+        return [answer.result]
+
+    def _answer(self, deadline: float) -> _Answer:
+        return decoded(self._control.recv(max(0.0, deadline - time.monotonic())), _Answer, "answer")
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def is_here(self) -> bool:
+        return False
+
+
+class _NamedHolding:
+    """Named tensors of one rank, sharded or whole."""
+
+    def __init__(self, get: Callable[[], NamedTensors], num_ranks: int) -> None:
+        self._get = get
+        self._num_ranks = num_ranks
+        self._tensors: dict[str, Tensor] = {}
+        self._source: Source | None = None
+
+    def refresh(self) -> None:
+        """Take the tensors as they are now.
+
+        Raises:
+            SyncError: they are not those of the first time.
+        """
+        tensors = {name: tensor.detach() for name, tensor in dict(self._get()).items()}
+        source = describe(itertools.starmap(_view, tensors.items()), self._num_ranks)
+        if self._source is not None and source.manifest.digest != self._source.manifest.digest:
+            found = mismatch(self._tensors, tensors) or "their dtypes, order or sharding are others"
+            raise SyncError(f"the tensors are not those that this sender was first given: {found}; make a new sender")
+        self._tensors, self._source = tensors, source
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._current.manifest
+
+    def parts(self) -> list[Tensor]:
+        return self._current.parts()
+
+    def compute(self, weights: Sequence[int]) -> list[Tensor]:
+        tensors = list(self._tensors.values())
+        return [whole(tensors[number]).contiguous() for number in weights]
+
+    def changes(self) -> list[int]:
+        return [one._version for one in self.parts()]
+
+    @property
+    def _current(self) -> Source:
+        if self._source is None:
+            raise StateError("the sender has no tensors yet; call send()")
+        return self._source
+
+
+def _view(name: str, tensor: Tensor) -> WeightView:
+    return WeightView(name, tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+class WeightSender:
+    """Gives named tensors to the receiver at the other end of a channel.
+
+    Where tensors are DTensors, every rank of the default torch.distributed group makes a sender with a channel to a
+    receiver of its own, and all call ``send`` together; each receiver gets all weights, in slices from all ranks.
+
+    Args:
+        named_tensors: names as the receiver's model has them, and tensors; or a function that gives them, called for
+            each ``send``. The first pass fixes names, shapes, dtypes and sharding.
+        control: the channel.
+    """
+
+    def __init__(self, named_tensors: NamedTensors | Callable[[], NamedTensors], control: Control) -> None:
+        if callable(named_tensors):
+            get = named_tensors
+        else:
+            kept = dict(named_tensors)
+            get = lambda: kept  # noqa: E731
+        first = dict(get())
+        if not first:
+            raise InvalidInputError("WeightSender needs at least one named tensor, got none")
+        sharded = next((tensor for tensor in first.values() if isinstance(tensor, DTensor)), None)
+        sample = next(iter(first.values())) if sharded is None else sharded.to_local()
+        self._device = get_device(sample.device)
+        self._holding = _NamedHolding(get, 1 if sharded is None else dist.get_world_size())
+        self._sender = Sender(self._holding, self._device)
+        own: Parties = LocalParties("the sender", [self._sender])
+        remote: Parties = _RemoteParty(control)
+        if sharded is not None:
+            own, remote = (SpmdParties(one, self._exchange, dist.get_rank()) for one in (own, remote))
+        self._rounds = Rounds(own, remote)
+        self._version = 0
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        return exchange_bytes(data, self._device.torch_device)
+
+    def send(
+        self,
+        version: int | None = None,
+        *,
+        route: Route | None = None,
+        staged: bool = False,
+        verify: bool = False,
+        slab_bytes: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> SyncReport:
+        """Give the receiver, which is in ``receive()``, the tensors as they are now; see ``TrainEngine.sync_weights``.
+
+        Args:
+            version: None is one more than the last.
+
+        Raises:
+            SyncError: what went wrong; the receiver raises too, and says whether its weights are whole.
+        """
+        self._holding.refresh()
+        options = RoundOptions(
+            version=self._version + 1 if version is None else version,
+            route=route,
+            is_staged=staged,
+            is_verified=verify,
+            slab_bytes=slab_bytes,
+            timeout_s=timeout_s,
+        )
+        report = self._rounds.run(options, nullcontext)
+        self._version = report.version
+        return report
+
+    def revoke(self) -> None:
+        """Take back what is shared of the tensors, before their memory is freed."""
+        self._sender.revoke()
+
+    def close(self) -> None:
+        """Give back everything that receivers may have open."""
+        self._sender.close()
+
+
+class WeightReceiver:
+    """Takes weights from the sender at the other end of a channel.
+
+    Args:
+        model: a module with the sender's names, or a ``Target`` for one that keeps its weights otherwise.
+        control: the channel.
+    """
+
+    def __init__(self, model: nn.Module | Target, control: Control) -> None:
+        if isinstance(model, nn.Module):
+            model = ModuleTarget(model, get_device(next(model.parameters()).device))
+        self._receiver = Receiver(model)
+        self._control = control
+        self.version: int | None = None
+        """Of the last complete round."""
+
+    @property
+    def is_whole(self) -> bool:
+        """The model's weights are of one version. After a round that failed they may be a mixture: do not use them."""
+        return self._receiver.is_whole
+
+    def receive(self, timeout_s: float = 120.0) -> int:
+        """Wait for a round and take part in it; its version.
+
+        Args:
+            timeout_s: the longest wait for any message.
+
+        Raises:
+            SyncError: the round failed, or the sender is gone; says whether the weights are whole.
+        """
+        while True:
+            request = self._request(timeout_s)
+            answer = self._answered(request)
+            try:
+                self._control.send(msgspec.msgpack.encode(answer))
+            except OSError as error:
+                raise self._failed(f"the sender is gone: {error}") from error
+            if request.method == "abandon":
+                raise self._failed("the sender gave the round up")
+            if request.method == "commit" and not answer.error:
+                self.version = msgspec.msgpack.decode(request.arguments, type=tuple[int, int])[1]
+                return self.version
+
+    def _request(self, timeout_s: float) -> _Request:
+        try:
+            return decoded(self._control.recv(timeout_s), _Request, "request")
+        except TimeoutError as error:
+            raise self._failed(f"nothing came from the sender within {timeout_s:g} s") from error
+        except OSError as error:
+            raise self._failed(f"the sender is gone: {error}") from error
+
+    def _answered(self, request: _Request) -> _Answer:
+        try:
+            if request.method not in _VERBS:
+                raise SyncError(f"a receiver has no {request.method!r}")
+            arguments = msgspec.msgpack.decode(request.arguments, type=list[Any])
+            return _Answer(request.number, "", getattr(self._receiver, request.method)(*arguments))
+        except (RlcoreError, RuntimeError, TypeError, ValueError, LookupError, msgspec.MsgspecError) as error:
+            return _Answer(request.number, f"{type(error).__name__}: {error}")
+
+    def _failed(self, why: str) -> SyncError:
+        self._receiver.abandon()
+        state = "are whole" if self.is_whole else "are a mixture: do not use them before a complete receive()"
+        return SyncError(f"the weight sync failed: {why}. The model's weights {state}")
+
+    def close(self) -> None:
+        """Let go of what belongs to the sender."""
+        self._receiver.close()

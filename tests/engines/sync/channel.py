@@ -1,0 +1,49 @@
+"""A control channel over a Unix socket, as a framework might write one."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+
+_LENGTH = struct.Struct("<Q")
+
+
+class SocketControl:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    @classmethod
+    def listen(cls, path: Path) -> SocketControl:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(1)
+            listener.settimeout(60)
+            connection, _ = listener.accept()
+        return cls(connection)
+
+    @classmethod
+    def connect(cls, path: Path) -> SocketControl:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(path))
+        return cls(connection)
+
+    def send(self, data: bytes) -> None:
+        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+
+    def recv(self, timeout_s: float) -> bytes:
+        self._connection.settimeout(max(0.01, timeout_s))
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        return self._exactly(length)
+
+    def _exactly(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            part = self._connection.recv(size - len(found))
+            if not part:
+                raise ConnectionError("the other end has closed")
+            found += part
+        return found
+
+    def close(self) -> None:
+        self._connection.close()

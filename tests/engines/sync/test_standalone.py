@@ -1,0 +1,171 @@
+"""Sender and receiver without engines: two processes that share nothing but a socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from channel import SocketControl
+from torch import Tensor
+
+import rlcore
+from rlcore.errors import InvalidInputError, SyncError
+
+SHAPES = {"0.weight": (30, 40), "0.bias": (30,), "1.weight": (3, 30)}
+
+
+class Other:
+    """The receiving process."""
+
+    def __init__(self, path: Path) -> None:
+        script = Path(__file__).with_name("unrelated_receiver.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def says(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    other = Other(tmp_path / "control")
+    with other.process:
+        yield other
+        other.process.kill()
+
+
+@pytest.fixture
+def control(other: Other, tmp_path: Path) -> Iterator[SocketControl]:
+    control = SocketControl.listen(tmp_path / "control")
+    yield control
+    control.close()
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+def sums(value: float) -> list[float]:
+    return [value * torch.Size(shape).numel() for shape in SHAPES.values()]
+
+
+def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
+    given = tensors(1.0)
+    sender = rlcore.WeightSender(given.items(), control)
+    report = sender.send(version=7)
+    assert (report.version, report.route, report.handles_opened) == (7, "packed", 1)
+    assert other.says() == {"version": 7, "sums": sums(1.0), "is_whole": True}
+    for tensor in given.values():
+        tensor.fill_(2.0)
+    report = sender.send(verify=True)
+    assert (report.version, report.handles_opened) == (8, 0)
+    assert other.says() == {"version": 8, "sums": sums(2.0), "is_whole": True}
+    sender.send(staged=True)
+    assert other.says()["version"] == 9
+    given["0.bias"].fill_(0.5)
+    sender.send(route="collective")
+    assert other.says()["sums"] == [sums(2.0)[0], 15.0, sums(2.0)[2]]
+    sender.close()
+    control.close()
+    assert other.says()["is_whole"]
+
+
+def test_a_function_gives_new_tensors_for_each_send(other: Other, control: SocketControl) -> None:
+    now = tensors(1.0)
+    sender = rlcore.WeightSender(lambda: now, control)
+    sender.send()
+    assert other.says()["sums"] == sums(1.0)
+    now = tensors(3.0)
+    sender.send()
+    assert other.says()["sums"] == sums(3.0)
+    now = tensors(3.0) | {"0.bias": torch.zeros(31)}
+    with pytest.raises(SyncError, match=r"not those that this sender was first given: of other shapes: 0.bias \[31\]"):
+        sender.send()
+    sender.close()
+
+
+def test_names_that_differ_are_refused_on_both_sides(other: Other, control: SocketControl) -> None:
+    sender = rlcore.WeightSender({"weight": torch.ones(3)}, control)
+    with pytest.raises(SyncError, match="unexpected: weight"):
+        sender.send()
+    found = other.says()
+    assert "the sender gave the round up. The model's weights are whole" in found["error"]
+    with pytest.raises(InvalidInputError, match="at least one named tensor"):
+        rlcore.WeightSender({}, control)
+
+
+def test_a_receiver_that_ends_or_stops_is_named_in_time(other: Other, control: SocketControl) -> None:
+    sender = rlcore.WeightSender(tensors(1.0), control)
+    sender.send()
+    os.kill(other.process.pid, signal.SIGSTOP)
+    with pytest.raises(SyncError, match=r"the receiver did not answer begin\(\) within 0\.\d+ s"):
+        sender.send(timeout_s=1.0)
+    other.process.kill()
+    other.process.wait()
+    with pytest.raises(SyncError, match=r"the receiver is gone; begin\(\) found"):
+        sender.send(timeout_s=5.0)
+    sender.close()
+
+
+@pytest.mark.parametrize(("bucket", "is_whole"), [(1, True), (3, False)])
+def test_a_sender_that_ends_midway(tmp_path: Path, bucket: int, is_whole: bool) -> None:
+    """Here the receiver is this process, and the sender one that kills itself before a bucket."""
+    code = """
+import os, signal, sys, torch, rlcore
+from channel import SocketControl
+from pathlib import Path
+from rlcore.engines.sync.sender import Sender
+sender = rlcore.WeightSender({"weight": torch.ones(300, 300)}, SocketControl.listen(Path(sys.argv[1])))
+assert sender.send(slab_bytes=1 << 16).version == 1
+calls = []
+def pack(self, order, real=Sender.pack):
+    calls.append(order)
+    return os.kill(os.getpid(), signal.SIGKILL) if len(calls) == int(sys.argv[2]) else real(self, order)
+Sender.pack = pack
+sender.send(slab_bytes=1 << 16)
+"""
+    path = tmp_path / "control"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", code, str(path), str(bucket)], env=environment) as process:
+        while not path.exists():
+            assert process.poll() is None
+        model = torch.nn.Linear(300, 300, bias=False)
+        control = SocketControl.connect(path)
+        receiver = rlcore.WeightReceiver(model, control)
+        assert receiver.receive(timeout_s=30) == 1
+        state = "are whole" if is_whole else "are a mixture: do not use them"
+        with pytest.raises(SyncError, match=rf"the sender is gone: .* The model's weights {state}"):
+            receiver.receive(timeout_s=30)
+        assert receiver.is_whole == is_whole
+        receiver.close()
+        control.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_messages_that_are_none_are_refused() -> None:
+    class Says:
+        def send(self, data: bytes) -> None:
+            pass
+
+        def recv(self, timeout_s: float) -> bytes:
+            return b"\x00junk"
+
+    receiver = rlcore.WeightReceiver(torch.nn.Linear(2, 2), Says())
+    with pytest.raises(SyncError, match="these 5 bytes are no request"):
+        receiver.receive()
+    with pytest.raises(SyncError, match="these 5 bytes are no answer"):
+        rlcore.WeightSender({"weight": torch.ones(2)}, Says()).send()
