@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
-from rlcore.errors import InvalidInputError
+from rlcore.errors import BenchError, InvalidInputError
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
@@ -145,6 +145,32 @@ def compare_records(
     raise typer.Exit(int(fail_on_regression and any(one.regressions for one in found)))
 
 
+@bench.command("report")
+def report_records(
+    records: Annotated[
+        list[Path], typer.Argument(help="One record or more; the first is what others are compared with.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File for the page.")] = Path("report.html"),
+    price: Annotated[
+        list[str] | None,
+        typer.Option(help="USD an hour for one device of a record, by its file name.", metavar="NAME=USD"),
+    ] = None,
+) -> None:
+    """Make one self-contained HTML page of one run or several."""
+    from rlcore.atomic import write_file
+    from rlcore.bench.compare import parse_prices
+    from rlcore.bench.report import Run, render
+    from rlcore.bench.result import read
+
+    prices = parse_prices(price or [], [path.stem for path in records])
+    page = render([Run(path.stem, read(path), prices.get(path.stem)) for path in records])
+    try:
+        write_file(output, page.encode())
+    except OSError as error:
+        raise BenchError(f"cannot write the report {output}: {error.strerror}") from error
+    print(output, file=sys.stderr)
+
+
 def _print_comparison(found: Comparison) -> None:
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
@@ -160,6 +186,8 @@ def _print_comparison(found: Comparison) -> None:
 
 
 def _compared(row: Row, has_prices: bool) -> list[str]:
+    from rlcore.bench.text import seconds
+
     if row.difference is None or row.median_a is None or row.median_b is None:
         return [row.case, row.implementation, "", "", "", "", "", "", f"{row.verdict}: {row.reason}"] + [
             ""
@@ -170,8 +198,8 @@ def _compared(row: Row, has_prices: bool) -> list[str]:
     return [
         row.case,
         row.implementation,
-        format_seconds(row.median_a),
-        format_seconds(row.median_b),
+        seconds(row.median_a),
+        seconds(row.median_b),
         f"{found.ratio:.3f}",
         f"{found.low:.3f} to {found.high:.3f}",
         f"{found.noise:.1%}",
@@ -211,6 +239,7 @@ def _print_results(record: Record) -> None:
 
 def _row(result: CaseResult, calibration: Calibration | None) -> list[str]:
     from rlcore.bench.limits import share_of_limit
+    from rlcore.bench.text import seconds
 
     if result.status != "pass":
         return [result.name, result.implementation, result.status, result.reason.partition("\n")[0], "", "", ""]
@@ -220,15 +249,8 @@ def _row(result: CaseResult, calibration: Calibration | None) -> list[str]:
         result.name,
         result.implementation,
         "pass",
-        format_seconds(statistics.median(samples)),
+        seconds(statistics.median(samples)),
         str(len(samples)),
         f"{share.value:.3g} of {share.limit}" if share else "n/a",
         "; ".join(result.marks),
     ]
-
-
-def format_seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"

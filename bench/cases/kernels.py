@@ -94,7 +94,6 @@ token_logprob_case = Case(
     name="kernels/token_logprob",
     description="log-probabilities of the targets and entropies from logits, forward and backward",
     prepare=functools.partial(_prepare_token_logprob, backward=True),
-    effort="quick",
 )
 token_logprob_forward_case = Case(
     name="kernels/token_logprob_forward",

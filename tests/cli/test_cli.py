@@ -233,7 +233,7 @@ def test_bench_run_without_a_file_names_one_after_device_and_time(rlcore_command
     (file,) = tmp_path.iterdir()
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
-    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nu]s +30", result.stdout)
+    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +30", result.stdout)
 
 
 def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def rate(value: float, unit: str) -> str:
+    scale, prefix = next((pair for pair in _PREFIXES if value >= pair[0]), _PREFIXES[-1])
+    return f"{value / scale:.3g} {prefix}{unit}"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

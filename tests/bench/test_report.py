@@ -1,0 +1,200 @@
+"""The page says what the records say, needs nothing from elsewhere, and holds its labels on every screen."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from records import a_record
+from typer.testing import CliRunner
+
+from rlcore.bench import charts
+from rlcore.bench.report import Run, render
+from rlcore.bench.result import write
+from rlcore.cli_bench import bench
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+OKABE_ITO = {"#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"}
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    gpu = a_record(20.0, accelerator_model_name="NVIDIA H200", accelerators_per_node=4)
+    return render([Run("host", a_record()), Run("gpu", gpu, usd_per_hour=3.0)])
+
+
+def text_of(page: str) -> str:
+    plain = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(plain))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "one step of RL 6.5 s 325 ms",
+        "tokens trained a second, whole step 1,000 20,000",
+        "bubble: share of the step not sampling, scoring or training 15% 15%",
+        "USD for a million tokens trained not measured 0.0417 at 3 an hour and device",
+        "what limits it generate: 46% of a step generate: 46% of a step",
+        "memory/bandwidth copy, of memory",
+        "chunked 50 ms against a peer 1.0 with a long name, without entropy 60 ms: 1.20x",
+        "The runs are of different devices: a ratio compares whole stacks",
+        "memory 10 GB/s; datasheet n/a 10 GB/s; datasheet 4.8 TB/s (0%)",
+        "copies/to_device blocked it is the host",
+        "host: 1 results shared (others used the host)",
+        "a step (qwen2-tiny, 4 prompts, 4 samples)",
+    ],
+)
+def test_page_says_what_the_records_say(page: str, sentence: str) -> None:
+    assert sentence in text_of(page)
+
+
+def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
+    assert re.findall(r"(?:src|href|url|@import)\s*[=(:]", page) == []
+    assert "<script" not in page and "http" not in page
+    assert "<b>wrong</b>" not in page and "&lt;b&gt;wrong" in page
+
+
+def test_page_of_a_record_without_limits_or_steps_says_so() -> None:
+    record = msgspec.structs.replace(a_record(), calibration=None, cases=a_record().cases[-2:])
+    shown = text_of(render([Run("old", record)]))
+    assert "limits were not measured" in shown
+    for absent in ("In short", "by phase", "Ours against peers", "By size", "Share of what"):
+        assert absent not in shown
+
+
+def test_colours_are_those_of_okabe_and_ito(page: str) -> None:
+    light = page[page.index(":root") : page.index("@media")]
+    assert set(re.findall(r"--c[0-5]:(#\w+)", light)) == OKABE_ITO
+
+
+def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(a_record(), tmp_path / "a.json")
+    found = CliRunner().invoke(bench, ["report", "a.json", "-o", "a.html", "--price", "a=2"])
+    assert (found.exit_code, found.stderr) == (0, "a.html\n")
+    assert "0.556 at 2 an hour" in (tmp_path / "a.html").read_text()
+    found = CliRunner().invoke(bench, ["report", "a.json", "-o", "nowhere/a.html"])
+    assert str(found.exception) == "cannot write the report nowhere/a.html: No such file or directory"
+
+
+# --------------------------------------------------------------------------------------------------- charts
+
+
+def widths(svg: str) -> list[float]:
+    return [float(width) for width in re.findall(r'width="([\d.]+)" height="10"', svg)]
+
+
+def test_bars_are_as_long_as_their_numbers_and_end_at_full() -> None:
+    assert [widths(charts.bar(share, 0))[1] for share in (0.0, 0.25, 1.0, 1.2)] == [0.0, 25.0, 100.0, 100.0]
+    assert widths(charts.stack([1.0, 1.0, 2.0])) == [25.0, 25.0, 50.0]
+
+
+def test_curves_have_every_point_inside_and_higher_values_higher() -> None:
+    svg = charts.curves([charts.Line("a & b", [(8, 1.0), (1024, 300.0)])], x_title="bytes", y_title="B/s")
+    (points,) = re.findall(r'points="([^"]+)"', svg)
+    (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in points.split())
+    assert 0 < x1 < x2 < 360 and 0 < y2 < y1 < 210
+    assert "a &amp; b" in svg
+    assert re.findall(r'text-anchor="end">([^<]+)<', svg) == ["1", "10", "100", "1000"]
+    assert re.findall(r'"middle">(8|1024)<', svg) == ["8", "1024"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (3, 4), (1e-6, 1e9), (2e12, 5e12), (1e3, 1e3 * 29)])
+def test_levels_enclose_the_values_and_are_few(low: float, high: float) -> None:
+    levels = charts._round_values(low, high)
+    assert levels[0] <= low * 1.001 and levels[-1] >= high * 0.999
+    assert 2 <= len(levels) <= 6 and levels == sorted(levels)
+
+
+# -------------------------------------------------------------------------------------------------- browser
+
+FAULTS = """
+<script>
+document.querySelectorAll("details").forEach(one => one.open = true);
+const faults = [], root = document.documentElement, close = 0.5;
+if (root.scrollWidth > innerWidth) faults.push(`the page is ${root.scrollWidth} wide on a screen of ${innerWidth}`);
+const overlap = (a, b) => a.left < b.right - close && b.left < a.right - close
+  && a.top < b.bottom - close && b.top < a.bottom - close;
+for (const svg of document.querySelectorAll("svg.curves")) {
+  const frame = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")];
+  texts.forEach((text, i) => {
+    const box = text.getBoundingClientRect();
+    if (box.left < frame.left - close || box.right > frame.right + close || box.bottom > frame.bottom + close)
+      faults.push(`cut: ${text.textContent}`);
+    texts.slice(i + 1).forEach(other => { if (overlap(box, other.getBoundingClientRect()))
+      faults.push(`overlap: ${text.textContent} and ${other.textContent}`); });
+  });
+}
+for (const row of document.querySelectorAll(".row, tr, dl, .legend")) {
+  const parts = [...row.children].filter(part => part.getBoundingClientRect().width);
+  parts.forEach((part, i) => {
+    if (part.scrollWidth > part.clientWidth + 1 && part.clientWidth) faults.push(`cut: ${part.textContent.trim()}`);
+    parts.slice(i + 1).forEach(other => { if (overlap(part.getBoundingClientRect(), other.getBoundingClientRect()))
+      faults.push(`overlap: ${part.textContent.trim()} and ${other.textContent.trim()}`); });
+  });
+}
+root.dataset.faults = JSON.stringify(faults);
+root.dataset.page = getComputedStyle(document.body).backgroundColor;
+</script>
+"""
+
+Look = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    """(faults, colour of the page) of a page in a real browser."""
+    if BROWSER is None:
+        pytest.skip("needs a browser: no chromium or chrome on the path (Debian: apt install chromium)")
+
+    def run(page: str, width: int, is_dark: bool) -> tuple[str, str]:
+        file = tmp_path / "page.html"
+        file.write_text(page.replace("</body>", FAULTS + "</body>"))
+        command = [
+            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--virtual-time-budget=2000",
+            f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
+        ]  # fmt: skip
+        seen = subprocess.run(
+            [*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        root = re.search(r'data-faults="([^"]*)" data-page="([^"]*)"', seen.stdout)
+        assert root is not None, seen.stderr
+        shot = tmp_path / "shot.png"
+        subprocess.run([*command, f"--screenshot={shot}", file.as_uri()], capture_output=True, timeout=120, check=True)
+        assert shot.stat().st_size > 20_000  # an empty page has 3,000 bytes
+        return html.unescape(root[1]), root[2]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("width", "is_dark"),
+    [
+        (390, True),
+        (1280, False),
+        pytest.param(390, False, marks=pytest.mark.slow),
+        pytest.param(1280, True, marks=pytest.mark.slow),
+        pytest.param(720, False, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_cut_or_overlaps_on_phone_and_desktop_in_light_and_dark(
+    look: Look, page: str, width: int, is_dark: bool
+) -> None:
+    faults, colour = look(page, width, is_dark)
+    assert faults == "[]"
+    assert colour == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
+
+
+def test_a_label_that_is_cut_would_be_seen(look: Look, page: str) -> None:
+    broken = page.replace(
+        "<h2>", '<div class="row"><span style="white-space:nowrap">' + "long " * 60 + "</span></div><h2>", 1
+    )
+    assert "cut: long" in look(broken, 390, False)[0]
