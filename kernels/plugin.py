@@ -20,6 +20,7 @@ _TRITON = (
     ("group_advantage", "triton", 20, "triton_advantages:group_advantage_triton", "groups_refusal"),
     ("gae", "triton", 20, "triton_returns:gae_triton", "rows_refusal"),
     ("discounted_return", "triton", 20, "triton_returns:discounted_return_triton", "rows_refusal"),
+    ("strided_copy", "triton", 20, "triton_strided_copy:TritonCopies", "copies_refusal"),
 )
 """Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
 
@@ -35,6 +36,7 @@ def rlcore_register_ops(register: RegisterOp) -> None:
         path = f"rlcore.kernels.vocab_parallel:{op}_vocab_parallel"
         when = f"{__name__}:vocab_parallel_refusal"
         register(op, "*", path, name="vocab_parallel", priority=15, when=when)
+    register("strided_copy", "*", "rlcore.kernels.strided_copy:ViewCopies", name="views")
     for op in _RECURRENCES:
         for name, priority in (("reference", 0), ("scan", 10)):
             register(op, "*", f"rlcore.kernels.returns:{op}_{name}", name=name, priority=priority)

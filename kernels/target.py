@@ -24,6 +24,11 @@ def rows_refusal(query: Query) -> str | None:
     return _absence(query.device_type)
 
 
+def copies_refusal(query: Query) -> str | None:
+    """Of copies, which compute nothing."""
+    return _absence(query.device_type)
+
+
 def groups_refusal(query: Query) -> str | None:
     """Of implementations that take some groups of one size, one after the other, in a program."""
     if "irregular" in query.options:

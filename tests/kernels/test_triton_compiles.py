@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from rlcore.kernels import triton_advantages, triton_returns, triton_rows, triton_tiles  # noqa: E402
+from rlcore.kernels import (  # noqa: E402
+    triton_advantages,
+    triton_returns,
+    triton_rows,
+    triton_strided_copy,
+    triton_tiles,
+)
+from rlcore.kernels.copy_words import Kind  # noqa: E402
 
 OPTIONS = ("num_warps", "num_stages")
 TILES = triton_tiles._PRODUCT
@@ -22,6 +30,14 @@ HIDDEN = f"tensordesc<bf16[{TILES['BT']},{TILES['BH']}]>"
 WEIGHT = f"tensordesc<bf16[{TILES['BV']},{TILES['BH']}]>"
 STORED = f"[{TILES['BT']},{TILES['BV']}]>"
 FLOATS, NONE = "*fp32", None
+
+
+def copies(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> Any:
+    options = triton_strided_copy.compile_options(Kind(source, destination, lanes, num_dims))
+    given = {name: value for name, value in options.items() if name not in OPTIONS}
+    types = {"table": "*i64", "first_rows": "*i32", "num_tiles": "i32"}
+    return triton_strided_copy._copy_kernel, types | given, {"num_warps": options["num_warps"]}
+
 
 # Argument types in order, by name; None is an argument that is not given, numbers are compile-time constants.
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
@@ -103,6 +119,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
         {"roles": "*i8", "is_valid_J": "*i1", "is_valid": "*i1", "gamma": "fp32", "decay": "fp32"},
         triton_returns._TILE,
     ),
+    "copies": copies(torch.int32, torch.int32, 4, 1),
+    "copies of columns": copies(torch.int32, torch.int32, 4, 2),
+    "copies of four dimensions": copies(torch.int16, torch.int16, 1, 4),
+    "copies that cast": copies(torch.float32, torch.bfloat16, 8, 2),
     "gradient of targets": (
         triton_tiles._target_kernel,
         {"dlogits": "*bf16", "target": "*i64"},
@@ -164,3 +184,19 @@ def test_a_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) 
     print(f"{name}, sm_{arch}: {found['REG']} registers, {kernel.metadata.shared} bytes shared, {found['STACK']} stack")
     assert found["STACK"] == 0 and found["LOCAL"] == 0
     assert kernel.metadata.shared <= {80: 163, 90: 227, 100: 227}[arch] * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "loads", "stores"),
+    [
+        ("copies", "ld.global.v4.b32", "st.global.v4.b32"),
+        ("copies of columns", "ld.global.v4.b32", "st.global.v4.b32"),
+        ("copies that cast", "ld.global.v4.b32", "st.global.v4.b32"),
+    ],
+)
+def test_copies_move_16_bytes_at_a_time(name: str, loads: str, stores: str) -> None:
+    code = compiled(name, 90).asm["ptx"]
+    wide = re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.b\d+", code)
+    assert loads in wide and stores in wide
+    narrow = {found for found in wide if ".v" not in found}
+    assert narrow <= {"ld.global.b64", "ld.global.b32"}  # the table's own columns, and the first row
