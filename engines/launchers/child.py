@@ -63,7 +63,7 @@ class Child:
         context = self._contexts[envelope.worker]
         worker = self._workers[envelope.worker]
         try:
-            with context.turn():
+            with context.turn(method):
                 return attrgetter(method)(worker)(*args, **kwargs)
         finally:
             if envelope.kind == "close":
@@ -73,7 +73,7 @@ class Child:
     def _start(self, number: int, worker_class: Any, context: WorkerContext) -> None:
         context.device.activate()
         context = replace(context, emit=self._emit)
-        with context.turn():
+        with context.turn("start"):
             self._workers[number] = worker_class(context)
         self._contexts[number] = context
 

@@ -54,7 +54,7 @@ class InlineWorker:
     def _run(self, method: str, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            with self.context.turn():
+            with self.context.turn(method):
                 future.set_result(function())
         except RlcoreError as error:
             error.add_note(f"raised by {method}() on {self.context.where}")

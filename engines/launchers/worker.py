@@ -69,9 +69,9 @@ class WorkerContext:
         return self.world_size > 1 and not self.store
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """In force while a method of this worker runs."""
-        with real_device(), self.world.in_place(self):
+    def turn(self, method: str) -> Iterator[None]:
+        """In force while a method of this worker runs, which is a phase in traces."""
+        with real_device(), self.world.in_place(self), self.device.profiler.range(f"{method} of {self.engine}"):
             yield
 
 

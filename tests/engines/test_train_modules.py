@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
@@ -347,3 +348,26 @@ def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> 
 
 def partial_step(engine: rlcore.TrainEngine, *arguments: NeedParallel) -> Callable[[], float]:
     return lambda: engine.call("value_step", *arguments, gather="mean")
+
+
+# --------------------------------------------------------------------------------------------------------- traces
+
+
+def test_phases_are_named_in_traces(own_folder: Path, tmp_path: Path) -> None:
+    device = rlcore.get_device("cpu")
+    batch = batch_of()
+    with rlcore.TrainEngine(own_module(own_folder)) as engine:
+        engine.build(devices="cpu")
+        device.profiler.start(tmp_path / "trace.json")
+        engine.train_batch(batch, ppo_clip())
+        engine.forward_logprobs(batch)
+        engine.eval_batch(batch, ppo_clip())
+        engine.offload()
+        engine.onload()
+        device.profiler.stop()
+    phases = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    calls = ("train_step", "score", "evaluate", "offload", "onload")
+    steps = ("forward and loss", "backward", "clip", "optimizer", "metrics")
+    assert {f"{method} of the train engine" for method in calls} <= phases
+    assert {f"train_batch: {step}" for step in steps} <= phases
+    assert {"forward_logprobs: forward", "eval_batch: forward and loss"} <= phases
