@@ -7,11 +7,14 @@ from typing import ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.resident import Resident, exchange
+from rlcore.engines.offload.resident import Exchange, Resident, exchange
+from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.residency import Move
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
 _BOTH_WAYS = (Move.OFFLOAD, Move.ONLOAD)
+Plan = Sequence[tuple[int, Move, str]]
+"""Of a swap: position in the workers that come with it, OFFLOAD or ONLOAD, tag."""
 
 
 class TagBytes(TypedDict):
@@ -40,6 +43,7 @@ class Worker:
         self.device = context.device
         self.emit = context.emit
         self._residents: dict[str, Resident] = {}
+        self._exchange: Exchange | None = None
 
     def onload(self, tag: str) -> OffloadReport:
         return self._residents[tag].onload()
@@ -50,16 +54,45 @@ class Worker:
     def meta(self, tag: str) -> OffloadReport:
         return self._residents[tag].meta()
 
-    def swap(self, plan: Sequence[tuple[int, Move, str]], *workers: Worker) -> list[OffloadReport]:
-        """Tags of workers on this device leave while others come back; one report a step, in the order of ``plan``.
+    def swap(self, plan: Plan, *workers: Worker) -> list[OffloadReport]:
+        """Tags of workers on this device leave while others come back; one report a step, in the order of ``plan``."""
+        out, in_ = (_residents(plan, workers, move) for move in _BOTH_WAYS)
+        return _in_order_of(plan, exchange(out, in_))
 
-        Args:
-            plan: (position in ``workers``, OFFLOAD or ONLOAD, tag).
-        """
-        chosen = [workers[position]._residents[tag] for position, _, tag in plan]
-        out, in_ = ([one for one, step in zip(chosen, plan, strict=True) if step[1] is move] for move in _BOTH_WAYS)
-        reports = dict(zip([*out, *in_], exchange(out, in_), strict=True))
-        return [reports[resident] for resident in chosen]
+    # What ``swap`` does, in turns with the workers of other processes on this device.
+
+    def begin_turns(self, plan: Plan, *workers: Worker) -> Progress:
+        """Raises what ``swap`` does before anything moves."""
+        begun = Exchange(*(_residents(plan, workers, move) for move in _BOTH_WAYS))
+        try:
+            begun.transfer.begin()
+        except BaseException:
+            begun.has_gone_back()
+            raise
+        self._exchange = begun
+        return begun.transfer.progress
+
+    def take_turn(self, grant: Grant) -> Progress:
+        """See ``Transfer.turn``."""
+        assert self._exchange is not None
+        return self._exchange.transfer.turn(grant)
+
+    def turn_back(self) -> Progress:
+        """The turns that follow bring everything back to where it was."""
+        if self._exchange is None:  # it could not begin
+            return Progress(0, 0, is_leaving=False, is_arriving=False)
+        self._exchange.transfer = self._exchange.transfer.backwards()
+        return self._exchange.transfer.progress
+
+    def end_turns(self, plan: Plan, *, was_reversed: bool) -> list[OffloadReport]:
+        """One report a step; none after ``turn_back``."""
+        ended, self._exchange = self._exchange, None
+        if ended is None:
+            return []
+        if was_reversed:
+            ended.has_gone_back()
+            return []
+        return _in_order_of(plan, ended.has_ended())
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         """Limit the host memory of offloads, and allocate some in the background; None leaves that alone.
@@ -88,3 +121,14 @@ class Worker:
         self.__dict__ = {"device": self.device}
         arena_of(self.device).trim()
         self.device.memory.empty_cache()
+
+
+def _residents(plan: Plan, workers: Sequence[Worker], wanted: Move) -> list[Resident]:
+    return [workers[position]._residents[tag] for position, move, tag in plan if move is wanted]
+
+
+def _in_order_of(plan: Plan, reports: list[OffloadReport]) -> list[OffloadReport]:
+    """``reports`` are of what leaves, then of what comes back."""
+    steps = sorted(range(len(plan)), key=lambda number: _BOTH_WAYS.index(plan[number][1]))
+    by_step = dict(zip(steps, reports, strict=True))
+    return [by_step[number] for number in range(len(plan))]

@@ -146,25 +146,46 @@ def exchange(out: Sequence[Resident], in_: Sequence[Resident]) -> list[OffloadRe
         DeviceError: host or device memory does not do.
         StateError, UnsupportedError: a storage cannot be freed.
     """
-    leaving = [resident for resident in out if not resident.is_away]
-    arriving = [resident for resident in in_ if resident.is_away]
-    if not leaving and not arriving:
-        return [_NOTHING] * (len(out) + len(in_))
-    device = (leaving + arriving)[0].device
+    if not out and not in_:
+        return []
+    moves = Exchange(out, in_)
     try:
-        departures = [resident.departure() for resident in leaving]
-        arrivals = [resident.arrival() for resident in arriving]
-        reports = Transfer(device, arena_of(device), departures, arrivals).run()
+        moves.transfer.run()
     except BaseException:
-        for resident in leaving:
-            resident.has_stayed()
+        moves.has_gone_back()
         raise
-    for resident in leaving:
-        resident.has_left()
-    for resident in arriving:
-        resident.has_arrived()
-    moved = dict(zip(leaving + arriving, reports, strict=True))
-    return [moved.get(resident, _NOTHING) for resident in (*out, *in_)]
+    return moves.has_ended()
+
+
+class Exchange:
+    """Residents of one device in this process, on their way; its users are guarded until it has ended."""
+
+    def __init__(self, out: Sequence[Resident], in_: Sequence[Resident]) -> None:
+        """Nothing has moved yet; raises what ``exchange`` does of storages that cannot be freed."""
+        self._all = [*out, *in_]
+        self._leaving = [resident for resident in out if not resident.is_away]
+        self._arriving = [resident for resident in in_ if resident.is_away]
+        device = self._all[0].device
+        try:
+            departures = [resident.departure() for resident in self._leaving]
+        except BaseException:
+            self.has_gone_back()
+            raise
+        arrivals = [resident.arrival() for resident in self._arriving]
+        self.transfer = Transfer(device, arena_of(device), departures, arrivals)
+
+    def has_ended(self) -> list[OffloadReport]:
+        """Of each resident, those of ``out`` first."""
+        for resident in self._leaving:
+            resident.has_left()
+        for resident in self._arriving:
+            resident.has_arrived()
+        moved = dict(zip(self._leaving + self._arriving, self.transfer.reports(), strict=True))
+        return [moved.get(resident, _NOTHING) for resident in self._all]
+
+    def has_gone_back(self) -> None:
+        for resident in self._leaving:
+            resident.has_stayed()
 
 
 class GradResident(Resident):

@@ -4,10 +4,14 @@ Each direction has a stream of its own, on which a few blocks are always queued.
 byte has left, and what comes back takes no more device memory than has left, until all has: two sets that do not fit
 together change places. A block is free again as soon as it has arrived, so that the host needs little more than the
 larger set.
+
+Where others of the device are in other processes, each process has a transfer, and they take turns: a turn goes on
+until some blocks have moved, or until what comes back needs memory that others have yet to free.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +27,28 @@ from rlcore.types import OffloadReport
 
 _QUEUED = 3
 """Blocks in each direction that the device has been given: it is not idle while the host frees and allocates."""
+_TURN_BLOCKS = 8
+"""That move in a turn: many beside the ones queued, few beside those of an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of a transfer that takes turns, so far."""
+
+    freed_bytes: int
+    """Of device memory, which the device has for other processes."""
+    taken_bytes: int
+    is_leaving: bool
+    is_arriving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What others on the device have done, for the next turn."""
+
+    bytes: int
+    """Of device memory that may be taken in all, while others are leaving."""
+    others_leave: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -46,18 +72,18 @@ class Transfer:
         self._ways: list[Departure | Arrival] = [*out, *in_]
         self._streams: dict[type, Any] = {Departure: device.streams.new(), Arrival: device.streams.new()}
         self._queue: deque[_Queued] = deque()
+        self._started = time.perf_counter()
         self._ended: dict[Departure | Arrival, float] = {}
         self._is_first_use = False
+        self._grant: Grant | None = None
 
-    @torch.no_grad()
-    def run(self) -> list[OffloadReport]:
-        """Returns a report of each of ``out``, then of each of ``in_``; their seconds count from the common start.
+    def run(self) -> None:
+        """All of it.
 
         Raises:
             DeviceError: host or device memory does not do. Everything is where it was, or the message says otherwise.
         """
-        started = time.perf_counter()
-        self._is_first_use = self._arena.reserve(self._host_need())
+        self.begin()
         try:
             self._move()
         except BaseException as error:
@@ -66,7 +92,50 @@ class Transfer:
                 raise DeviceError(f"{error}. {where}") from error
             error.add_note(where)
             raise
-        return [self._report(way, self._ended.get(way, started) - started) for way in self._ways]
+
+    def begin(self) -> None:
+        """Raises DeviceError, before anything moves, where the host has not enough memory."""
+        self._started = time.perf_counter()
+        self._is_first_use = self._arena.reserve(self._host_need())
+        for stream in self._streams.values():
+            stream.wait_stream(self._device.streams.current())
+
+    def turn(self, grant: Grant) -> Progress:
+        """Go on for a turn; after an error everything is still whole, and ``backwards`` takes it back.
+
+        Raises:
+            DeviceError: host or device memory does not do.
+        """
+        self._grant = grant
+        before = self._freed_bytes
+        self._move(self._moved_bytes + _TURN_BLOCKS * BLOCK_BYTES)
+        if self._freed_bytes > before:
+            self._device.memory.empty_cache()  # other processes are to have it
+        return self.progress
+
+    @property
+    def progress(self) -> Progress:
+        is_arriving = not all(way.is_over for way in self._in)
+        return Progress(self._freed_bytes, self._taken_bytes, self._is_leaving, is_arriving)
+
+    def backwards(self) -> Transfer:
+        """What brings everything back to where it was."""
+        while self._queue:
+            self._end_oldest()
+        return Transfer(
+            self._device,
+            self._arena,
+            [way.reversed() for way in self._in],
+            [Arrival(way.cargo) for way in self._out],
+        )
+
+    def reports(self) -> list[OffloadReport]:
+        """Of each of ``out``, then of each of ``in_``; their seconds count from the common start."""
+        return [self._report(way) for way in self._ways]
+
+    @property
+    def is_over(self) -> bool:
+        return all(way.is_over for way in self._ways)
 
     def _host_need(self) -> int:
         """Bytes that must be free before anything moves, so that no direction has to wait for the other for ever."""
@@ -78,16 +147,17 @@ class Transfer:
 
     # -------------------------------------------------------------------------------------------- the loop
 
-    def _move(self) -> None:
-        for stream in self._streams.values():
-            stream.wait_stream(self._device.streams.current())
-        while not all(way.is_over for way in self._ways):
+    @torch.no_grad()
+    def _move(self, until_bytes: float = math.inf) -> None:
+        while not self.is_over and self._moved_bytes < until_bytes:
             if self._send() | self._fetch():  # not `or`: each direction has its turn
                 continue
             if self._queue:
                 self._end_oldest()
-            else:
+            elif any(way.rest_bytes for way in self._out):
                 self._wait_for_room()
+            else:  # what comes back waits for other processes
+                return
 
     def _send(self, *, waits: bool = False) -> bool:
         """Queue the next block that leaves, if there is one and room for it."""
@@ -111,8 +181,8 @@ class Transfer:
         way = next((way for way in self._in if way.has_rest), None)
         if way is None or self._num_queued(Arrival) == _QUEUED:
             return False
-        is_leaving = not all(way.is_over for way in self._out)
-        if is_leaving and way.needed_bytes > self._freed_bytes:
+        is_leaving = self._is_leaving or (self._grant is not None and self._grant.others_leave)
+        if is_leaving and way.needed_bytes > self._room_bytes:
             return False
         try:
             parcel = way.unpack()
@@ -154,24 +224,32 @@ class Transfer:
         return sum(isinstance(queued.way, kind) for queued in self._queue)
 
     @property
+    def _is_leaving(self) -> bool:
+        return not all(way.is_over for way in self._out)
+
+    @property
+    def _room_bytes(self) -> int:
+        """Of device memory, that what comes back may take now."""
+        return (self._freed_bytes if self._grant is None else self._grant.bytes) - self._taken_bytes
+
+    @property
     def _freed_bytes(self) -> int:
-        """What has left and not been taken again."""
-        return sum(way.freed_bytes for way in self._out) - sum(way.taken_bytes for way in self._in)
+        return sum(way.freed_bytes for way in self._out)
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(way.taken_bytes for way in self._in)
+
+    @property
+    def _moved_bytes(self) -> int:
+        return sum(way.moved_bytes for way in self._ways)
 
     # --------------------------------------------------------------------------------------------- the end
 
     def _undo(self) -> str:
         """Bring everything back to where it was; says where it is."""
         try:
-            while self._queue:
-                self._end_oldest()
-            back = Transfer(
-                self._device,
-                self._arena,
-                [way.reversed() for way in self._in],
-                [Arrival(way.cargo) for way in self._out],
-            )
-            back._move()
+            self.backwards()._move()
         except Exception as failed:
             return (
                 f"That could not be undone ({failed}): parts of the tensors are on {self._device.name} and parts in "
@@ -181,11 +259,11 @@ class Transfer:
         away = ["what was to come back is in host memory"] * bool(self._in)
         return f"Nothing has moved: {', '.join(there + away)}"
 
-    def _report(self, way: Departure | Arrival, seconds: float) -> OffloadReport:
+    def _report(self, way: Departure | Arrival) -> OffloadReport:
         return OffloadReport(
             moved_bytes=way.moved_bytes,
             freed_device_bytes=way.freed_bytes if isinstance(way, Departure) else -way.taken_bytes,
-            seconds=seconds,
+            seconds=self._ended.get(way, self._started) - self._started,
             pinned=way.is_pinned and way.moved_bytes > 0,
             first_use=self._is_first_use,
         )

@@ -12,7 +12,7 @@ import torch
 import rlcore
 from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload.arena import arena_of
-from rlcore.errors import DeviceError, InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -106,26 +106,6 @@ def test_trainer_and_sampler_change_places(build_train: Build, build_infer: Buil
     assert tags["optimizer"]["device_bytes"] > 0 == tags["optimizer"]["host_bytes"]
 
 
-def test_five_engines_take_turns_on_one_device(build_train: Build, build_infer: Build) -> None:
-    trainers = [build_train(devices="cpu", onload=False) for _ in range(4)]
-    sampler = build_infer(devices="cpu")
-    expected = greedy(sampler)
-    engines = [sampler, *trainers]
-    losses: list[list[float]] = [[] for _ in trainers]
-    sizes = []
-    arena = arena_of(rlcore.get_device("cpu"))
-    for _ in range(4):
-        for here, following in zip(engines, [*engines[1:], engines[0]], strict=True):
-            rlcore.swap(out=[(here, ())], in_=[(following, ())])
-            assert [engine.state["weights"] for engine in engines].count("loaded") == 1
-            if following is not sampler:
-                losses[trainers.index(following)].append(train_once(following))
-        assert greedy(sampler) == expected
-        sizes.append(arena.total_bytes)
-    assert losses[0] == losses[1] == losses[2] == losses[3]
-    assert sizes[1] == sizes[2] == sizes[3], "the host memory of the first rounds does for the later ones"
-
-
 def test_what_is_there_already_is_left_alone(build_train: Build) -> None:
     train = build_train(devices="cpu")
     train.offload("grads")
@@ -163,14 +143,6 @@ def test_wrong_orders_move_nothing(build_train: Build, build_infer: Build) -> No
     assert set(infer.state.values()) == {"loaded"}
     with pytest.raises(StateError, match=r"is not built; call build\(\) first"):
         rlcore.swap(out=[(rlcore.InferenceEngine("unused"), ())], in_=[])
-
-
-def test_workers_of_different_processes_are_refused(build_train: Build, build_infer: Build, launcher: str) -> None:
-    train, infer = build_train(devices="cpu"), build_infer(devices="cpu", launcher="process")
-    infer.offload()
-    with pytest.raises(UnsupportedError, match=r"only workers that share both can swap; call offload\(\) of one, then"):
-        rlcore.swap(out=[(train, ())], in_=[(infer, ())])
-    assert set(train.state.values()) == {"loaded"} and infer.state["weights"] == "offloaded"
 
 
 def test_a_failure_halfway_leaves_both_engines_where_they_were(
