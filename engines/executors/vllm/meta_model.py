@@ -22,6 +22,12 @@ def meta_model(vllm_config: Any) -> tuple[nn.Module, Callable[[Iterable[tuple[st
     Call it in the worker's process, whose place among the tensor and expert parallel ranks it has. The live model and
     ``vllm_config`` are left as they are.
     """
+    model: Any = new_model(vllm_config, "meta")
+    return model, model.load_weights
+
+
+def new_model(vllm_config: Any, device: str) -> nn.Module:
+    """Another instance of the model, with weights of no certain value on ``device``."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     own = copy.copy(vllm_config)
@@ -30,11 +36,10 @@ def meta_model(vllm_config: Any) -> tuple[nn.Module, Callable[[Iterable[tuple[st
     before = torch.get_default_dtype()
     torch.set_default_dtype(own.model_config.dtype)
     try:
-        with torch.device("meta"), _WholeNumbersAreReal():
-            model = initialize_model(vllm_config=own)
+        with torch.device(device), _WholeNumbersAreReal():
+            return initialize_model(vllm_config=own)
     finally:
         torch.set_default_dtype(before)
-    return model, model.load_weights
 
 
 class _WholeNumbersAreReal(TorchFunctionMode):

@@ -129,6 +129,14 @@ class Replica:
             self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
             return {number: self._done.pop(number) for number in self._ready()}
 
+    def progress(self) -> dict[int, int]:
+        """Tokens that requests under way have so far, by their numbers."""
+        with self.between_steps():
+            found: dict[int, int] = {}
+            for sample in self._samples.values():
+                found[sample.job.number] = found.get(sample.job.number, 0) + len(sample.token_ids)
+            return found
+
     def abort(self, numbers: Sequence[int] | None) -> int:
         """Give these up, or all that were submitted; they are never collected. Returns how many were unfinished."""
         with self.between_steps():

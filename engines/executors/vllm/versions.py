@@ -1,6 +1,6 @@
 """All that rlcore takes from vLLM, and what differs between its versions. No other file imports it.
 
-The protocols name what is called of vLLM's classes, which their first line says; a test holds them against every
+The protocols name what is used of vLLM's classes, which their docstrings name; a test holds them against every
 version that is supported.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +57,8 @@ class Worker(Protocol):
 
 
 class Runner(Protocol):
-    """vllm.v1.worker.gpu_model_runner.GPUModelRunner"""
+    """vllm.v1.worker.gpu_model_runner.GPUModelRunner
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner"""
 
     kv_caches: list[Tensor]
 
@@ -69,6 +70,18 @@ class Reloading(Protocol):
 
     kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]] | None
     loaded_weights: list[tuple[str, Any]]
+
+
+class Platform(Protocol):
+    """vllm.platforms.interface.Platform"""
+
+    def is_cpu(self) -> bool: ...
+
+
+class Allocator(Protocol):
+    """vllm.device_allocator.cumem.CuMemAllocator"""
+
+    pointer_to_data: dict[int, Allocation]
 
 
 class Allocation(Protocol):
@@ -131,7 +144,8 @@ def _keep_weights_plain() -> None:
     """On a host, vLLM packs weights for its matrix library and drops the originals: nothing could be synced into."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    platform: Platform = current_platform
+    if platform.is_cpu():
         import vllm._custom_ops as operators
         import vllm.model_executor.layers.utils as layers
 
@@ -177,8 +191,8 @@ def allocations(tag: str) -> list[Allocation]:
     """Device memory that vLLM's allocator has under a tag; its addresses stay when it is unmapped."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    found: Iterable[Allocation] = CuMemAllocator.get_instance().pointer_to_data.values()
-    return [allocation for allocation in found if allocation.tag == tag]
+    allocator: Allocator = CuMemAllocator.get_instance()
+    return [allocation for allocation in allocator.pointer_to_data.values() if allocation.tag == tag]
 
 
 def map_memory(allocation: Allocation) -> None:

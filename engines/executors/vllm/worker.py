@@ -21,6 +21,7 @@ from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sync.source import Manifest
 from rlcore.engines.weight_source import in_files
 from rlcore.errors import RlcoreError, StateError, SyncError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
@@ -83,6 +84,10 @@ class VllmWorker(Worker):
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
         """What has ended; waits for the first of them, not longer than ``timeout_s``."""
         return self._replica.collect(timeout_s)
+
+    def progress(self) -> dict[int, int]:
+        """Tokens that requests under way have so far, by their numbers."""
+        return self._replica.progress()
 
     def abort(self, numbers: Sequence[int] | None) -> int:
         """Give these requests up, None: all. Returns how many were unfinished."""
@@ -175,6 +180,8 @@ class VllmWorker(Worker):
         """Of the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
         if method == "begin":
             self._replica.hold(_SYNC)
+        if method == "prepare" and calls:
+            self._check_trainer(Manifest.from_bytes(calls[0][0]))
         each: list[Any] = [()] * self._num_shares if calls is None else calls
         results = self._call_each("sync", [(method, arguments) for arguments in each])
         if method == "commit":
@@ -183,6 +190,18 @@ class VllmWorker(Worker):
         elif method == "abandon" and all(self._call("is_whole")):  # nothing was written
             self._replica.release(_SYNC)
         return results
+
+    def _check_trainer(self, manifest: Manifest) -> None:
+        """Of another model's weights vLLM's loaders would fail midway, or not at all."""
+        own = in_files(self._folder.weight_files)
+        given = {weight.name: weight for weight in manifest.weights}
+        shared = own.keys() & given.keys()
+        found = mismatch({name: own[name] for name in shared}, {name: given[name] for name in shared})
+        if found or not shared:
+            raise SyncError(
+                "the trainer's model is not the inference engine's, which keeps its weights: "
+                f"{found or 'no weight of the one has the name of one of the other'}"
+            )
 
     def close(self) -> None:
         if self._engine is not None:

@@ -1,0 +1,117 @@
+"""What rlcore uses of vLLM is in every version that it supports, and differences are where they are expected."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.arguments import _OWN
+from rlcore.engines.executors.vllm.extension import RlcoreWorkerExtension
+from rlcore.errors import UnsupportedError
+
+_spec = importlib.util.spec_from_file_location("vllm_contract", Path(__file__).with_name("contract.py"))
+assert _spec and _spec.loader
+contract = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(contract)
+
+RECORD: dict[str, Any] = json.loads(contract.RECORD.read_text())
+
+
+@pytest.mark.parametrize("version", RECORD)
+def test_a_version_has_all_that_is_used(version: str) -> None:
+    names = {name: set(members) for name, members in RECORD[version]["names"].items()}
+    assert contract.lacking(contract.uses(), names.get) == [], "run contract.py again if a use is new"
+
+
+def test_the_record_reaches_from_the_oldest_to_the_newest_version() -> None:
+    minors = [tuple(map(int, version.split(".")[:2])) for version in RECORD]
+    assert (min(minors), max(minors)) == (versions.OLDEST, versions.NEWEST)
+    assert all(re.fullmatch("[0-9a-f]{64}", wheel["sha256"]) for wheel in RECORD.values())
+
+
+def test_a_missing_member_is_seen() -> None:
+    names = {name: set(members) for name, members in RECORD["0.26.0"]["names"].items()}
+    engine = "vllm.v1.engine.llm_engine.LLMEngine"
+    names[engine].remove("reset_prefix_cache(reset_running_requests)")
+    del names["vllm.device_allocator.cumem.unmap_and_release"]
+    assert contract.lacking(contract.uses(), names.get) == [
+        "vllm.device_allocator.cumem.unmap_and_release",
+        f"{engine}: reset_prefix_cache(reset_running_requests)",
+    ]
+
+
+def test_uses_are_collected_from_the_code() -> None:
+    found = contract.uses()
+    assert {"add_request(prompt)", "from_vllm_config(disable_log_stats)", "vllm_config"} <= found[
+        "vllm.v1.engine.llm_engine.LLMEngine"
+    ]
+    assert {"kv_cache_memory_bytes", "logprobs_mode", "worker_extension_cls"} <= found[contract.ARGUMENTS]
+    assert {"output_kind", "stop_token_ids", "seed"} <= found[contract.SAMPLING]
+    assert found["vllm._custom_ops"] == {"_supports_onednn"}
+
+
+def test_only_two_files_import_vllm() -> None:
+    importing = set()
+    for path in contract.OURS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any(name.split(".")[0] == "vllm" for name in names):
+                importing.add(path.name)
+    assert importing == {"versions.py", "meta_model.py"}
+
+
+def test_the_extensions_names_are_prefixed_and_it_needs_neither_vllm_nor_ray(run_python: Any) -> None:
+    own = [name for name in vars(RlcoreWorkerExtension) if not name.startswith("__")]
+    assert own and all(name.startswith("rlcore_") for name in own)
+    code = "import sys, rlcore.engines.executors.vllm.extension; print({'vllm', 'ray'} & sys.modules.keys())"
+    assert run_python(code).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.30.1rc2", "0.33.4+cu129", "0.28.0"])
+def test_supported_versions(version: str) -> None:
+    versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_with_the_command(version: str) -> None:
+    with pytest.raises(
+        UnsupportedError,
+        match=re.escape(f"vLLM {version} is not supported: the vllm executor knows 0.26 to 0.33; run: pip install"),
+    ):
+        versions.check_version(version)
+
+
+def test_reserved_arguments_are_vllms_own() -> None:
+    """A name that vLLM does not have would hide a misspelling."""
+    assert _OWN.keys() >= contract.uses()[contract.ARGUMENTS] - {"seed", "kv_cache_memory_bytes"}
+
+
+@pytest.mark.vllm
+def test_the_installed_version_has_all_that_is_used() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found and found.origin
+    root = Path(found.origin).parents[1]
+
+    def read(name: str) -> str | None:
+        return (root / name).read_text() if (root / name).exists() else None
+
+    assert contract.lacking(contract.uses(), contract.Wheel(read).members) == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", RECORD)
+def test_the_record_is_what_the_wheel_has(version: str, tmp_path: Path, run_python: Any) -> None:
+    run_python(["-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), f"vllm=={version}"])
+    wheels = list(tmp_path.glob("*.whl"))
+    if not wheels:
+        pytest.skip(f"needs a package index with vllm {version}")
+    assert contract.extract(wheels[0]) == RECORD[version]

@@ -1,0 +1,176 @@
+"""Weights of a trainer in real vLLM: the same completions as a fresh engine of the exported checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.errors import StateError, SyncError
+from rlcore.nn import HuggingFaceTrainModule
+
+pytestmark = pytest.mark.vllm
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
+
+
+def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
+    import transformers
+
+    architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+
+    class Policy(HuggingFaceTrainModule, getattr(transformers, architecture)):  # type: ignore[misc]
+        def shake(self, seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise.to(parameter.device) * 0.2 * parameter.std())
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(folder)
+    return rlcore.TrainEngine(module).build(devices="cpu:0", **options)
+
+
+def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
+
+
+def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
+    """What transformers makes of the exported checkpoint; that ``vllm`` makes the same is another test's."""
+    train.export(folder)
+    with rlcore.InferenceEngine(folder) as engine:
+        return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def train(infer: rlcore.InferenceEngine, model_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    with trainer(model_folder) as engine:
+        yield engine
+
+
+def test_after_a_sync_it_is_a_fresh_engine_of_the_export(
+    infer: rlcore.InferenceEngine, train: rlcore.TrainEngine, tmp_path: Path
+) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    for version in (1, 2):
+        train.shake(version)
+        report = train.sync_weights(infer)
+        assert report.version == infer.version == version
+        assert report.fallback_bytes == 0
+        assert report.moved_bytes == report.needed_bytes > 0
+        ours = infer.generate(PROMPTS, GREEDY)
+        assert ours[0].outputs[0].version_spans[0].version == version
+        assert [one.outputs[0].token_ids for one in ours] != [one.outputs[0].token_ids for one in before]
+        assert_same(ours, fresh(train, tmp_path / str(version)))
+
+
+def test_nothing_moves_when_nothing_changed(infer: rlcore.InferenceEngine, train: rlcore.TrainEngine) -> None:
+    train.sync_weights(infer)
+    report = train.sync_weights(infer)
+    assert (report.moved_bytes, report.fallback_bytes) == (0, 0)
+    assert infer.version == report.version
+
+
+def test_the_loop_with_released_weights(
+    infer: rlcore.InferenceEngine, train: rlcore.TrainEngine, tmp_path: Path
+) -> None:
+    infer.meta()
+    train.shake(7)
+    infer.onload("weights")
+    train.sync_weights(infer, verify=True)
+    infer.onload("kv_cache")
+    assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
+
+
+def test_requests_under_way_go_on_with_the_new_weights(
+    infer: rlcore.InferenceEngine, train: rlcore.TrainEngine
+) -> None:
+    old = infer.version
+    (number,) = infer.submit([[1, 10, 1, 13]], GREEDY | {"max_tokens": 240})
+    for _ in range(1000):
+        if infer._call("progress")[0].get(number, 0) >= 10:
+            break
+    infer.pause("keep")
+    train.shake(11)
+    train.sync_weights(infer)
+    infer.resume()
+    completion = infer.collect(timeout_s=100)[number].outputs[0]
+    first, second = completion.version_spans
+    assert (first.version, second.version) == (old, infer.version)
+    assert first.start == 0 < first.end == second.start < second.end == len(completion.token_ids) == 240
+    # What follows the change is what the new weights say of everything before it.
+    so_far = [1, 10, 1, 13, *completion.token_ids[: second.start]]
+    (again,) = infer.generate([so_far], GREEDY | {"max_tokens": 256 - len(so_far)})
+    rest = completion.token_ids[second.start :][: len(again.outputs[0].token_ids)]
+    assert again.outputs[0].token_ids[: len(rest)] == rest
+    torch.testing.assert_close(
+        completion.logprobs[second.start :][: len(rest)], again.outputs[0].logprobs[: len(rest)], atol=1e-3, rtol=1e-3
+    )
+
+
+def test_another_model_is_refused_and_the_old_one_serves(
+    infer: rlcore.InferenceEngine, write_model: Callable[..., Path]
+) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    with trainer(write_model(intermediate_size=192)) as other, pytest.raises(SyncError, match="of other shapes"):
+        other.sync_weights(infer)
+    assert infer.sync_state == "serving"
+    assert_same(infer.generate(PROMPTS, GREEDY), before)
+
+
+def test_a_poisoned_engine_refuses_until_a_whole_round(
+    infer: rlcore.InferenceEngine, train: rlcore.TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = infer.executors[0]
+    call = type(group).call
+
+    def failing(self: Any, method: str, calls: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is group and method == "sync_call" and calls[0][0][0] == "ready":
+            raise SyncError("a worker said no")
+        return call(self, method, calls, *args, **kwargs)
+
+    train.shake(13)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(group), "call", failing)
+        with pytest.raises(SyncError, match="a worker said no"):
+            train.sync_weights(infer)
+    assert infer.sync_state == "poisoned"
+    with pytest.raises(StateError, match="the weights are a mixture"):
+        infer.generate(PROMPTS, GREEDY)
+    train.sync_weights(infer)
+    assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
+
+
+ARCHITECTURES = {
+    "untied": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gemma": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 64}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_that_no_code_names(
+    name: str, write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine], tmp_path: Path
+) -> None:
+    config, changes = ARCHITECTURES[name]
+    folder = write_model(config, **changes)
+    with build_vllm(folder) as infer, trainer(folder) as train:
+        train.shake(1)
+        report = train.sync_weights(infer, verify=True)
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
+        assert report.fallback_bytes == 0
