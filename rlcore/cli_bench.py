@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -118,17 +118,20 @@ def compare_records(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: what differs in machine and software, then the ratio of each result."""
+    """Compare runs: what differs in machine and software, then the ratio of each result.
+
+    A file may also be one of pytest-benchmark, made with -p rlcore.bench.pytest_plugin --benchmark-json.
+    """
     from dataclasses import asdict
 
     from rlcore.bench.compare import compare, parse_prices
-    from rlcore.bench.result import read
+    from rlcore.bench.export import read_any
 
     if len(records) < 2:
         raise InvalidInputError(f"compare takes two records or more, got {len(records)}")
     names = [path.stem for path in records]
     prices = parse_prices(price or [], names)
-    first, *others = [read(path) for path in records]
+    first, *others = [read_any(path) for path in records]
     found = [
         compare(first, other, names=(names[0], name), prices=prices)
         for other, name in zip(others, names[1:], strict=True)
@@ -143,6 +146,19 @@ def compare_records(
         for one in found:
             _print_comparison(one)
     raise typer.Exit(int(fail_on_regression and any(one.regressions for one in found)))
+
+
+@bench.command("export")
+def export_record(
+    record: Annotated[Path, typer.Argument(help="A record.")],
+    form: Annotated[Literal["csv", "pytest-benchmark"], typer.Option("--format", help="What to make of it.")] = "csv",
+) -> None:
+    """Print a record as CSV, or as JSON that pytest-benchmark compares."""
+    from rlcore.bench.export import to_csv, to_pytest_benchmark
+    from rlcore.bench.result import read
+
+    make = {"csv": to_csv, "pytest-benchmark": to_pytest_benchmark}[form]
+    sys.stdout.write(make(read(record)))
 
 
 @bench.command("report")

@@ -1,0 +1,124 @@
+"""Records in other programs' formats: pytest-benchmark's JSON, both ways, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlcore.bench.compare import device_of
+from rlcore.bench.result import CaseResult, Metric, Record, read
+from rlcore.bench.statistics import percentile
+from rlcore.errors import BenchError, MissingDependencyError
+
+HEADER = "rlcore"
+"""Where a record without its cases stands in the machine info of pytest-benchmark."""
+
+_COLUMNS = (
+    "case", "implementation", "params", "status", "reason", "metric", "unit", "median", "p10", "p90", "n", "device",
+    "framework", "commit", "started_at",
+)  # fmt: skip
+
+
+def to_csv(record: Record) -> str:
+    """A line for each metric of each result, and one for each result without a number."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    about = [device_of(record), record.system.framework, record.commit or "", record.started_at]
+    for result in record.cases:
+        params = " ".join(f"{name}={value}" for name, value in sorted(result.params.items()))
+        first = [result.name, result.implementation, params, result.status, result.reason]
+        if not result.metrics:
+            writer.writerow([*first, "", "", "", "", "", "", *about])
+        for metric in result.metrics:
+            numbers = [statistics.median(metric.samples), *(percentile(metric.samples, p) for p in (10, 90))]
+            writer.writerow([*first, metric.name, metric.unit, *numbers, len(metric.samples), *about])
+    return file.getvalue()
+
+
+def header(record: Record) -> dict[str, Any]:
+    """A record without its cases, as JSON has it."""
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(record, cases=[]))
+    return found
+
+
+def to_pytest_benchmark(record: Record) -> str:
+    """What ``pytest-benchmark compare`` reads; results without a number are left out, as it does itself.
+
+    Raises:
+        MissingDependencyError: pytest-benchmark is not installed.
+    """
+    try:
+        from pytest_benchmark import __version__
+    except ImportError as error:
+        raise MissingDependencyError("pytest-benchmark", needed_for="exporting to it", extra="bench") from error
+    system = record.system
+    found = {
+        "machine_info": {"machine": device_of(record), "python_version": system.python, HEADER: header(record)},
+        "commit_info": {"id": record.commit or "unknown", "dirty": (record.commit or "").endswith("-modified")},
+        "benchmarks": [_benchmark(result) for result in record.cases if result.status == "pass"],
+        "datetime": record.started_at,
+        "version": __version__,
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _benchmark(result: CaseResult) -> dict[str, Any]:
+    from pytest_benchmark.stats import Stats
+
+    stats: Any = Stats()  # type: ignore[no-untyped-call]
+    for sample in result.samples("time"):
+        stats.update(sample)
+    param = "-".join([result.implementation, *(f"{name}={value}" for name, value in sorted(result.params.items()))])
+    others = {metric.name: {"unit": metric.unit, "samples": metric.samples} for metric in result.metrics}
+    return {
+        "group": result.name,
+        "name": f"{result.name}[{param}]",
+        "fullname": f"{result.name}[{param}]",
+        "params": dict(result.params),
+        "param": param,
+        "extra_info": {"implementation": result.implementation, "metrics": others},
+        "options": {},
+        "stats": {**stats.as_dict(), "data": result.samples("time"), "iterations": result.runs_per_sample},
+    }
+
+
+def read_any(path: Path) -> Record:
+    """A record, or one from pytest-benchmark's JSON that ``rlcore.bench.pytest_plugin`` had a part in.
+
+    Raises:
+        BenchError: it is neither, or its samples were not saved.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return read(path)  # which says what is wrong with it
+    if not isinstance(data, dict) or "benchmarks" not in data:
+        return read(path)
+    try:
+        record = msgspec.convert(data["machine_info"][HEADER], Record)
+        cases = [_case(benchmark) for benchmark in data["benchmarks"]]
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise BenchError(
+            f"{path} is of pytest-benchmark, but not of a run with -p rlcore.bench.pytest_plugin and the samples of "
+            f"--benchmark-json or --benchmark-save-data: {type(error).__name__}: {error}"
+        ) from error
+    return msgspec.structs.replace(record, cases=cases)
+
+
+def _case(benchmark: dict[str, Any]) -> CaseResult:
+    extra, stats = benchmark["extra_info"], benchmark["stats"]
+    return CaseResult(
+        name=benchmark["fullname"],
+        implementation=str(extra.get("implementation", "")),
+        status="pass",
+        params={},
+        metrics=[Metric(name="time", unit="s", samples=stats["data"])],
+        runs_per_sample=stats["iterations"],
+    )
