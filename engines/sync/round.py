@@ -88,10 +88,12 @@ class Rounds:
             UnsupportedError: the route that was asked for, or any, cannot be taken; says why.
             SyncError: what went wrong; a note says what the receivers hold.
         """
+        round_ = _Round(self, options)
         try:
-            return _Round(self, options).run(poisoned)
+            return round_.run(poisoned)
         except BaseException:
-            self._abandon()
+            if round_.is_under_way or not round_.is_agreed:
+                self._abandon()
             raise
 
     def _abandon(self) -> None:
@@ -111,12 +113,16 @@ class _Round:
         self._senders, self._receivers = rounds.senders, rounds.receivers
         self._options = options
         self._clock = Clock(options.timeout_s)
+        self.is_agreed = False
+        self.is_under_way = False
+        """Something may have been moved, so that the two sides may be at different steps."""
         self._opened = 0
         self._moved = 0
         self._loaded = 0
 
     def run(self, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
         is_same = self._begin()
+        self.is_agreed = True
         with ExitStack() as stack:
             if not is_same or self._options.is_verified:
                 self._renew(lambda: stack.enter_context(poisoned()))
@@ -139,12 +145,13 @@ class _Round:
         is_staged, is_proven = self._options.is_staged, self._agreed.is_proven
         if is_staged:
             self._check_can_stage()
-        if not is_proven:  # the proof overwrites what is there
-            poison()
-            self._prove()
+        self._slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes()
         self._choose_route()
-        if is_proven and not is_staged:
+        self.is_under_way = True
+        if not is_staged:
             poison()
+        if not is_proven:  # the proof overwrites what is there
+            self._prove()
         self._moved = self._transfer(self._agreed.digests, self._rounds.route)
         self._load(self._agreed.fallback)
         self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
@@ -249,8 +256,7 @@ class _Round:
 
     def _open(self, route: Route, digests: Sequence[str]) -> Path:
         path = self._rounds.paths.setdefault(route, PATHS[route](self._senders, self._receivers))
-        slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes()
-        self._opened += path.open(digests, slab_bytes, self._generation, self._clock.left)
+        self._opened += path.open(digests, self._slab_bytes, self._generation, self._clock.left)
         return path
 
     # ----------------------------------------------------------------------------------------------- move
@@ -270,10 +276,9 @@ class _Round:
             self._all_receivers("load", self._id, group)
 
     def _groups(self, weights: Sequence[int]) -> Iterator[list[int]]:
-        room = self._options.slab_bytes or self._agreed.slab_bytes()
         group: list[int] = []
         for number in weights:
-            if group and self._agreed.nbytes([*group, number]) > room:
+            if group and self._agreed.nbytes([*group, number]) > self._slab_bytes:
                 yield group
                 group = []
             group.append(number)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlcore.engines.sync.regions import Copy
 from rlcore.engines.sync.source import dtype_of
-from rlcore.errors import InvalidInputError, SyncError
+from rlcore.errors import DeviceError, InvalidInputError, SyncError
 from rlcore.types import IpcHandle
 
 NUM_SLOTS = 2
@@ -133,7 +133,12 @@ class Slabs:
     def __init__(self, device: Any, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self._device = device
-        self._memory = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
+        try:
+            self._memory = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{device.name} has no memory for {NUM_SLOTS} slabs of {slot_bytes} bytes; give a smaller slab_bytes"
+            ) from error
         self._handle: IpcHandle | None = None
 
     @property

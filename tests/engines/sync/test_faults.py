@@ -1,0 +1,311 @@
+"""What goes wrong in a weight sync, with real processes: nothing hangs, nothing half new is used, nothing is leaked.
+
+By default one fault at a few steps; all faults at all steps are marked slow.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected, register, write
+
+import rlcore
+from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.sync.options import RoundOptions
+from rlcore.engines.sync.parties import LocalParties, WorkerParties
+from rlcore.engines.sync.receiver import Receiver
+from rlcore.engines.sync.round import Rounds
+from rlcore.engines.sync.sender import Packing, Sender
+from rlcore.engines.sync.slabs import slot_of
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError
+from rlcore.registry import get_device
+
+SIZES = Sizes(layers=1)
+SLAB = 4096
+
+# --------------------------------------------------------------------------- damaged messages, in one process
+
+
+class Pair(NamedTuple):
+    """A sender and a receiver of this process, in a round whose first bucket is in the slab."""
+
+    sender: Sender
+    receiver: Receiver
+    packing: Packing
+    model: SmallModel
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    cpu = get_device("cpu")
+    weights = checkpoint(SIZES, seed=1)
+    module = Checkpoint(weights)
+    for name, parameter in module.named_parameters():
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))
+    model = SmallModel(SIZES, 0, 1, torch.float32)
+    worker = type("Worker", (), {"device": cpu, "model": model, "versions": []})()
+    worker.new_model = lambda: SmallModel(SIZES, 0, 1, torch.float32)
+    sender, receiver = Sender(ModuleHolding(module, 1), cpu), Receiver(SmallTarget(worker))
+    manifest = sender.manifest()
+    digest = sender.begin(False)[1]
+    receiver.begin(5, digest, False, False)
+    receiver.prepare(manifest, [sender.describe()], 0)
+    receiver.open_slabs([sender.open_slabs(SLAB)])
+    plan = next(iter(receiver._plans))
+    sender.take_plan(plan, SLAB, receiver.pieces(plan)[0])
+    packing = Packing(round_id=5, digest=plan, slot_bytes=SLAB, bucket=0, slot=0, is_checked=True)
+    sender.pack(msgspec.msgpack.encode(packing))
+    yield Pair(sender, receiver, packing, model)
+    receiver.close()
+    sender.close()
+
+
+def unpack(pair: Pair, **changed: Any) -> int:
+    order = msgspec.structs.replace(pair.packing, **changed)
+    return pair.receiver.unpack(msgspec.msgpack.encode([order]))
+
+
+@pytest.mark.parametrize("place", [0, 9, 17, 600, 1500, -520])
+def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -> None:
+    slot = slot_of(pair.receiver._slabs[0].tensor, 0)
+    last = int(slot.view(torch.int64)[2])
+    at = place if place >= 0 else last + place
+    slot[at] ^= 1
+    with pytest.raises(SyncError, match=r"another sum|was expected in a slab"):
+        unpack(pair)
+    assert pair.model.layer0.norm.isnan().all(), "nothing was copied"
+    slot[at] ^= 1
+    assert unpack(pair) > 0
+
+
+def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:
+    with pytest.raises(SyncError, match=r"a message of weight sync 4 came within 5"):
+        unpack(pair, round_id=4)
+    with pytest.raises(SyncError, match=r"bucket 1 of round 5 was expected in a slab.* holds bucket 0 of round 5"):
+        unpack(pair, bucket=1)
+    with pytest.raises(SyncError, match="plan 0123 is not this receiver's"):
+        unpack(pair, digest="0123")
+    assert unpack(pair) > 0
+    with pytest.raises(SyncError, match="bucket 0 of sender 0 came twice"):
+        unpack(pair)
+    assert pair.receiver.ready(5) > 0, "most have not come"
+    with pytest.raises(SyncError, match="a message of weight sync 6 came within 5"):
+        pair.receiver.commit(6, 1)
+    assert not pair.receiver.is_whole
+
+
+def test_messages_that_are_none_are_refused(pair: Pair) -> None:
+    with pytest.raises(SyncError, match=r"these 3 bytes are no list of Packing"):
+        pair.receiver.unpack(b"abc")
+    with pytest.raises(SyncError, match="these 1 bytes are no Manifest"):
+        pair.receiver.prepare(b"\xc1", [], 0)
+    with pytest.raises(SyncError, match="no packing"):
+        pair.sender.pack(b"abc")
+    with pytest.raises(InvalidInputError, match="a slab must be a multiple of 512 bytes and at least 1024, got 513"):
+        pair.sender.open_slabs(513)
+    with pytest.raises(StateError, match="has no plan 0123"):
+        pair.sender.pack(msgspec.msgpack.encode(msgspec.structs.replace(pair.packing, digest="0123")))
+
+
+def test_a_handle_of_another_device_or_epoch_is_refused(pair: Pair) -> None:
+    handle = msgspec.msgpack.decode(pair.sender.open_slabs(SLAB))
+    with pytest.raises(StateError, match="is not what this handle describes"):
+        pair.receiver.open_slabs([msgspec.msgpack.encode(handle | {"device_uuid": "another"})])
+    offer = msgspec.msgpack.encode({"epoch": "gone", "handles": None})
+    with pytest.raises(SyncError, match="sender gone is not, or no longer, in this process"):
+        pair.receiver.open_offers([offer])
+
+
+def test_weights_that_change_while_they_are_sent_are_not_committed(pair: Pair) -> None:
+    rounds = Rounds(LocalParties("the trainer", [pair.sender]), LocalParties("the engine", [pair.receiver]))
+    real = pair.receiver.ready
+
+    def late(round_id: int) -> int:
+        pair.sender._holding._module.add(1.0)
+        return real(round_id)
+
+    pair.receiver.ready = late
+    with pytest.raises(SyncError, match="the trainer's weights were changed while they were sent"):
+        rounds.run(RoundOptions(version=1), nullcontext)
+    del pair.receiver.ready
+    assert not pair.receiver.is_whole
+    assert rounds.run(RoundOptions(version=1), nullcontext).version == 1
+    assert pair.receiver.is_whole
+
+
+# --------------------------------------------------------------------------------------- ends of processes
+
+
+class Engines(NamedTuple):
+    train: Any
+    infer: rlcore.InferenceEngine
+
+
+Build = Callable[[], Engines]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Two shards, and two receivers on devices of their own."""
+    folder = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLCORE_RUNTIME", str(folder / "runtime"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        register()
+        path = write(checkpoint(SIZES), folder / "model.safetensors")
+        with (
+            rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as train,
+            rlcore.InferenceEngine(path, executor="small") as infer,
+        ):
+            train.build(data_parallel_size=2, devices=["cpu:0", "cpu:1"])
+            infer.build(tensor_parallel_size=2, devices=["cpu:2", "cpu:3"], sizes=tuple(SIZES), shards=2)
+            yield Engines(train, infer)
+
+
+def before(engines: Engines, method: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``act`` once, just before the first call of ``method``."""
+    real = WorkerParties.call
+    acts = iter([act])
+
+    def call(self: WorkerParties, called: str, calls: Sequence[Any] | None, timeout_s: float) -> list[Any]:
+        if called == method:
+            next(acts, lambda: None)()
+        return real(self, called, calls, timeout_s)
+
+    monkeypatch.setattr(WorkerParties, "call", call)
+
+
+def check(engines: Engines) -> None:
+    fresh = expected(engines.train.state_dict(), SIZES, 2, torch.float32)
+    for own, wanted in zip(engines.infer._call("held"), fresh, strict=True):
+        assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+
+
+class Fault(NamedTuple):
+    side: str
+    how: str
+    method: str
+    """Before which it comes."""
+    route: str
+
+
+def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """One fault in one round; afterwards both sides work again."""
+    train, infer = engines
+    side, how, method, route = fault
+    victim = (train if side == "trainer" else infer).executors[0].workers[1].process_id
+    train.add(0.5)
+    timeout_s = 60.0 if how == "SIGKILL" else 4.0
+    before(engines, method, lambda: os.kill(victim, getattr(signal, how)), monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(RlcoreError) as caught:
+        train.sync_weights(infer, route=route, slab_bytes=SLAB, timeout_s=timeout_s)
+    assert time.monotonic() - started < timeout_s + 25, "and what is given up may take some seconds more"
+    monkeypatch.undo()
+    assert "rank 1" in "".join(
+        [str(caught.value), str(caught.value.__cause__), *getattr(caught.value, "__notes__", [])]
+    )
+    assert infer.sync_state in ("serving", "poisoned")
+    if infer.sync_state == "serving":
+        assert method in ("begin", "manifest", "prepare", "open_slabs", "take_plan", "pieces", "join")
+    broken = train if side == "trainer" else infer
+    with pytest.raises(StateError, match=r"call restart\(\)"):
+        broken.memory_report()
+    broken.restart()
+    train.sync_weights(infer, route=route)
+    assert infer.sync_state == "serving"
+    check(engines)
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("receiver", "SIGKILL", "unpack", "packed"), Fault("trainer", "SIGSTOP", "pack", "packed")],
+    ids=" ".join,
+)
+def test_a_process_that_ends_or_stops_midway(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    harm(engines, monkeypatch, fault)
+
+
+STEPS = {
+    "packed": "begin manifest prepare prove open_slabs pieces take_plan pack unpack ready end commit",
+    "collective": "join send receive",
+    "direct": "offer open_offers pull",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(side, how, method, route)
+        for side in ("trainer", "receiver")
+        for how in ("SIGKILL", "SIGSTOP")
+        for route, methods in STEPS.items()
+        for method in methods.split()
+    ],
+    ids=" ".join,
+)
+def test_a_process_that_ends_or_stops_at_any_step(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    for engine in engines:  # a first round has all steps
+        engine.restart()
+    harm(engines, monkeypatch, fault)
+
+
+def test_nothing_is_left_after_many_rounds(engines: Engines) -> None:
+    train, infer = engines
+    workers = [*train.executors[0].workers, *infer.executors[0].workers]
+
+    def held() -> list[int]:
+        return [len(list(Path(f"/proc/{worker.process_id}/fd").iterdir())) for worker in workers]
+
+    train.add(0.01)
+    train.sync_weights(infer, slab_bytes=SLAB)
+    descriptors, shared = held(), shared_memory()
+    for _ in range(50):
+        train.add(0.01)
+        assert train.sync_weights(infer, slab_bytes=SLAB).handles_opened == 0
+    assert held() == descriptors
+    assert shared_memory() == shared
+    check(engines)
+
+
+def test_full_memory_is_found_before_anything_is_written(engines: Engines) -> None:
+    train, infer = engines
+    train.add(0.5)
+    version = infer.version
+    with pytest.raises(
+        UnsupportedError, match=r"route='packed' .* has no memory for 2 slabs of \d+ bytes; give a smaller"
+    ):
+        train.sync_weights(infer, route="packed", slab_bytes=1 << 50)
+    pids = [worker.process_id for worker in train.executors[0].workers]
+    limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
+    for pid, (_, hard) in zip(pids, limits, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 15, hard))
+    try:
+        with pytest.raises(UnsupportedError, match=r"route='packed' .* could not be moved to shared memory"):
+            train.sync_weights(infer, route="packed", slab_bytes=1 << 16)
+        assert train.sync_weights(infer).route == "collective", "the next that works"
+    finally:
+        for pid, limit in zip(pids, limits, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+    assert infer.version == version + 1
+    check(engines)
+    train.add(0.5)
+    assert train.sync_weights(infer).route == "packed"
+    check(engines)
