@@ -58,6 +58,7 @@ _CASES = (
     "packed_attention:uneven_case",
     "offload:cycle_case",
     "offload:first_case",
+    "offload:five_case",
     "offload:swap_case",
     "product:sustained_case",
     "product:sweep_case",

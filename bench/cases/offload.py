@@ -1,7 +1,7 @@
 """Offload of a module with Adam states, as shares of what the link does in the same run.
 
-Three questions: a steady cycle, the first offload of a process (whose host memory is not there yet), and two sets that
-change places beside one after the other.
+Four questions: a steady cycle, the first offload of a process (whose host memory is not there yet), two sets that
+change places beside one after the other, and the five of a PPO step that take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +35,16 @@ _NUM_RUNS = 5
 
 
 class _Set:
-    """Layers of a language model with Adam states, all of random values, that can leave the device."""
+    """Layers of a language model, with Adam states if it trains, all of random values, that can leave the device."""
 
-    def __init__(self, device: Any, nbytes: int) -> None:
+    def __init__(self, device: Any, nbytes: int, *, trains: bool = True) -> None:
         hidden, inner = (3584, 18944) if nbytes > 1 << 33 else (512, 2048)
+        self._copies = 3 if trains else 1
         self.module = nn.ModuleList()
         while self._num_bytes < nbytes:
             self.module.append(_layer(hidden, inner, device.torch_device))
         self.optimizer = torch.optim.AdamW(self.module.parameters())
-        for parameter in self.module.parameters():
+        for parameter in self.module.parameters() if trains else ():
             moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
         self.resident = Resident(device, self._tensors, lambda guard, state: None)
@@ -51,7 +52,7 @@ class _Set:
 
     @property
     def _num_bytes(self) -> int:
-        return 3 * sum(parameter.nbytes for parameter in self.module.parameters())
+        return self._copies * sum(parameter.nbytes for parameter in self.module.parameters())
 
     def _tensors(self) -> list[Tensor]:
         return [*self.module.parameters(), *optimizer_tensors([self.optimizer])]
@@ -73,13 +74,14 @@ def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
     return nn.ModuleList([*wide, *linear, *(nn.RMSNorm(hidden, device=device) for _ in range(2))])
 
 
-def _set_bytes(device: Any, share: float) -> int:
+def _set_bytes(device: Any, share: float, *, num_sets: int = 1) -> int:
+    """Of one set, where that many are in host memory at once."""
     if device.spec.is_host:
         return _BYTES_ON_HOST
     gc.collect()
     arena_of(device).trim()  # of an earlier case
     room = min((limit.room_bytes for limit in cgroup_limits()), default=1 << 62)
-    return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room))
+    return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room / num_sets))
 
 
 class _Link:
@@ -235,6 +237,56 @@ def _prepare_swap(device: Any) -> Work:
     )
 
 
+def _prepare_five(device: Any) -> Work:
+    link = _Link(device)
+    nbytes = _set_bytes(device, _SWAP_SHARE, num_sets=3)  # two that train, and three that have a third of that
+    sets = []
+    for trains in (True, True, False, False, False):
+        one = _Set(device, nbytes if trains else nbytes // 3, trains=trains)
+        one.resident.offload()
+        sets.append(one)
+    turns = list(zip(sets, [*sets[1:], sets[0]], strict=True))
+    sets[0].resident.onload()
+
+    def round_of(turn: Callable[[_Set, _Set], tuple[OffloadReport, OffloadReport]]) -> Callable[[], _Moved]:
+        def play() -> _Moved:
+            rates = link.rates()
+            started = time.perf_counter()
+            reports = [turn(here, following) for here, following in turns]
+            seconds = time.perf_counter() - started
+            out, in_ = (_together(some, seconds) for some in zip(*reports, strict=True))
+            return _Moved(out, in_, seconds, rates)
+
+        return play
+
+    def swap(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
+        out, in_ = exchange([here.resident], [following.resident])
+        return out, in_
+
+    def sequential(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
+        return here.resident.offload(), following.resident.onload()
+
+    contenders = {"swap": round_of(swap), "one_after_the_other": round_of(sequential)}
+    for _ in range(2):  # host memory and streams are there
+        contenders["swap"]()
+    return Work(
+        contenders=tuple(_contender(name, play, *sets) for name, play in contenders.items()),
+        params={"bytes_trained": nbytes, "bytes_frozen": nbytes // 3},
+        num_runs=_NUM_RUNS,
+    )
+
+
+def _together(reports: Iterable[OffloadReport], seconds: float) -> OffloadReport:
+    every = list(reports)
+    return OffloadReport(
+        moved_bytes=sum(report.moved_bytes for report in every),
+        freed_device_bytes=sum(report.freed_device_bytes for report in every),
+        seconds=seconds,
+        pinned=all(report.pinned for report in every),
+        first_use=any(report.first_use for report in every),
+    )
+
+
 cycle_case = Case(
     name="offload/cycle",
     description="offload and onload a module with Adam states, in the steady state; shares of the link's rate",
@@ -249,4 +301,9 @@ swap_case = Case(
     name="offload/swap",
     description="two modules with Adam states change places: both directions at once, and one after the other",
     prepare=_prepare_swap,
+)
+five_case = Case(
+    name="offload/five_engines",
+    description="actor, critic, reference, reward and rollout in turns on a device: a round of five changes of place",
+    prepare=_prepare_five,
 )

@@ -18,6 +18,7 @@ CONTENDERS = {
     "offload/cycle": ["arena"],
     "offload/first": ["arena", "arena_reserved", "torch_pin_memory"],
     "offload/swap": ["swap", "one_after_the_other"],
+    "offload/five_engines": ["swap", "one_after_the_other"],
 }
 
 
