@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check gpu-test bench results
+.PHONY: quickstart test check gpu-test bench bench-micro results
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
@@ -22,7 +22,10 @@ gpu-test: .venv/dev.installed  ## The tests that need a GPU; fails where there i
 bench: .venv/dev.installed  ## Every benchmark case on the default device; the last line says where the record is
 	@$(BIN)/rlcore bench run
 
-results: .venv/dev.installed  ## The tables of README.md, from the records in bench/results
+bench-micro: .venv/dev.installed  ## The micro-benchmarks; compare two such files: rlcore bench compare A.json B.json
+	@$(BIN)/python -m pytest -q -p rlcore.bench.pytest_plugin --benchmark-only --benchmark-json=bench-micro.json tests/benchmarks
+
+results: .venv/dev.installed  ## README.md's tables, docs/results.md and the schema, from the code and bench/results
 	@$(BIN)/python -m rlcore.bench.readme README.md
 
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.bench.result import CaseResult, Record, json_schema, read
+from rlcore.bench.results_page import page
 from rlcore.errors import BenchError
 
 _BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -146,8 +147,11 @@ _ROWS: dict[str, dict[str, Cell]] = {
 
 
 def main(readme: Path) -> None:
-    readme.write_text(rewritten(readme.read_text(), readme.parent / "bench" / "results"))
-    (readme.parent / "bench" / "record.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
+    """Everything that is made from code and records: README's tables, docs/results.md, the schema."""
+    root = readme.parent
+    readme.write_text(rewritten(readme.read_text(), root / "bench" / "results"))
+    (root / "docs" / "results.md").write_text(page(root / "bench" / "results"))
+    (root / "bench" / "record.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 from rlcore.bench.readme import main, rewritten
 from rlcore.bench.result import CaseResult, Metric, Record, read, write
+from rlcore.bench.results_page import page
 from rlcore.errors import BenchError
 from rlcore.settings import VARIABLES
 
@@ -39,7 +40,20 @@ def test_readme_lists_every_variable_and_no_other() -> None:
     assert sorted(listed) == sorted(VARIABLES)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/architecture.md"])
+def test_results_page_is_what_the_records_say() -> None:
+    assert (ROOT / "docs" / "results.md").read_text() == page(RESULTS), "run: make results"
+
+
+def test_results_page_shows_what_has_no_number_with_the_reason(tmp_path: Path) -> None:
+    write(a_record(), tmp_path / "mine.json")
+    failed = CaseResult(name="b", implementation="x", status="oom", params={}, reason="too | large\nby far")
+    write(a_record(cases=[passed("a", 1.0, 2.0, 3.0), failed]), tmp_path / "mine.json")
+    lines = page(tmp_path).splitlines()
+    assert "| a | x |  | 2 s | 1.2 s to 2.8 s | 3 | n/a |  |" in lines
+    assert "| b | x | oom | too / large |" in lines
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/architecture.md", "docs/bench.md", "docs/results.md"])
 def test_files_that_a_page_links_to_exist(path: str) -> None:
     page = ROOT / path
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
@@ -84,10 +98,13 @@ def test_rewriting_twice_changes_nothing() -> None:
 
 def test_main_rewrites_the_file_in_place(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
+    (tmp_path / "docs").mkdir()
     (tmp_path / "bench" / "results").symlink_to(RESULTS)
     (tmp_path / "README.md").write_text(EMPTY)
     main(tmp_path / "README.md")
     assert (tmp_path / "README.md").read_text() == rewritten(EMPTY, RESULTS)
+    for made in ("docs/results.md", "bench/record.schema.json"):
+        assert (tmp_path / made).read_text() == (ROOT / made).read_text()
 
 
 def test_case_that_did_not_pass_makes_no_table(tmp_path: Path) -> None:
