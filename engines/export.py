@@ -1,21 +1,105 @@
-"""Write a model folder whole or not at all."""
+"""Write a Hugging Face model folder, whole or not at all, in shards that are written as their weights are gathered."""
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from rlcore.errors import CheckpointError
-from rlcore.nn import safetensors_library
+import msgspec
+from torch import Tensor
+
+from rlcore.atomic import write_file
+from rlcore.engines.tensor_file import Layout, host_pieces, write_tensors
+from rlcore.errors import CheckpointError, InvalidInputError
+from rlcore.nn import TrainModule
+from rlcore.weights.view import whole
+
+_INDEX = "model.safetensors.index.json"
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make ``folder`` what ``write`` writes; a model folder that is there is replaced once the new one is whole.
+def export(module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: bool) -> None:
+    """All workers call it together; the one that ``writes`` holds one weight at a time in host memory.
 
     Raises:
+        InvalidInputError: ``max_shard_bytes`` is no positive whole number.
         CheckpointError: the folder holds something else than a model, or could not be written.
     """
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise InvalidInputError(f"max_shard_bytes must be a whole number of at least 1, got {max_shard_bytes!r}")
+    layouts: dict[str, Layout] = {one.name: (one.view.dtype, one.view.shape) for one in module.weight_views()}
+    weights = _gathered(module, layouts)
+    try:
+        if writes:
+            _replace_folder(folder, lambda new: _write(module, new, _shards(layouts, max_shard_bytes), weights))
+    finally:
+        for _ in weights:  # the other workers gather all of them, also when this one could not write
+            pass
+
+
+def _gathered(module: TrainModule, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights one at a time, those of wider elements first, as a file must have them."""
+    for itemsize in sorted({dtype.itemsize for dtype, _ in layouts.values()}, reverse=True):
+        for name, tensor in module.named_weights():
+            if layouts[name][0].itemsize == itemsize:
+                yield name, whole(tensor)
+
+
+def _shards(layouts: Mapping[str, Layout], max_bytes: int) -> list[dict[str, Layout]]:
+    """What each file holds, in the order of ``_gathered``."""
+    shards: list[dict[str, Layout]] = [{}]
+    size = 0
+    for name, layout in sorted(layouts.items(), key=lambda item: -item[1][0].itemsize):
+        nbytes = _nbytes(layout)
+        if size and size + nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = layout
+        size += nbytes
+    return shards
+
+
+def _nbytes(layout: Layout) -> int:
+    dtype, shape = layout
+    return dtype.itemsize * math.prod(shape)
+
+
+def _write(
+    module: TrainModule, folder: Path, shards: list[dict[str, Layout]], weights: Iterator[tuple[str, Tensor]]
+) -> None:
+    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    for file, layouts in zip(files, shards, strict=True):
+        write_tensors(folder / file, layouts, _pieces(layouts, weights), {"format": "pt"})
+    if len(shards) > 1:
+        write_file(folder / _INDEX, _index(dict(zip(files, shards, strict=True))))
+    module.export_config(folder)
+
+
+def _pieces(layouts: Mapping[str, Layout], weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    for expected in layouts:
+        name, tensor = next(weights)
+        assert name == expected, f"named_weights() gave {name} where weight_views() has {expected}"
+        yield from host_pieces(tensor)
+
+
+def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
+    """As transformers writes it."""
+    layouts = [layout for held in shards.values() for layout in held.values()]
+    index = {
+        "metadata": {
+            "total_parameters": sum(math.prod(shape) for _, shape in layouts),
+            "total_size": sum(map(_nbytes, layouts)),
+        },
+        "weight_map": {name: file for file, held in sorted(shards.items()) for name in held},
+    }
+    return msgspec.json.format(msgspec.json.encode(index, order="sorted")) + b"\n"
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make ``folder`` what ``write`` writes; a model folder that is there is replaced once the new one is whole."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} is not empty and holds no model (no config.json); export to another folder")
     try:
@@ -25,7 +109,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             new.mkdir()
             write(new)
             _swap(new, folder, old)
-    except (OSError, safetensors_library().SafetensorError) as error:  # the latter of a full disk, too
+    except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
 
 

@@ -405,15 +405,20 @@ class TrainEngine(Engine):
         self._last_checkpoint = Path(folder)
         return extra
 
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write a Hugging Face model folder that ``AutoModelForCausalLM`` and inference engines load.
+
+        The weights are gathered one at a time: the host needs memory for one, not for a file.
+
+        Args:
+            max_shard_bytes: the most weights in one file; a weight that is larger has one of its own.
 
         Raises:
             CheckpointError: the folder is not empty, or could not be written.
         """
         self._built_group()
         self._residency.require("weights", "export()")
-        self._call("export", Path(folder))
+        self._call("export", Path(folder), max_shard_bytes)
 
 
 _LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")

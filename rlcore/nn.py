@@ -15,6 +15,7 @@ Letters: T packed tokens, N sequences, L longest sequence, H hidden size, V voca
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -125,10 +126,8 @@ class TrainModule(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define converted_weights() if it needs conversion")
 
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write ``weights``, those of ``named_weights()`` and whole, as ``model.safetensors``."""
-        save_file = safetensors_library().torch.save_file
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    def export_config(self, folder: Path) -> None:
+        """Write what a model folder has beside the weights, such as config and tokenizer."""
 
 
 class HuggingFaceTrainModule(TrainModule):
@@ -205,12 +204,13 @@ class HuggingFaceTrainModule(TrainModule):
             )
         return dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers())
 
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        with torch.device("meta"):
-            # not by itself: its class is a user's, and with adapters it would save them alone
-            model = self._transformers_class()._from_config(self.config, dtype=next(iter(weights.values())).dtype)
-        model.generation_config = self.generation_config
-        model.save_pretrained(folder, state_dict=dict(weights), save_original_format=False)
+    def export_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.config)
+        config.architectures = [self._transformers_class().__name__]  # this one's is a user's
+        config.dtype = next(self.parameters()).dtype
+        config.save_pretrained(folder)
+        if self.can_generate():  # type: ignore[operator]
+            self.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
         for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):
             shutil.copy(file, folder)
 

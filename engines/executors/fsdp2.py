@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlcore.engines import checkpoint, train_state
 from rlcore.engines.executors.worker import Worker
-from rlcore.engines.export import replace_folder
+from rlcore.engines.export import export
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.materialize import materialize, read_again
 from rlcore.engines.micro_batch import Share
@@ -188,11 +188,10 @@ class Fsdp2Worker(Worker):
         extra: dict[str, Any] = saved.state["extra"]
         return extra
 
-    def export(self, folder: Path) -> None:
-        """Gathered on the host of the first worker, which writes."""
-        weights = {name: tensor.cpu() for name, tensor in self._whole_weights() if self._context.rank == 0}
-        if self._context.rank == 0:
-            replace_folder(folder, partial(self.module.export, weights))
+    def export(self, folder: Path, max_shard_bytes: int) -> None:
+        """The first worker writes."""
+        reshard(self.module)
+        export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=self._context.rank == 0)
 
     def close(self) -> None:
         self._saver.wait()
