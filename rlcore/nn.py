@@ -173,11 +173,11 @@ class HuggingFaceTrainModule(TrainModule):
 
     def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
         if self._conversion is None:
-            self._conversion = Conversion(self._transformers_class(), self.config)
+            self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config)
         yield from weights_of(self, adapters, self._conversion)
 
     def needs_conversion(self, names: Collection[str]) -> bool:
-        self._conversion = Conversion(self._transformers_class(), self.config, names)
+        self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, names)
         views = list(self.weight_views("base"))
         own = {name for name, _ in [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]}
         fits = {view.name for view in views}.union(own).issuperset(names)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlcore.engines.named_tensors import mismatch
 from rlcore.errors import SyncError
+from rlcore.weights.catalog import named_tensors, stored_tensors
 
 Weights = Iterable[tuple[str, Tensor]]
 LoadWeights = Callable[[Weights], Any]
@@ -61,7 +62,7 @@ class Target(ABC):
 
 
 class ModuleTarget(Target):
-    """A module that takes each weight as it is, by the parameter's own name."""
+    """A module that takes each weight as it is, by the parameter's own name or that in checkpoints."""
 
     is_plain = True
 
@@ -74,10 +75,10 @@ class ModuleTarget(Target):
         return meta, lambda weights: load_by_name(meta, weights)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+        return {name: tensor.detach() for name, tensor in named_tensors(self._module)}
 
     def reload(self, weights: Weights) -> None:
-        own = self.tensors()
+        own = stored_tensors(self._module) | self.tensors()
         for name, tensor in weights:
             own[name].copy_(tensor)
 
@@ -99,12 +100,14 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_by_name(module: nn.Module, weights: Weights) -> None:
-    """Copy each weight into the parameter of its name.
+    """Copy each weight into the parameter of its name, or the part of one that has its name in checkpoints.
 
     Raises:
         SyncError: names or shapes differ; nothing is written then.
     """
-    given, own = dict(weights), dict(module.named_parameters())
+    given, own = dict(weights), dict[str, Tensor](module.named_parameters())
+    if given.keys() != own.keys():
+        own = stored_tensors(module)
     if found := mismatch(own, given):
         raise SyncError(
             f"the trainer's model is not the inference engine's, which still serves its old weights: {found}"

@@ -56,6 +56,16 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
             yield WeightView(name, tensors[base], meta)
 
 
+def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What checkpoints hold of a module that is not sharded, as views of its parameters and persistent buffers.
+
+    By the names of the checkpoint that transformers has loaded it from; of another module by its own.
+    """
+    conversion = Conversion(module) if hasattr(module, "_weight_conversions") else None
+    weights = weights_of(module, "base", conversion)
+    return {name: seen_in(tensor.detach(), view) for name, tensor, view, _ in weights if tensor is not None}
+
+
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, tied ones by each name, and persistent buffers: what ``state_dict()`` has, without its hooks."""
     yield from module.named_parameters(remove_duplicate=False)

@@ -7,7 +7,7 @@ here on meta tensors: what comes out in the storage of one that went in is a vie
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,19 +30,24 @@ class StoredTensor(NamedTuple):
 
 
 class Conversion:
-    """From a model's own tensors to those of its checkpoint.
+    """From the own tensors of a transformers model to those of its checkpoint.
 
     Args:
-        model_class: of transformers.
-        names: of the tensors in the checkpoint that the model comes from; without, those of a new checkpoint.
+        model: that transformers has loaded.
     """
 
-    def __init__(self, model_class: Any, config: Any, names: Collection[str] = ()) -> None:
-        with torch.device("meta"):
-            self._model = model_class._from_config(config)
-        if names:
-            self._model._weight_conversions = _used(self._model, names)
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._stored: tuple[Any, list[StoredTensor]] = None, []
+
+    @classmethod
+    def of_checkpoint(cls, model_class: Any, config: Any, names: Collection[str] = ()) -> Self:
+        """Of a model that is not loaded by transformers, but from tensors of these names; without, of a new one."""
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+        if names:
+            model._weight_conversions = _used(model, names)
+        return cls(model)
 
     def revert(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The checkpoint's tensors made of the model's own."""

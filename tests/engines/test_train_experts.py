@@ -124,6 +124,19 @@ def test_weights_are_those_of_the_file(
         assert torch.equal(loaded.state_dict()[name], tensor + 1), name
 
 
+def test_a_sampler_that_fuses_experts_gets_them(processes: None, tmp_path: Path, tiny_config: dict[str, Any]) -> None:
+    model = Model("Mixtral", tmp_path / "model", tiny_config)
+    with model.engine(2) as train, rlcore.InferenceEngine(model.folder, executor="hf") as infer:
+        infer.build(devices=["cpu:0"], launcher="process")
+        changed = {name: tensor * 1.1 for name, tensor in model.file.items()}
+        train.load_state_dict(changed)
+        assert train.sync_weights(infer).fallback_bytes == 0, "copied into the fused parameters, part by part"
+        output = infer.generate([[1, 2, 3]], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True})[0].outputs[0]
+        ids = torch.tensor([1, 2, 3, *output.token_ids])
+        scored = train.forward_logprobs({"input_ids": ids, "cu_seqlens": torch.tensor([0, len(ids)])})
+    torch.testing.assert_close(scored[3:], torch.tensor(output.logprobs), rtol=1e-4, atol=1e-4)
+
+
 def joined(ranks: list[dict[str, list[tuple[list[tuple[int, int]], Tensor]]]]) -> dict[str, Tensor]:
     """What the ranks hold of each weight, put together; each element is held by one of them."""
     names = ranks[0].keys()
