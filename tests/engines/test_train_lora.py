@@ -185,6 +185,18 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     assert_close(other.state_dict(), merged)
 
 
+def test_the_base_is_its_own_reference(dense: Any, qwen2_folder: Path, build: Build) -> None:
+    engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
+    engine.disable_adapters()
+    base = engine.forward_logprobs(batch_of())
+    engine.enable_adapters()
+    for _ in range(2):
+        assert engine.train_batch(batch_of(), ppo_clip())["grad_norm"] > 0
+    assert not torch.equal(engine.forward_logprobs(batch_of()), base)
+    engine.disable_adapters()
+    assert torch.equal(engine.forward_logprobs(batch_of()), base)
+
+
 def test_load_state_dict_takes_adapters(dense: Any, qwen2_folder: Path, build: Build) -> None:
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
     adapters = {name: torch.randn(tensor.shape) for name, tensor in engine.state_dict(adapters="only").items()}
