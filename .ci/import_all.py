@@ -14,12 +14,13 @@ import rlcore
 CHECKOUT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(rlcore.__file__).resolve().parent
 NEEDS = {
+    "rlcore.bench.pytest_plugin": "pytest",
     "rlcore.engines.executors.kv_cache": "transformers",
     "rlcore.kernels.triton_rows": "triton",
     "rlcore.kernels.triton_tiles": "triton",
     "rlcore.kernels.linear_tiled": "triton",
 }
-"""Modules that subclass a class of an optional package, or are written in its language."""
+"""Modules that subclass a class of an optional package, are written in its language, or plug into it."""
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
 
 

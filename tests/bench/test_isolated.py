@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_cases import CASES
 
+from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import Sampling
 from rlcore.bench.result import read
@@ -95,6 +96,15 @@ def test_device_that_cannot_be_described_is_an_error() -> None:
         pytest.raises(BenchError, match=r"^cannot describe the device cuda:99"),
     ):
         absent.new_record("quick")
+
+
+@pytest.mark.gpu
+def test_cases_of_a_gpu_run_in_processes_of_their_own_one_after_the_other() -> None:
+    with Isolated("cuda") as isolated:
+        assert isolated.new_record("quick").system.accelerator_model_name
+        assert isolated.calibrate("quick").limits["memory"] > 1e11
+        for name in ("memory/bandwidth", "product/sweep", "memory/bandwidth"):
+            assert {result.status for result in isolated.run_case(load_cases()[name], ONCE)} == {"pass"}
 
 
 def test_kill_of_the_run_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
