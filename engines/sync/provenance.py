@@ -70,6 +70,10 @@ class Memory:
         self.writes: list[tuple[Copy, Origin]] = []
 
     def write(self, copy: Copy, origin: Origin) -> None:
+        if self.weight is not None:  # a loader that changes what it is given
+            numel = self.owner.nbytes() // self.dtype.itemsize
+            self.writes.append((Copy((numel,), 0, (1,), 0, (1,)), Weighted(self.weight, (self.dtype,))))
+            self.weight = None
         self.writes.append((copy, origin))
         self.weights |= weights_of(origin)
 

@@ -89,7 +89,18 @@ def _through_another(model: Model, w: Tensor) -> None:
     model.a.p.data.copy_(held.t())
 
 
+def _zeroed(model: Model, w: Tensor) -> None:
+    w[2:4].zero_()
+    model.a.p.data.copy_(w)
+
+
+def _scaled_in_place(model: Model, w: Tensor) -> None:
+    w.mul_(2)
+    model.a.p.data.copy_(w)
+
+
 PLAIN: dict[str, Load] = {
+    "the weight itself is zeroed": _zeroed,
     "a copy": lambda m, w: m.a.p.data.copy_(w),
     "a setitem": _in_parts,
     "transposed in memory": lambda m, w: m.a.p.data.view(4, 6).copy_(w.t()),
@@ -117,7 +128,7 @@ def test_it_is_a_copy(what: str, dtype: torch.dtype) -> None:
     recording = recorded(PLAIN[what], dtype=dtype)
     assert [one.reason for one in recording.not_plain] == []
     model = Model(PLAIN[what], dtype)
-    model.load_weights(WEIGHTS.items())
+    model.load_weights((name, tensor.clone()) for name, tensor in WEIGHTS.items())
     live = carried_out(make_plan(recording), dtype)
     for name, parameter in model.named_parameters():
         assert torch.equal(live[name], parameter), name
@@ -165,6 +176,7 @@ NOT_PLAIN: dict[str, tuple[Load, str]] = {
     "changed after a plain copy": (_composed, "aten.neg.default made it"),
     "scaled": (lambda m, w: m.a.p.data.copy_(w * 2), "aten.mul.Tensor made it"),
     "added": (_added, "aten.add_.Tensor made it"),
+    "the weight itself is scaled": (_scaled_in_place, "aten.mul_.Tensor made it"),
     "an operator that writes": (lambda m, w: torch.mul(w, 2, out=m.a.p.data), "aten.mul.out made it"),
     ".data is set": (_data_is_set, "its loader puts another tensor in its place"),
     "another parameter": (_parameter_is_set, "its loader puts another tensor in its place"),
