@@ -39,14 +39,14 @@ class Launch:
         """The ids the variable names, in the order in which they are numbered; None when all devices are visible.
 
         Read as the vendors' drivers do: the first entry that is no id ("-1", "NoDevFiles", nothing) ends the list,
-        and an id that stands there twice leaves no device at all.
+        and an id that stands there twice leaves no device at all. Where ids have to rise, one that does not ends it.
         """
         variable = self.visible_devices_variable
         if variable is None or variable not in environ:
             return None
         found: list[str] = []
         for entry in map(str.strip, environ[variable].split(",")):
-            if not _ID.fullmatch(entry):
+            if not _ID.fullmatch(entry) or self._falls(found, entry):
                 break
             if entry in found:
                 return []
@@ -78,14 +78,24 @@ class Launch:
         Empty where the vendor has no variable: such a process sees every device, under the same numbers.
 
         Raises:
-            InvalidInputError: an index twice, or none at all.
+            InvalidInputError: an index twice, or none at all; one below the one before it where ids have to rise.
             DeviceError: an index that is not visible.
         """
         if len(set(indices)) != len(indices):
             raise InvalidInputError(f"a process sees each device once; these indices repeat: {list(indices)}")
         ids = [self.physical_id(index, environ) for index in indices]
         variable = self.visible_devices_variable
+        for place, entry in enumerate(ids):
+            if self._falls(ids[:place], entry):
+                raise InvalidInputError(
+                    f"{variable} takes rising numbers, and these indices give {ids}; name them in rising order"
+                )
         return {} if variable is None else {variable: ",".join(ids)}
+
+    def _falls(self, before: Sequence[str], entry: str) -> bool:
+        if not self.spec.visible_devices_rise:
+            return False
+        return not entry.isdecimal() or (bool(before) and int(entry) <= int(before[-1]))
 
     def visible_uuids(self, uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
         """The uuids of the visible devices, by index; ``uuids`` are those of the whole machine, by number.

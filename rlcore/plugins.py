@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN = {
     "cpu": "rlcore.devices.cpu.plugin",
     "cuda": "rlcore.devices.cuda.plugin",
+    "npu": "rlcore.devices.ascend.plugin",
     "kernels": "rlcore.kernels.plugin",
     "engines": "rlcore.engines.plugin",
     "bench": "rlcore.bench.plugin",

@@ -5,7 +5,6 @@ Filled once from the plugins, then only dictionaries: no hook is called on a hot
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -286,11 +285,22 @@ def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
 
 
 def _ask(spec: DeviceSpec) -> Probe:
+    if failure := _failure_of_torch():  # the time of torch's import is not the plugin's, nor its failure
+        return Probe(0, failure)
     if registry().devices[spec.name][1] in BUILT_IN:
         return _checked_probe(spec)
-    with contextlib.suppress(Exception):  # the time of torch's import is not the plugin's, nor its failure
-        importlib.import_module("torch")
     return call_within(Settings.from_env().probe_timeout_s, _checked_probe, spec)
+
+
+@functools.cache
+def _failure_of_torch() -> str:
+    """Asked once: torch cannot be imported again in a process where a back end that it loads has failed."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
+        return f"import torch failed: {type(error).__name__}: {error}{cause} `rlcore doctor` says what to do"
+    return ""
 
 
 def _checked_probe(spec: DeviceSpec) -> Probe:

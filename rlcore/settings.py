@@ -36,6 +36,8 @@ class Settings:
     """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
     probe_timeout_s: float = 10.0
     """How long a third party's device may take to say whether it is there."""
+    simulated: bool = False
+    """The vendor's libraries are a stand-in: a device says so in its name and in its capabilities."""
     cache: Path = Path()
     """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
     runtime: Path = Path()
@@ -56,6 +58,7 @@ class Settings:
             strict_plugins=_flag(env, "RLCORE_STRICT_PLUGINS"),
             disable_plugins=tuple(name.strip() for name in disabled.split(",") if name.strip()),
             probe_timeout_s=_seconds(env, "RLCORE_PROBE_TIMEOUT_S", 10.0),
+            simulated=_flag(env, "RLCORE_SIMULATED"),
             cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
         )

@@ -43,6 +43,8 @@ class DeviceSpec:
     """``PLUGIN_API`` of the rlcore that this registration was written for, as numbers: (1, 0)."""
     visible_devices_variable: str | None = None
     """Environment variable that restricts which devices a process sees."""
+    visible_devices_rise: bool = False
+    """Its ids are numbers, each greater than the one before it."""
     ray_resource: str | None = None
     """The resource name Ray schedules it by."""
     torch_build: str | None = None

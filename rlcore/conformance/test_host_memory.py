@@ -102,7 +102,7 @@ def test_pairs_that_differ_or_overlap_are_refused(device: Any) -> None:
     for dst, src, message in (
         ([values], [], "a source for each destination, got 1 and 0"),
         ([values], [values[:4].clone()], r"pairs of equal shape and dtype, got float32 \[8\] from float32 \[4\]"),
-        ([values], [values.double()], r"float32 \[8\] from float64 \[8\] as pair 0"),
+        ([values], [values.bfloat16()], r"float32 \[8\] from bfloat16 \[8\] as pair 0"),
         ([values[:6], values[2:]], [torch.ones(6), torch.ones(6)], "destinations that do not overlap"),
         ([values[:4]], [values[2:6]], "sources that no destination overlaps"),
     ):

@@ -18,7 +18,7 @@ from typing import IO, Literal
 from rlcore import __version__
 from rlcore.bench.system import installed_versions
 from rlcore.deadline import call_within
-from rlcore.doctor import host, nvidia, packages
+from rlcore.doctor import ascend, host, nvidia, packages
 from rlcore.doctor.finding import Finding, Status, run_check
 from rlcore.doctor.secrets import without_secrets
 from rlcore.settings import Settings
@@ -63,6 +63,8 @@ def _checks_here() -> Iterator[Finding]:
     yield run_check("python", host.python)
     yield run_check("torch", packages.torch, build)
     yield run_check("torch-npu", packages.torch_npu, build, versions)
+    yield run_check("CANN", ascend.cann, versions)
+    yield run_check("NPU driver", ascend.driver, versions)
     yield run_check("triton", packages.triton, versions)
     yield run_check("vllm", packages.vllm, versions)
     yield run_check("driver", nvidia.driver, build)

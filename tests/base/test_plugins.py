@@ -95,7 +95,7 @@ def test_broken_plugin_is_recorded_and_the_others_work(site: Any, name: str) -> 
     code, stage, error = BROKEN[name]
     site.install(name, code)
     found = site.registered()
-    assert set(found["devices"]) == {"cpu", "cuda", "good"}  # nothing is half registered
+    assert set(found["devices"]) == {"cpu", "cuda", "npu", "good"}  # nothing is half registered
     record = found["failed"][name]
     assert error in record.pop("reason")
     assert record == {"name": name, "distribution": f"acme-{name}", "version": "1.2", "stage": stage}
@@ -107,7 +107,7 @@ def test_all_broken_plugins_together_leave_the_good_one(site: Any) -> None:
         site.install(name, code)
     found = site.registered()
     assert set(found["failed"]) == set(BROKEN)
-    assert set(found["devices"]) == {"cpu", "cuda", "good"}
+    assert set(found["devices"]) == {"cpu", "cuda", "npu", "good"}
 
 
 @pytest.mark.parametrize("name", ["raises_on_import", "exits_on_import", "wrong_signature", "raises_in_hook"])
@@ -122,7 +122,7 @@ def test_broken_plugin_is_fatal_when_strict(site: Any, name: str) -> None:
 
 
 def test_good_plugins_load_when_strict(site: Any) -> None:
-    assert set(site.registered(RLCORE_STRICT_PLUGINS="1")["devices"]) == {"cpu", "cuda", "good"}
+    assert set(site.registered(RLCORE_STRICT_PLUGINS="1")["devices"]) == {"cpu", "cuda", "npu", "good"}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_broken_probe_makes_the_device_unavailable_with_the_reason(site: Any, bo
         print(*((r.name, r.distribution, r.stage) for r in registry().plugins if r.error))
         rlcore.get_device("sick")
         """,
-        RLCORE_DISABLE_PLUGINS="cpu,cuda",
+        RLCORE_DISABLE_PLUGINS="cpu,cuda,npu",
         RLCORE_PROBE_TIMEOUT_S="0.5",
     )
     listed, default, record = result.stdout.splitlines()
@@ -222,7 +222,7 @@ def test_a_hanging_probe_is_asked_once_and_waited_for_once(site: Any) -> None:
         RLCORE_PROBE_TIMEOUT_S="0.5",
     )
     *lines, seconds = result.stdout.splitlines()
-    assert lines == ["asked", "good:0", "good:0", "good:0", "False False True False"]  # good, cpu, stuck, cuda
+    assert lines == ["asked", "good:0", "good:0", "good:0", "False False True False False"]  # good, cpu, stuck, ..
     assert float(seconds) < 5
 
 
@@ -336,7 +336,7 @@ def test_disabled_plugin_is_not_imported(site: Any) -> None:
 
 
 def test_disabling_all_leaves_the_built_in_ones(site: Any) -> None:
-    assert set(site.registered(RLCORE_DISABLE_PLUGINS="all")["devices"]) == {"cpu", "cuda"}
+    assert set(site.registered(RLCORE_DISABLE_PLUGINS="all")["devices"]) == {"cpu", "cuda", "npu"}
 
 
 def test_built_in_plugin_can_be_disabled(site: Any) -> None:
@@ -349,5 +349,5 @@ def test_disabling_an_unknown_plugin_is_said(site: Any) -> None:
 
 
 def test_no_device_at_all_is_an_error_that_says_why(site: Any) -> None:
-    result = site.run("import rlcore; rlcore.get_device()", RLCORE_DISABLE_PLUGINS="cpu,cuda,good")
+    result = site.run("import rlcore; rlcore.get_device()", RLCORE_DISABLE_PLUGINS="cpu,cuda,npu,good")
     assert "DeviceError: no device is available: none is registered. See `rlcore devices`." in result.stderr

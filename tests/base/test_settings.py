@@ -33,6 +33,7 @@ def test_every_variable_is_read() -> None:
         "RLCORE_STRICT_PLUGINS": "Yes",
         "RLCORE_DISABLE_PLUGINS": "a, b,,",
         "RLCORE_PROBE_TIMEOUT_S": "2.5",
+        "RLCORE_SIMULATED": "1",
         "RLCORE_CACHE": "/cache",
         "RLCORE_RUNTIME": "/runtime",
     }
@@ -44,6 +45,7 @@ def test_every_variable_is_read() -> None:
         strict_plugins=True,
         disable_plugins=("a", "b"),
         probe_timeout_s=2.5,
+        simulated=True,
         cache=Path("/cache"),
         runtime=Path("/runtime"),
     )

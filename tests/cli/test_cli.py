@@ -62,7 +62,8 @@ def test_json_is_all_there_is_on_stdout(rlcore_command: Run, arguments: list[str
 
 def test_devices_as_json_holds_every_device_with_its_capabilities(rlcore_command: Run) -> None:
     found = json.loads(rlcore_command("devices", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)
-    cpu, cuda = found["devices"]
+    cpu, cuda, npu = found["devices"]
+    assert (npu["ray_resource"], npu["count"]) == ("NPU", 0)
     assert cpu.pop("count") >= 8, "slots for worker processes"
     capabilities = cpu.pop("capabilities")
     assert {how["support"] for how in capabilities.values()} <= {"native", "emulated", "unsupported"}

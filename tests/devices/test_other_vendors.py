@@ -47,6 +47,7 @@ def test_each_is_listed_as_not_available_with_its_reason(vendors: Any) -> None:
     none = "there is none, it is hidden, its driver is missing, or torch is not built for it"
     assert found.pop("cpu") == ["host", ""]
     assert found.pop("cuda")[0] == "NVIDIA"
+    assert found.pop("npu")[0] == "Huawei"
     assert found == {
         "rocm": ["AMD", f"torch {torch.__version__} is no build for it: torch.version.hip is None"],
         "xpu": ["Intel", f"torch.xpu counts no device: {none}"],

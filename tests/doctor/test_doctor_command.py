@@ -95,13 +95,14 @@ def test_a_sound_machine(machine: Machine) -> None:
     seconds = time.perf_counter() - start
     assert report["schema"] == "rlcore.doctor/1"
     assert report["seconds"] < seconds
-    assert {"python", "torch", "torch-npu", "triton", "vllm", "flash-attn", "driver", "peer access", "shared memory",
-            "locked memory", "open files", "leftovers", "allocator", "environment", "import torch", "plugins",
+    assert {"python", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "flash-attn", "driver",
+            "peer access", "shared memory", "locked memory", "open files", "leftovers", "allocator", "environment",
+            "import torch", "plugins",
             "device cpu", "device cuda", "default device", "visible cuda", "ipc cpu"} <= set(checks)  # fmt: skip
     assert all(check["status"] in ("OK", "WARN") for check in checks.values())
     assert checks["default device"]["found"] == "cpu:0"
     assert checks["ipc cpu"]["found"].startswith("another process opened it in ")
-    assert checks["plugins"]["found"] == "cpu; cuda; kernels; engines; bench"
+    assert checks["plugins"]["found"] == "cpu; cuda; npu; kernels; engines; bench"
     documented = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     names = {re.sub("^(device|visible|ipc) .*", r"\1 NAME", name) for name in checks}
     assert [name for name in names if f"`{name}`" not in documented] == []

@@ -1,0 +1,30 @@
+"""HCCL: collectives of NPU memory over HCCS, PCIe and RoCE."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+
+from rlcore.devices.collectives import Collectives
+from rlcore.types import Capability
+
+_NO_PRODUCT = frozenset({torch.bfloat16, torch.int16})
+
+
+@final
+class HcclCollectives(Collectives):
+    """As HCCL's reference has it for the A2 and A3 series. torch_npu averages by a sum and a division of its own, and
+    sends bool as bytes; both are reduced by ``rlcore.collectives.groups`` instead, the same as on other devices.
+    """
+
+    native_ops: ClassVar = frozenset({"sum", "product", "min", "max"})
+    native_dtypes: ClassVar = frozenset(
+        {torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8}
+    )
+
+    def reduction(self, op: str, dtype: torch.dtype) -> Capability:
+        how = super().reduction(op, dtype)
+        if how.support == "native" and op == "product" and dtype in _NO_PRODUCT:
+            return Capability("emulated", self._device.evidence, f"hccl has no product of {str(dtype)[6:]}")
+        return how

@@ -1,0 +1,89 @@
+"""Huawei's Ascend NPUs, through torch_npu as it is: nothing of it or of torch is patched."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import uuid
+from typing import ClassVar, final
+
+import torch
+
+from rlcore.devices.ascend.collectives import HcclCollectives
+from rlcore.devices.ascend.memory import AscendMemory
+from rlcore.devices.ascend.npu import npu
+from rlcore.devices.ascend.profiler import AscendProfiler
+from rlcore.devices.ascend.streams import AscendStreams
+from rlcore.devices.collectives import Collectives
+from rlcore.devices.generic import GenericTorchDevice
+from rlcore.devices.memory import Memory
+from rlcore.devices.profiler import Profiler
+from rlcore.devices.streams import Streams
+from rlcore.launch import Launch
+from rlcore.processes import boot_id
+from rlcore.settings import Settings
+from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe
+
+
+@final
+class AscendDevice(GenericTorchDevice):
+    """One NPU, by its index among the visible ones.
+
+    What it says of itself was never tried on an NPU: its evidence is "declared", or "simulated" where
+    ``RLCORE_SIMULATED=1`` says that the libraries below torch_npu are the tests' stand-in for CANN.
+    """
+
+    memory_class: ClassVar[type[Memory]] = AscendMemory
+    streams_class: ClassVar[type[Streams]] = AscendStreams
+    collectives_class: ClassVar[type[Collectives]] = HcclCollectives
+    profiler_class: ClassVar[type[Profiler]] = AscendProfiler
+
+    @property
+    def evidence(self) -> Evidence:  # type: ignore[override]  # a word of the class, for other devices
+        return "simulated" if Settings.from_env().simulated else "declared"
+
+    @classmethod
+    def probe(cls, spec: DeviceSpec) -> Probe:
+        if not hasattr(torch, "npu"):
+            return Probe(0, _why_not_loaded())
+        if count := npu().device_count():
+            return Probe(count)
+        if Launch(spec).visible_devices() == []:
+            return Probe(0, f"{spec.visible_devices_variable} hides all NPUs from this process")
+        return Probe(0, "torch_npu counts no NPU: there is none, or its driver is missing; see npu-smi info")
+
+    def properties(self) -> DeviceProperties:
+        found = npu().get_device_properties(self.index)
+        return DeviceProperties(
+            name=f"{found.name} (simulated CANN)" if self.evidence == "simulated" else found.name,
+            uuid=str(getattr(found, "uuid", "")) or self._made_uuid(),
+            total_bytes=self.memory.info().total_bytes,
+            capability="",  # torch_npu repeats what a variable says
+            cores=int(getattr(found, "cube_core_num", 0)),
+        )
+
+    def activate(self) -> None:
+        npu().set_device(self.index)
+
+    def synchronize(self) -> None:
+        npu().synchronize(self.index)
+
+    def _made_uuid(self) -> str:
+        """For a torch_npu that tells none: the number of the device on this machine, as it is running now."""
+        return str(uuid.uuid5(uuid.UUID(boot_id()), f"npu {self.launch.physical_id(self.index)}"))
+
+    def _generator(self) -> torch.Generator:
+        npu().init()  # default_generators is empty before
+        generator: torch.Generator = npu().default_generators[self.index]
+        return generator
+
+
+def _why_not_loaded() -> str:
+    if importlib.util.find_spec("torch_npu") is None:
+        minor = ".".join(torch.__version__.split(".")[:2])
+        return f"torch_npu is not installed: pip install 'torch-npu=={minor}.*', beside a CPU build of torch and CANN"
+    version = importlib.metadata.version("torch-npu")
+    return (
+        f"torch_npu {version} is installed, but was not loaded with torch: unset TORCH_DEVICE_BACKEND_AUTOLOAD, or "
+        "import torch_npu first; `rlcore doctor` tells what it needs"
+    )

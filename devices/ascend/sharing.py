@@ -1,0 +1,124 @@
+"""NPU memory that other processes open, as torch_npu sends tensors: through its reductions and ``rebuild_npu_tensor``.
+
+torch_npu has a count of its own for each tensor that was sent, which starts at 1 and which one receiver takes down: it
+would keep a block for ever that nobody opened, or that two did. Here the ledger counts. The sender takes its count down
+at once, and a receiver gives another one, its own, to be taken down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, final
+
+import msgspec
+import torch
+
+from rlcore.devices.ascend.npu import npu
+from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, cann, driver
+from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.errors import DeviceError, UnsupportedError
+from rlcore.settings import Settings
+
+
+class _Name(msgspec.Struct, frozen=True, array_like=True):
+    """What torch_npu needs to open a storage, and the device that holds it."""
+
+    device_uuid: str
+    handle: bytes
+    storage_bytes: int
+    offset_bytes: int
+    event: bytes
+    is_event_needed: bool
+
+
+def why_no_ipc() -> str:
+    """Why this torch_npu, CANN and driver share no memory between processes, or ""."""
+    if not hasattr(torch.UntypedStorage, "_share_npu_"):
+        return "this torch_npu has no IPC of tensors; it came with 2.5.1.post3 and 2.6.0.post3"
+    if Settings.from_env().simulated:
+        return ""
+    for what, found, floor in (("CANN", cann(), CANN_FOR_IPC), ("the driver", driver(), DRIVER_FOR_IPC)):
+        if found is not None and found < floor:
+            return f"IPC needs {what} {floor} or newer, this is {found}"
+    return ""
+
+
+@final
+class AscendSharing(Sharing):
+    def share(self, storage: torch.UntypedStorage) -> SharedMemory:
+        if reason := why_no_ipc():
+            raise UnsupportedError(f"export_ipc on {self._device.name}", reason)
+        contents = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        try:
+            with npu().device(self._device.index):
+                arguments = _sent(contents)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                "export_ipc of this block of memory",
+                f"torch_npu cannot share it: {str(error).splitlines()[0]}; memory of expandable segments or of an "
+                "allocator of its own has no key: allocate it without expandable_segments in PYTORCH_NPU_ALLOC_CONF",
+            ) from error
+        handle, storage_bytes, offset_bytes, _, counter, counter_offset, event, is_event_needed = arguments[7:15]
+        torch.UntypedStorage._release_ipc_counter_npu(counter, counter_offset)  # type: ignore[attr-defined]
+        uuid = self._device.properties().uuid
+        name = _Name(uuid, handle, storage_bytes, offset_bytes, event, is_event_needed)
+        return SharedMemory(payload=msgspec.msgpack.encode(name))
+
+    def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
+        name = _decoded(memory.payload)
+        here = self._device.properties().uuid
+        if name.device_uuid != here:
+            raise DeviceError(
+                f"this memory is of the NPU {name.device_uuid}; {self._device.name} is {here}. An NPU's memory is "
+                "opened on that NPU: import the handle with the device of that uuid, and copy from there"
+            )
+        counter, counter_offset = self._counter()
+        # The number of the device is the importer's own: the exporter may count others.
+        tensor = _reductions().rebuild_npu_tensor(
+            torch.Tensor,
+            torch.Size([name.storage_bytes]),
+            (1,),
+            0,
+            torch.UntypedStorage,
+            torch.uint8,
+            self._device.index,
+            name.handle,
+            name.storage_bytes,
+            name.offset_bytes,
+            False,
+            counter,
+            counter_offset,
+            name.event,
+            name.is_event_needed,
+        )
+        storage: torch.UntypedStorage = tensor.untyped_storage()
+        return storage
+
+    def _counter(self) -> tuple[bytes, int]:
+        """Of a tensor of this process that nobody receives."""
+        with npu().device(self._device.index):
+            token = torch.empty(1, dtype=torch.uint8, device=self._device.torch_device)
+            arguments = _sent(token)
+        return arguments[11], arguments[12]
+
+    def close(self, memory: SharedMemory) -> None:
+        """torch_npu unmaps it when no tensor looks at it any more."""
+        npu().ipc_collect()
+
+
+def _sent(tensor: torch.Tensor) -> Any:
+    """What ``rebuild_npu_tensor`` takes."""
+    reduce_tensor: Any = torch.multiprocessing.reductions.reduce_tensor  # torch_npu's, once it was loaded
+    return reduce_tensor(tensor)[1]
+
+
+def _decoded(payload: bytes) -> _Name:
+    try:
+        return msgspec.msgpack.decode(payload, type=_Name)
+    except msgspec.MsgspecError as error:
+        raise DeviceError(f"the payload of this handle is not of an NPU's memory: {error}") from error
+
+
+def _reductions() -> Any:
+    return importlib.import_module("torch_npu.multiprocessing.reductions")

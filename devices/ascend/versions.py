@@ -1,0 +1,72 @@
+"""Versions of CANN and of the NPU driver, from the files that their installers write: no library is loaded."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")
+_LINE = re.compile(r"^\s*version\s*=\s*\[?\"?([\w.]+)", re.IGNORECASE | re.MULTILINE)
+_PARTS = re.compile(r"\d+|[a-z]+")
+_INFO_FILES = ("*/ascend_*_install.info", "ascend_*_install.info", "version.cfg", "opp/version.info")
+
+
+@functools.total_ordering
+class Version:
+    """Such as 8.5.0, 8.3.RC1 or 25.3.rc1; a release candidate comes before its release."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        parts = _PARTS.findall(text.lower())
+        numbers = parts[: parts.index("rc")] if "rc" in parts else parts
+        candidate = int(parts[parts.index("rc") + 1]) if "rc" in parts[:-1] else 1 << 30
+        major, minor, patch = ([int(part) for part in numbers if part.isdecimal()] + [0, 0, 0])[:3]
+        self._key = (major, minor, patch, candidate)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Version) and self._key == other._key
+
+    def __lt__(self, other: Version) -> bool:
+        return self._key < other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+CANN_FOR_IPC, DRIVER_FOR_IPC = Version("8.3.RC1"), Version("25.3.rc1")
+"""Below these verl uses no IPC on NPUs; torch_npu itself names no floor."""
+
+
+def cann_home(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where its set_env.sh says that it is; None before that was sourced."""
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if environ.get(name):
+            return Path(environ[name])
+    return None
+
+
+def cann(environ: Mapping[str, str] = os.environ) -> Version | None:
+    """None where there is none, or its files do not say."""
+    home = cann_home(environ)
+    if home is None:
+        return None
+    found = (path for pattern in _INFO_FILES for path in sorted(home.glob(pattern)))
+    return next(filter(None, map(_version_in, found)), None)
+
+
+def driver(path: Path = DRIVER_FILE) -> Version | None:
+    """None where there is none."""
+    return _version_in(path)
+
+
+def _version_in(path: Path) -> Version | None:
+    if not path.is_file():
+        return None
+    said = _LINE.search(path.read_text(errors="replace"))
+    return Version(said[1]) if said else None

@@ -1,0 +1,161 @@
+"""What is known of NPUs where there is none: launch facts, versions, why there is none, and what the doctor says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
+from rlcore.doctor import ascend
+from rlcore.errors import InvalidInputError
+from rlcore.registry import launch
+
+VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
+NPU = {"torch-npu": "2.13.0"}
+
+
+# ------------------------------------------------------------------------------------------------ launch
+
+
+def test_ray_schedules_it_as_npu() -> None:
+    assert launch("npu").ray_resource == "NPU"
+
+
+@pytest.mark.parametrize(
+    ("value", "visible"),
+    [
+        ("0,1,2", ["0", "1", "2"]),
+        ("4,6", ["4", "6"]),
+        ("1,0", ["1"]),  # a falling number ends the list
+        ("3,3", ["3"]),
+        ("2,x,5", ["2"]),
+        ("NPU-12,1", []),  # it knows no uuids
+    ],
+)
+def test_visible_devices_rise(value: str, visible: list[str]) -> None:
+    assert launch("npu").visible_devices({VARIABLE: value}) == visible
+
+
+def test_a_worker_sees_its_devices_under_the_numbers_of_the_machine() -> None:
+    assert launch("npu").worker_environment([0, 1], {VARIABLE: "4,6"}) == {VARIABLE: "4,6"}
+    assert launch("npu").worker_environment([1], {VARIABLE: "4,6"}) == {VARIABLE: "6"}
+
+
+def test_devices_in_falling_order_cannot_be_given_to_a_worker() -> None:
+    with pytest.raises(
+        InvalidInputError, match=rf"{VARIABLE} takes rising numbers, and these indices give \['6', '4'\]"
+    ):
+        launch("npu").worker_environment([1, 0], {VARIABLE: "4,6"})
+    assert launch("cuda").worker_environment([1, 0], {}) == {"CUDA_VISIBLE_DEVICES": "1,0"}
+
+
+# ------------------------------------------------------------------------------------------------ discovery
+
+
+def test_without_torch_npu_the_reason_says_what_to_install(run_python: Any) -> None:
+    found = _devices(run_python)
+    assert found["npu"][0] == 0
+    assert "torch_npu is not installed: pip install 'torch-npu==" in found["npu"][1]
+
+
+def test_a_wheel_that_was_not_loaded_is_told(run_python: Any, tmp_path: Path) -> None:
+    _install(tmp_path, "")
+    found = _devices(run_python, PYTHONPATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "torch_npu 2.13.0 is installed, but was not loaded with torch: unset TORCH_DEVICE" in found["npu"][1]
+
+
+def test_a_wheel_without_cann_does_not_take_discovery_down(run_python: Any, tmp_path: Path) -> None:
+    _install(tmp_path, "raise ImportError('libhccl.so: cannot open shared object file')")
+    found = _devices(run_python, PYTHONPATH=str(tmp_path))
+    assert set(found) >= {"cpu", "cuda", "npu"}
+    for count, reason in found.values():
+        assert (count, "Failed to load the backend extension: torch_npu" in reason) == (0, True)
+        assert "(ImportError: libhccl.so: cannot open shared object file) `rlcore doctor` says what to do" in reason
+
+
+def _devices(run_python: Any, **env: str) -> dict[str, Any]:
+    code = "import json, rlcore; print(json.dumps({i.name: [i.count, i.reason] for i in rlcore.list_devices()}))"
+    result = run_python(code, env=env)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def _install(folder: Path, code: str) -> None:
+    """A torch_npu as its wheel is found: by its metadata, and by torch's autoload."""
+    package, info = folder / "torch_npu", folder / "torch_npu-2.13.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text(f"{code}\ndef _autoload(): pass\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+
+
+# ------------------------------------------------------------------------------------------------ versions
+
+
+def test_versions_are_ordered_with_candidates_before_releases() -> None:
+    texts = ["8.0.0", "8.3.RC1", "8.3.RC2", "8.3.0", "8.5.0", "25.2.0", "25.3.rc1", "25.3.0"]
+    assert [str(version) for version in sorted(map(Version, reversed(texts)))] == texts
+    assert Version("8.3.RC1") == Version("8.3.rc1") == CANN_FOR_IPC
+    assert Version("25.3.rc1") == DRIVER_FOR_IPC
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "version"),
+    [
+        ("aarch64-linux/ascend_toolkit_install.info", "package_name=Ascend-cann-toolkit\nversion=8.5.0\n", "8.5.0"),
+        ("ascend_toolkit_install.info", "version=8.3.RC1\n", "8.3.RC1"),
+        ("version.cfg", "# version: 1.0\nversion=[8.5.0:8.5.0]\n", "8.5.0"),
+        ("opp/version.info", "Version=9.0.0\n", "9.0.0"),
+    ],
+)
+def test_cann_tells_its_version_in_one_of_its_files(tmp_path: Path, file: str, text: str, version: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert cann({"ASCEND_HOME_PATH": str(tmp_path)}) == Version(version)
+    assert cann({}) is None
+
+
+def test_the_driver_tells_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "version.info"
+    assert driver(path) is None
+    path.write_text("Version=25.3.rc1\nascendhal_version=7.35.23\n")
+    assert driver(path) == DRIVER_FOR_IPC
+
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+def _cann(folder: Path, version: str) -> dict[str, str]:
+    for name in ("runtime", "compiler"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "ascend_toolkit_install.info").write_text(f"version={version}\n")
+    return {"ASCEND_HOME_PATH": str(folder), "ASCEND_OPP_PATH": str(folder)}
+
+
+def test_the_doctor_asks_for_cann_where_torch_npu_is(tmp_path: Path) -> None:
+    assert ascend.cann({}, {}).status == "OK"
+    missing = ascend.cann(NPU, {})
+    assert (missing.status, "import torch fails" in missing.found) == ("FAIL", True)
+    assert "set_env.sh" in missing.fix and "pip uninstall torch-npu" in missing.fix
+    environ = _cann(tmp_path, "8.5.0")
+    assert ascend.cann(NPU, environ).found == "CANN 8.5.0"
+    old = ascend.cann(NPU, _cann(tmp_path, "8.2.RC1"))
+    assert (old.status, old.found) == ("WARN", "CANN 8.2.RC1: processes share NPU memory from 8.3.RC1 on")
+    (tmp_path / "compiler").rmdir()
+    assert f"{tmp_path} lacks compiler, which torch-npu asks for" in ascend.cann(NPU, environ).found
+    assert "lacks compiler, ASCEND_OPP_PATH" in ascend.cann(NPU, {"ASCEND_HOME_PATH": str(tmp_path)}).found
+
+
+def test_the_doctor_asks_for_the_driver_where_torch_npu_is(tmp_path: Path) -> None:
+    path = tmp_path / "version.info"
+    assert ascend.driver({}, path).status == "OK"
+    assert ascend.driver(NPU, path).status == "WARN"
+    path.write_text("Version=25.2.0\n")
+    assert ascend.driver(NPU, path).found == "driver 25.2.0: processes share NPU memory from 25.3.rc1 on"
+    path.write_text("Version=25.5.0\n")
+    assert ascend.driver(NPU, path) == ascend.ok("driver 25.5.0")

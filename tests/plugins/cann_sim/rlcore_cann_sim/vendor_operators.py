@@ -1,0 +1,187 @@
+"""The operators of torch_npu's own that are simulated, from their public description, in plain torch.
+
+Registered under the schemas of the wheel, so that a wrong name or argument is refused as on hardware; gradients go
+through the wheel's own formulas. What is not here is refused.
+"""
+
+# ruff: noqa: PLR0917 - the wheel's schemas
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("npu", "IMPL")
+_ALL = 2147483647
+
+
+def register() -> None:
+    for function in (rms_norm, rms_norm_backward, swiglu, swiglu_backward, cross_entropy_loss,
+                     cross_entropy_loss_backward, fusion_attention_v3, fusion_attention_grad_v3):  # fmt: skip
+        _library.impl(f"npu_{function.__name__}", _logged(function), "PrivateUse1", allow_override=True)
+
+
+def _logged(function: Any) -> Any:
+    known: list[str] = []
+
+    def operator(*arguments: Any, **keywords: Any) -> Any:
+        if not known:
+            known.append(function.__name__)
+            torch.ops.cann_sim.log_operator(f"npu::npu_{function.__name__}")
+        return function(*arguments, **keywords)
+
+    return operator
+
+
+# ------------------------------------------------------------------------------------------------ normalisation, MLP
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    wide = x.float()
+    rstd = (wide.square().mean(axes, keepdim=True) + epsilon).rsqrt()
+    return ((wide * rstd) * gamma.float()).to(x.dtype), rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    normal, wide = x.float() * rstd, dy.float()
+    scaled = wide * gamma.float()
+    dx = rstd * (scaled - normal * (scaled * normal).mean(axes, keepdim=True))
+    outer = tuple(range(x.dim() - gamma.dim()))
+    return dx.to(x.dtype), (wide * normal).sum(outer) if outer else wide * normal
+
+
+def swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.chunk(2, dim)
+    return (torch.sigmoid(gate.float()) * gate.float() * up.float()).to(x.dtype)
+
+
+def swiglu_backward(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = (part.float() for part in x.chunk(2, dim))
+    open_ = torch.sigmoid(gate)
+    d_gate = grad.float() * up * open_ * (1 + gate * (1 - open_))
+    return torch.cat([d_gate, grad.float() * gate * open_], dim).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ cross entropy
+
+
+def cross_entropy_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale_for_zloss: float = 0.0,
+    return_zloss: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if weight is not None or label_smoothing or lse_square_scale_for_zloss or return_zloss or reduction != "none":
+        raise NotImplementedError("npu_cross_entropy_loss is simulated without weights, smoothing, z-loss, reduction")
+    log_prob = x.float().log_softmax(-1)
+    known = target != ignore_index
+    loss = -log_prob.gather(1, target.masked_fill(~known, 0)[:, None]).squeeze(1) * known
+    none = torch.zeros(0, device=x.device)
+    return loss.to(x.dtype), log_prob.to(x.dtype), none, none
+
+
+def cross_entropy_loss_backward(
+    grad_loss: Tensor,
+    log_prob: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    grad_zloss: Tensor | None = None,
+    lse_for_zloss: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale_for_zloss: float = 0.0,
+) -> Tensor:
+    known = target != ignore_index
+    gradient = log_prob.float().exp()
+    chosen = target.masked_fill(~known, 0)[:, None]
+    gradient.scatter_(1, chosen, gradient.gather(1, chosen) - 1)
+    return (gradient * (grad_loss.float() * known)[:, None]).to(log_prob.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def fusion_attention_v3(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Any = None,
+    padding_mask: Any = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = _ALL, next_tockens: int = _ALL, inner_precise: int = 0, prefix: Any = None,
+    actual_seq_qlen: Any = None, actual_seq_kvlen: Any = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, softmax_layout: str = "", sink: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _refuse(input_layout, keep_prob, pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen, sink)
+    probability, peak, total = _probability(query, key, atten_mask, scale, sparse_mode, pre_tockens, next_tockens)
+    out = (probability @ _heads(value, query)).to(query.dtype)
+    shape = (*peak.shape[:-1], 8)  # as the kernel pads them
+    none = torch.zeros(0, device=query.device, dtype=query.dtype)
+    number = torch.zeros(1, dtype=torch.int64)
+    return out, peak.expand(shape).contiguous(), total.expand(shape).contiguous(), none, number, number.clone()
+
+
+def fusion_attention_grad_v3(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *, pse: Any = None,
+    padding_mask: Any = None, atten_mask: Tensor | None = None, softmax_max: Any = None, softmax_sum: Any = None,
+    softmax_in: Any = None, attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = _ALL, next_tockens: int = _ALL, inner_precise: int = 0, seed: Any = None, offset: Any = None,
+    prefix: Any = None, actual_seq_qlen: Any = None, actual_seq_kvlen: Any = None, sparse_mode: int = 0,
+    gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "", sink: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _refuse(input_layout, keep_prob, pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen, sink)
+    probability, _, _ = _probability(query, key, atten_mask, scale_value, sparse_mode, pre_tockens, next_tockens)
+    wide = dy.float()
+    d_value = probability.transpose(-1, -2) @ wide
+    d_probability = wide @ _heads(value, query).transpose(-1, -2)
+    d_score = probability * (d_probability - (d_probability * probability).sum(-1, keepdim=True)) * scale_value
+    d_query = (d_score @ _heads(key, query)).to(query.dtype)
+    d_key = d_score.transpose(-1, -2) @ query.float()
+    none = torch.zeros(0, device=query.device, dtype=query.dtype)
+    return d_query, _shared(d_key, key), _shared(d_value, value), none, none.clone()
+
+
+def _refuse(layout: str, keep_prob: float, *options: Any) -> None:
+    given = [
+        option for option in options if option is not None and not (isinstance(option, Tensor) and not len(option))
+    ]
+    if layout != "BNSD" or keep_prob != 1.0 or given:
+        raise NotImplementedError(
+            "npu_fusion_attention is simulated for BNSD, without dropout, pse, prefix and lengths"
+        )
+
+
+def _heads(of_keys: Tensor, query: Tensor) -> Tensor:
+    return of_keys.float().repeat_interleave(query.shape[1] // of_keys.shape[1], 1)
+
+
+def _shared(gradient: Tensor, of_keys: Tensor) -> Tensor:
+    batch, heads = of_keys.shape[:2]
+    return gradient.view(batch, heads, -1, *gradient.shape[2:]).sum(2).to(of_keys.dtype)
+
+
+def _probability(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float, mode: int, before: int, after: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    score = query.float() @ _heads(key, query).transpose(-1, -2) * scale
+    rows, columns = score.shape[-2:]
+    place = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
+    if mode in (2, 3):  # causal from the first corner, or from the last
+        hidden = place > (columns - rows if mode == 3 else 0)
+    elif mode == 0:
+        hidden = (place > after) | (place < -before)
+    else:
+        raise NotImplementedError(f"npu_fusion_attention is not simulated for sparse_mode={mode}")
+    hidden = hidden.to(score.device)
+    if mask is not None and mode == 0:
+        hidden = hidden | mask.bool()
+    score = score.masked_fill(hidden, -math.inf)
+    peak = score.amax(-1, keepdim=True)
+    exp = (score - peak.masked_fill(peak == -math.inf, 0)).exp()
+    total = exp.sum(-1, keepdim=True)
+    return exp / total.clamp_min(1e-30), peak, total
