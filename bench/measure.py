@@ -145,12 +145,17 @@ class _Trial:
     def warm_up(self) -> None:
         self.first_run_s = self._timed(1)
         self.contender.check(self._output)
+        self._spent_s = 0.0  # compiling is not measuring
         recent: list[float] = []
-        while self.num_warmup < self.sampling.max_warmup and not self._is_stable(recent):
+        while not recent or not (self._is_stable(recent) or self._has_warmed_up_long_enough):
             recent = [*recent[-2:], self._timed(1)]
             self.num_warmup += 1
         if self.contender.seconds is None:
             self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
+
+    @property
+    def _has_warmed_up_long_enough(self) -> bool:
+        return self.num_warmup >= self.sampling.max_warmup or self._spent_s > self.sampling.budget_s
 
     def _is_stable(self, recent: list[float]) -> bool:
         if len(recent) < 3:

@@ -38,7 +38,7 @@ class Size:
         return {("model" if key == "name" else key): getattr(self, key) for key in shown} | {"dtype": dtype}
 
 
-_ACCELERATOR = Size("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, torch.bfloat16, 32, 8, 256, 512)
+_ACCELERATOR = Size("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, torch.bfloat16, 16, 8, 128, 256)
 _HOST = Size("qwen2-tiny", 128, 512, 2, 2, 2, 512, torch.float32, 4, 4, 16, 24)
 
 

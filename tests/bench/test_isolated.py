@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_cases import CASES
 
+from rlcore.bench import isolated as module
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import Sampling
@@ -79,6 +80,13 @@ def test_later_rounds_add_samples_and_a_failure_takes_them_away(isolated: Isolat
         ("faulty/right", [2, 2]),
         ("faulty/right", [2, 2, 2]),
     ]
+
+
+def test_kill_by_the_system_for_want_of_memory_is_oom(isolated: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([7, 8])
+    monkeypatch.setattr(module, "_oom_kills", lambda: next(kills))
+    (result,) = isolated.run_case(CASES["faulty/killed"], ONCE)
+    assert (result.status, result.reason) == ("oom", "the system ended its process for want of memory")
 
 
 def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:

@@ -1,0 +1,55 @@
+"""The cases of the copies of a weight sync pass on a host, and refuse what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlcore.bench.case import load_cases
+from rlcore.bench.cases import weight_sync_copies
+from rlcore.bench.measure import Sampling, run_case
+from rlcore.kernels.strided_copy import ViewCopies
+from rlcore.registry import get_device
+
+NAMES = [f"weight_sync/copies/{name}" for name in ("7b", "7b_float32", "7b_tp2", "30b_a3b")]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync_copies, "_ON_HOST", 64)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_case_passes_beside_a_plain_copy(name: str) -> None:
+    sampling = Sampling(min_samples=1, max_samples=1, max_warmup=1)
+    results = run_case(load_cases()[name], get_device("cpu"), sampling)
+    assert [(result.implementation, result.status, result.reason) for result in results] == [
+        ("views", "pass", ""),
+        ("device_copy", "pass", ""),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = load_cases()[name].prepare(get_device("cpu"))
+    contender = work.contenders[0]
+    contender.check(contender.run())
+    whole = ViewCopies.run
+
+    def last_is_lost(self: ViewCopies) -> None:
+        whole(self)
+        self._views[-1][0].fill_(9)
+
+    monkeypatch.setattr(ViewCopies, "run", last_is_lost)
+    with pytest.raises(AssertionError, match="arrived with other values"):
+        contender.check(contender.run())
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [(weight_sync_copies._QWEN2_7B, 254), (weight_sync_copies._QWEN3_30B_A3B, 18722)]
+)
+def test_the_shapes_are_those_of_the_models(model: weight_sync_copies._Model, names: int) -> None:
+    moves = list(weight_sync_copies._moves(model, 1))
+    assert len(moves) == names  # without norms of heads, biases and routers
+    numel = sum(move.rows * move.kept for move in moves)
+    assert numel * torch.bfloat16.itemsize == pytest.approx({254: 15.2e9, 18722: 61.0e9}[names], rel=0.01)
