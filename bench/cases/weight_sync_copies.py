@@ -1,0 +1,165 @@
+"""The copies of a weight sync alone: all pieces of a plan on one device, as a share of a plain copy of the same bytes.
+
+Weights lie one after the other in the trainer's memory and fused in the engine's, as vLLM has them: thousands of pieces
+of a few KiB to a GB. A share of a tensor parallel engine reads columns of some.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.errors import UnsupportedError
+from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.strided_copy import Copies, StridedPiece
+
+_ALIGNMENT = 256
+_NUM_CHECKED = 200
+_ON_HOST = 16
+"""By which every size is divided where the device is the host."""
+
+
+class _Model(NamedTuple):
+    vocab: int
+    hidden: int
+    inner: int
+    q: int
+    kv: int
+    layers: int
+    experts: int = 1
+
+    def divided(self, by: int) -> _Model:
+        return _Model(*(size // by for size in self[:5]), layers=2, experts=min(self.experts, 4))
+
+
+_QWEN2_7B = _Model(vocab=152064, hidden=3584, inner=18944, q=3584, kv=512, layers=28)
+_QWEN3_30B_A3B = _Model(vocab=151936, hidden=2048, inner=768, q=4096, kv=512, layers=48, experts=128)
+
+
+class _Move(NamedTuple):
+    """Of a weight [rows, columns] the first ``kept`` columns, to rows of a fused tensor that begin at ``offset``."""
+
+    rows: int
+    columns: int
+    kept: int
+    offset: int
+    """In elements of the engine's memory."""
+
+
+def _moves(model: _Model, size: int) -> Iterator[_Move]:
+    """All weights, to the first of ``size`` shares."""
+    offset = 0
+    for rows, columns, dim in _weights(model):
+        kept_rows, kept = (rows // size, columns) if dim == 0 else (rows, columns // size)
+        yield _Move(kept_rows, columns, kept, offset)
+        offset += kept_rows * kept
+
+
+def _weights(model: _Model) -> Iterator[tuple[int, int, int]]:
+    """[rows, columns] in the order of the fused tensors, and along which a share is cut; norms whole."""
+    hidden = model.hidden
+    yield model.vocab, hidden, 0
+    yield model.vocab, hidden, 0
+    for _ in range(model.layers):
+        yield from ((rows, hidden, 0) for rows in (model.q, model.kv, model.kv))
+        yield hidden, model.q, 1
+        for _ in range(model.experts):
+            yield from ((model.inner, hidden, 0), (model.inner, hidden, 0), (hidden, model.inner, 1))
+        yield from ((1, hidden, 2), (1, hidden, 2))
+
+
+class _Sync:
+    """Both memories and the pieces between them."""
+
+    def __init__(self, device: Any, model: _Model, dtype: torch.dtype, size: int) -> None:
+        moves = [move if move.rows else move._replace(rows=1) for move in _moves(model, size)]
+        numels = [math.prod((move.rows, move.columns)) for move in moves]
+        self.numel = sum(move.rows * move.kept for move in moves)
+        step = _ALIGNMENT // dtype.itemsize
+        spaces = [-(-numel // step) * step for numel in numels]
+        self.trainer = torch.empty(sum(spaces), dtype=dtype, device=device.torch_device)
+        self.engine = torch.empty(self.numel, dtype=torch.bfloat16, device=device.torch_device)
+        for part in self.trainer.split(1 << 28):  # type: ignore[no-untyped-call]
+            part.uniform_(-1, 1)
+        self.sources = [part[:numel] for part, numel in zip(self.trainer.split(spaces), numels, strict=True)]  # type: ignore[no-untyped-call]
+        self.pieces = [
+            StridedPiece(number, 0, (move.rows, move.kept), 0, (move.columns, 1), move.offset, (move.kept, 1))
+            for number, move in enumerate(moves)
+        ]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written."""
+        return self.numel * (self.trainer.dtype.itemsize + self.engine.dtype.itemsize)
+
+    def copies(self, implementation: str) -> Copies:
+        return Copies(self.pieces, self.sources, [self.engine], implementation=implementation)
+
+    def check(self, run: Any) -> None:
+        self.engine.fill_(9)
+        run()
+        step = max(1, len(self.pieces) // _NUM_CHECKED)
+        for piece in (*self.pieces[::step], self.pieces[-1]):
+            source = self.sources[piece.source].as_strided(
+                piece.shape, piece.source_stride, self.sources[piece.source].storage_offset()
+            )
+            got = self.engine.as_strided(piece.shape, piece.stride, piece.offset)
+            expect(torch.equal(got, source.to(got.dtype)), f"weight {piece.source} arrived with other values")
+        expect(not bool((self.engine == 9).any()), "some of the engine's elements were not written")
+
+
+def _contender(sync: _Sync, device: Any, implementation: str) -> Contender | None:
+    try:
+        choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
+    except UnsupportedError:
+        return None
+    copies = sync.copies(implementation)
+    return Contender(implementation=implementation, run=copies.run, check=lambda _: sync.check(copies.run))
+
+
+def _plain_copy(sync: _Sync) -> Contender:
+    """As many bytes each way, in one piece."""
+    pattern = sync.trainer.view(torch.uint8)
+    half = min(sync.engine.nbytes, sync.moved_bytes // 2, pattern.numel())
+    to, from_ = sync.engine.view(torch.uint8)[:half], pattern[:half]
+
+    def run() -> Tensor:
+        return to.copy_(from_)
+
+    def check(_: Tensor) -> None:
+        run()
+        expect(torch.equal(to[:: 1 << 10], from_[:: 1 << 10]), "the copy has other values")
+
+    params = {"bytes": half}
+    return Contender(implementation="device_copy", run=run, check=check, params=params)
+
+
+def _prepare(model: _Model, dtype: torch.dtype, size: int, device: Any) -> Work:
+    sync = _Sync(device, model.divided(_ON_HOST) if device.spec.is_host else model, dtype, size)
+    found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
+    return Work(
+        contenders=(*(contender for contender in found if contender), _plain_copy(sync)),
+        params={"pieces": len(sync.pieces), "elements": sync.numel, "dtype": str(dtype).removeprefix("torch.")},
+        bytes=sync.moved_bytes,
+    )
+
+
+def _case(name: str, what: str, model: _Model, dtype: torch.dtype, size: int) -> Case:
+    return Case(
+        name=f"weight_sync/copies/{name}",
+        description=f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
+        prepare=functools.partial(_prepare, model, dtype, size),
+        estimate_s=30.0,
+    )
+
+
+dense_case = _case("7b", "Qwen2.5-7B shapes in bfloat16", _QWEN2_7B, torch.bfloat16, 1)
+cast_case = _case("7b_float32", "Qwen2.5-7B shapes from float32", _QWEN2_7B, torch.float32, 1)
+share_case = _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", _QWEN2_7B, torch.bfloat16, 2)
+experts_case = _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", _QWEN3_30B_A3B, torch.bfloat16, 1)
