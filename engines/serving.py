@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.errors import InvalidInputError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
 
 _POLL_S = 0.05
 """How long one replica is waited for while another may have something."""
@@ -44,6 +45,9 @@ class _Engine(Protocol):
 
     @property
     def version(self) -> int: ...
+    def submit(self, prompts: Any, sampling_params: Any = None, *, max_in_flight: int = 1024) -> list[int]: ...
+    def collect(self, timeout_s: float | None = None) -> dict[int, RequestOutput]: ...
+    def abort(self, numbers: Sequence[int] | None = None) -> int: ...
     def _require_ready(self, purpose: str) -> None: ...
     def _built_group(self) -> WorkerGroup: ...
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
@@ -98,6 +102,37 @@ class AsynchronousRequests:
         found, self._serving.collected = self._serving.collected, {}
         wait_s = 0.0 if found else math.inf if timeout_s is None else timeout_s
         return found | _gathered(self, wait_s)
+
+    def generate_turns(
+        self: _Engine,
+        prompts: Sequence[Prompt],
+        next_prompt: Callable[[int, list[RequestOutput]], Prompt | None],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+    ) -> list[list[RequestOutput]]:
+        """Conversations: complete each prompt, then what is said to be next, until that is None.
+
+        Args:
+            next_prompt: called with the prompt's index and its outputs so far, as soon as each has ended.
+            sampling_params: for all turns of all prompts, or one for each prompt.
+
+        Returns:
+            For each prompt its outputs, turn by turn.
+        """
+        each = params_of_each(prompts, sampling_params)
+        turns: list[list[RequestOutput]] = [[] for _ in prompts]
+        under_way = dict(zip(self.submit(prompts, each), range(len(prompts)), strict=True))
+        try:
+            while under_way:
+                for number, output in self.collect().items():
+                    index = under_way.pop(number)
+                    turns[index].append(output)
+                    if (prompt := next_prompt(index, turns[index])) is not None:
+                        under_way[self.submit([prompt], [each[index]])[0]] = index
+        except BaseException:
+            with contextlib.suppress(RlcoreError):  # the replicas may have ended
+                self.abort(list(under_way))
+            raise
+        return turns
 
     def abort(self: _Engine, numbers: Sequence[int] | None = None) -> int:
         """Give up these requests, all of them for None; returns how many were unfinished. They are not collected."""

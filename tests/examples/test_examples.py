@@ -18,7 +18,8 @@ from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TUTORIAL = ROOT / "examples" / "rlite_tutorial.py"  # RLite's own program: docs/vllm.md speaks of it
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path != TUTORIAL)
 
 Run = Callable[..., list[str]]
 

@@ -26,7 +26,6 @@ _OWN = {
     "enable_sleep_mode": "offload() and onload() need it as rlcore sets it",
     "enable_cumem_allocator": "offload() and onload() need it as rlcore sets it",
     "logprobs_mode": "log-probs are of the distribution that was sampled from",
-    "gpu_memory_utilization": "the KV cache has a size: give kv_cache_memory_bytes",
     "use_tqdm_on_load": "the log stays quiet",
 }
 """What the user cannot choose, and why."""
@@ -61,13 +60,14 @@ def engine_arguments(
         "enable_sleep_mode": not device.spec.is_host,
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
-        # vLLM refuses to start when less than this share is free; what it may use is said in bytes below.
-        "gpu_memory_utilization": 0.01,
         **given,
+        # vLLM refuses to start when less than this share is free; what it may use is said in bytes.
+        "gpu_memory_utilization": 0.01,
         "seed": given.get("seed", 0) + context.rank,  # replicas must not all draw the same
     }
     if arguments.get("kv_cache_memory_bytes") is None:
-        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(device, folder, size, str(given.get("dtype", "auto")))
+        weight_bytes = _weight_bytes(folder, str(given.get("dtype", "auto"))) // size
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(device, weight_bytes, given.get("gpu_memory_utilization"))
     return arguments
 
 
@@ -86,13 +86,23 @@ def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
             raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
 
 
-def _kv_cache_bytes(device: Any, folder: ModelFolder, num_devices: int, dtype: str) -> int:
-    """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile."""
-    weight_bytes = sum(file.stat().st_size for file in folder.weight_files) // num_devices
+def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
+    """Of the whole model, in the dtype that it will have."""
+    weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
     stored = str(folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16")))
-    if dtype != "auto":
-        weight_bytes = weight_bytes * _WEIGHT_BYTES.get(dtype, 2) // _WEIGHT_BYTES.get(stored, 2)
-    free_bytes = device.memory.info().free_bytes
+    if dtype == "auto":
+        return weight_bytes
+    return weight_bytes * _WEIGHT_BYTES.get(dtype, 2) // _WEIGHT_BYTES.get(stored, 2)
+
+
+def _kv_cache_bytes(device: Any, weight_bytes: int, utilization: float | None) -> int:
+    """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile.
+
+    Args:
+        utilization: share of the whole device that weights, KV cache and all else may take, as vLLM means it.
+    """
+    memory = device.memory.info()
+    free_bytes = memory.free_bytes if utilization is None else int(memory.total_bytes * utilization)
     if weight_bytes >= free_bytes:
         raise DeviceError(
             f"{device.name} has {free_bytes} bytes free, and the weights need {weight_bytes}; offload another engine "

@@ -289,7 +289,7 @@ def test_the_users_process_has_no_vllm_and_a_killed_replica_comes_back(
     [
         ({"max_num_seq": 4}, "vLLM has no engine argument 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"logprobs_mode": "raw_logits"}, "takes no 'logprobs_mode' .* distribution that was sampled from"),
-        ({"gpu_memory_utilization": 0.9}, "give kv_cache_memory_bytes"),
+        ({"worker_cls": "mine.Worker"}, "takes no 'worker_cls' .* the workers are rlcore's"),
         ({"max_model_len": 100_000}, "vLLM refuses these arguments of build"),
     ],
 )

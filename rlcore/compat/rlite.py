@@ -1,0 +1,213 @@
+"""RLite's names and meanings: ``from rlcore.compat import rlite``, and the program stays as it is.
+
+Where RLite says "cuda" it means the engine's own device, and so it does here, in the methods of a module too. Workers
+are this host's: there is no Ray cluster to join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import rlcore
+from rlcore.engines.completion import RequestOutput
+from rlcore.engines.executors.prompts import ParamsLike
+from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.need_parallel import NeedParallel
+from rlcore.engines.train import TrainEngine
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule, TrainModule, meta_device
+
+__all__ = [
+    "IndexedGenerationHistory",
+    "NeedParallel",
+    "RliteInferenceEngine",
+    "RliteTrainEngine",
+    "device",
+    "init",
+    "nn",
+]
+
+
+def init(
+    network_interface: str = "eth0",
+    dedup_logs: bool = False,
+    debug_mode: Literal["debugpy", "pdb"] | None = None,
+    debug_post_mortem: bool = False,
+) -> None:
+    """As ``rlcore.init``. The interface is not used, as nothing leaves this host, and logs are never repeated.
+
+    Raises:
+        UnsupportedError: a debugger other than pdb.
+    """
+    if debug_mode == "debugpy" or debug_post_mortem:
+        raise UnsupportedError("init(debug_mode='debugpy') and debug_post_mortem", "use debug_mode='pdb'")
+    rlcore.init(debug=debug_mode)
+
+
+def device(tag: str | torch.device) -> AbstractContextManager[Any]:
+    """ "meta": modules made inside have no weights; else ``torch.device``."""
+    return meta_device() if str(tag) == "meta" else contextlib.nullcontext(torch.device(tag))
+
+
+# ------------------------------------------------------------------------------------------------------ modules
+
+
+class _OnOwnDevice(TorchFunctionMode):
+    """ "cuda" in a call is the worker's device."""
+
+    def __init__(self, own: torch.device) -> None:
+        super().__init__()
+        self._own = own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._own)
+        named = {name: self._meant(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._meant(value) for value in args), **named)
+
+    def _meant(self, value: Any) -> Any:
+        is_named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+        return self._own if is_named else value
+
+
+def _on_own_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _OnOwnDevice(next(self.parameters()).device):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class _Meaning:
+    """Methods of a user's class run on the engine's device whatever they call it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, member in list(vars(cls).items()):
+            if inspect.isfunction(member) and not name.startswith("__"):
+                setattr(cls, name, _on_own_device(member))
+
+
+class nn:  # noqa: N801 - the name of RLite's module
+    """``rlite.nn``."""
+
+    class BaseTrainModule(_Meaning, TrainModule):
+        """Any module."""
+
+    class HuggingFaceFsdp2TrainModule(_Meaning, HuggingFaceTrainModule):
+        """A transformers model."""
+
+    Fsdp2TrainModule = BaseTrainModule
+    BaseHuggingFaceTrainModule = HuggingFaceFsdpTrainModule = HuggingFaceFsdp2TrainModule
+
+
+# ------------------------------------------------------------------------------------------------------ engines
+
+
+class RliteTrainEngine(TrainEngine):
+    """Methods of the module return a list for each replica, with a result for each of its shards."""
+
+    def build(self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, **options: Any) -> Self:
+        """Build it sharded over ``tensor_parallel_size`` devices.
+
+        Args:
+            data_parallel_size: replicas of the shards; -1, one.
+        """
+        self._num_shards = tensor_parallel_size
+        replicas = 1 if data_parallel_size == -1 else data_parallel_size
+        return super().build(data_parallel_size=tensor_parallel_size, replicas=replicas, **options)
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        method = super().__getattr__(name)
+
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            results = method(*args, **kwargs)
+            size = self._num_shards
+            return [results[at : at + size] for at in range(0, len(results), size)]
+
+        return call
+
+
+@dataclass
+class IndexedGenerationHistory:
+    """One prompt, what was asked for it turn by turn, and what came."""
+
+    index: int
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+class _Queue(Protocol):
+    def put(self, item: IndexedGenerationHistory) -> None: ...
+
+
+PostGenerationHook = Callable[[IndexedGenerationHistory, _Queue, _Queue], None]
+
+
+@dataclass
+class _Box:
+    """Where a hook puts one history."""
+
+    items: list[IndexedGenerationHistory] = field(default_factory=list)
+
+    def put(self, item: IndexedGenerationHistory) -> None:
+        self.items.append(item)
+
+
+class RliteInferenceEngine(InferenceEngine):
+    """Args: a model folder, and the executor's name, "vllm" if left out."""
+
+    def __init__(self, module_or_path: Any, executor: str = "vllm") -> None:
+        super().__init__(module_or_path, executor=executor)
+
+    def build(self, *, data_parallel_size: int = -1, **options: Any) -> Self:
+        """As ``InferenceEngine.build``; -1 replicas are one."""
+        return super().build(data_parallel_size=1 if data_parallel_size == -1 else data_parallel_size, **options)
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Sequence[str] | NeedParallel,
+        sampling_params: ParamsLike = None,
+        *,
+        post_generation_hook: PostGenerationHook | None = None,
+        use_tqdm: bool = True,
+        tqdm_desc: str = "Processed prompts",
+    ) -> list[Any]:
+        """Complete each prompt.
+
+        Args:
+            post_generation_hook: called with a history, an input queue and an output queue, after each turn: it puts
+                a history with one more input on the first, for another turn, or on the second, which ends it.
+
+        Returns:
+            One output a prompt; with a hook a list of them, one for each turn.
+        """
+        texts = list(prompts.data if isinstance(prompts, NeedParallel) else prompts)
+        if post_generation_hook is None:
+            return super().generate(texts, sampling_params, progress=None if use_tqdm else False)
+        histories = [IndexedGenerationHistory(index, [text]) for index, text in enumerate(texts)]
+
+        def next_prompt(index: int, turns: list[RequestOutput]) -> str | None:
+            again, done = _Box(), _Box()
+            histories[index].outputs.append(turns[-1])
+            post_generation_hook(histories[index], again, done)
+            if len(again.items) + len(done.items) != 1:
+                raise InvalidInputError(
+                    f"the post_generation_hook put history {index} on {len(again.items)} input and {len(done.items)} "
+                    "output queues; put it on one"
+                )
+            (histories[index],) = again.items or done.items
+            return histories[index].inputs[-1] if again.items else None
+
+        self.generate_turns(texts, next_prompt, sampling_params)
+        return [history.outputs for history in histories]

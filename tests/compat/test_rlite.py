@@ -1,0 +1,113 @@
+"""RLite's tutorial runs, and its names mean here what they mean there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.compat import rlite
+from rlcore.errors import InvalidInputError, UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[2]
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a token for each of some characters, none of which ends a text: all are as long."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    folder = tmp_path_factory.mktemp("qwen2")
+    characters = "Helo, wrd!?你好世界"
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": len(characters), "bos_token_id": None, "eos_token_id": None, "dtype": "float32"}
+    config = Qwen2Config(**shape, **tokens, num_key_value_heads=2, max_position_embeddings=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    vocabulary = {character: token for token, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("executor", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_the_tutorial_runs_whole(executor: str, folder: Path, tmp_path: Path, run_python: RunPython) -> None:
+    program = (ROOT / "examples" / "rlite_tutorial.py").read_text()
+    # What the tutorial leaves to the reader: the sampler has the trainer's weights.
+    program += """
+    again = vllm_engine.generate(prompts[:1], {"temperature": 0, "max_tokens": 8})[0].outputs[0]
+    print(vllm_engine.version, again.version_spans[0].version, vllm_engine.state, fsdp2_engine.state)
+    fsdp2_engine.close(), vllm_engine.close()
+"""
+    (tmp_path / "tutorial.py").write_text(program)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {"RLCORE_DEVICE": device, "RLCORE_RUNTIME": str(tmp_path), "TORCH_COMPILE_DISABLE": "1"}
+    result = run_python([str(tmp_path / "tutorial.py"), str(folder), executor], env=settings)
+    assert result.returncode == 0, result.stderr
+    *_, last = result.stdout.splitlines()
+    assert last.startswith("1 1 {'weights': <State.LOADED")
+    assert re.search(r"\{'weights': <State.OFFLOADED[^}]*'optimizer': <State.OFFLOADED", last)
+
+
+@pytest.fixture
+def infer(folder: Path) -> Iterator[rlite.RliteInferenceEngine]:
+    with rlite.RliteInferenceEngine(folder, executor="hf") as engine:
+        yield engine.build(devices="cpu", tensor_parallel_size=1)
+
+
+def test_a_hook_makes_conversations(infer: rlite.RliteInferenceEngine) -> None:
+    calls = []
+
+    def hook(generation: rlite.IndexedGenerationHistory, input_queue: Any, output_queue: Any) -> None:
+        calls.append(generation.index)
+        if len(generation.outputs) < 2 + generation.index:
+            text = generation.inputs[-1] + generation.outputs[-1].outputs[0].text
+            inputs = [*generation.inputs, text]
+            input_queue.put(rlite.IndexedGenerationHistory(generation.index, inputs, generation.outputs))
+        else:
+            output_queue.put(generation)
+
+    params = {"temperature": 0, "max_tokens": 4}
+    found = infer.generate(["Hello", "world"], params, post_generation_hook=hook)
+    assert [len(turns) for turns in found] == [2, 3]
+    assert sorted(calls) == [0, 0, 1, 1, 1]
+    for turns, first in zip(found, ["Hello", "world"], strict=True):
+        texts = [turn.outputs[0].text for turn in turns]
+        assert [turn.prompt for turn in turns] == [first + "".join(texts[:at]) for at in range(len(turns))]
+    with pytest.raises(InvalidInputError, match="history 0 on 0 input and 0 output queues; put it on one"):
+        infer.generate(["Hello"], params, post_generation_hook=lambda generation, again, done: None)
+    assert infer.generate(["Hello"], params)[0].outputs[0].token_ids == found[0][0].outputs[0].token_ids
+
+
+class Counting(rlite.nn.BaseTrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def materialization_source(self) -> Any:
+        return {"weight": torch.ones(3)}
+
+    def where(self, rows: list[int]) -> tuple[str, list[int]]:
+        made = [torch.zeros(2, device="cuda"), torch.zeros(2).cuda(), torch.ones(1).to("cuda:0")]
+        return str({one.device.type for one in made}), rows
+
+
+def test_methods_return_by_replica_and_shard_and_cuda_is_their_own_device() -> None:
+    with rlite.device("meta"):
+        module = Counting()
+    with rlite.RliteTrainEngine(module) as engine:
+        engine.build(tensor_parallel_size=1, devices="cpu")
+        assert engine.where(rlite.NeedParallel([5, 6, 7])) == [[("{'cpu'}", [5, 6, 7])]]
+
+
+def test_a_debugger_that_is_not_there() -> None:
+    with pytest.raises(UnsupportedError, match="use debug_mode='pdb'"):
+        rlite.init(debug_mode="debugpy")
