@@ -120,10 +120,10 @@ class Save:
 
 
 def committed(folder: Path) -> str:
-    """Name of the data folder of the last complete checkpoint; "" if there is none."""
+    """Name of the data folder of the last complete checkpoint; "" if there is none that can be read."""
     try:
         return _manifest(folder).data
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, CheckpointError):
         return ""
 
 

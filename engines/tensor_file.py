@@ -6,6 +6,7 @@ the devices hold.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -48,13 +49,20 @@ def write_tensors(
         with partial.open("wb") as opened:
             opened.write(_header(layouts, metadata))
             for piece in pieces:
-                opened.write(piece.numpy().data)
+                opened.write(_memory(piece))
             opened.flush()
             os.fsync(opened.fileno())
         partial.rename(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _memory(piece: Tensor) -> memoryview:
+    """Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it."""
+    if not piece.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr()))
 
 
 def _header(layouts: Mapping[str, Layout], metadata: Mapping[str, str]) -> bytes:

@@ -124,11 +124,11 @@ def make(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFacto
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(Fsdp2Worker, "owns_process", True)
 
-        def build() -> rlcore.TrainEngine:
+        def build(device: str = "cpu") -> rlcore.TrainEngine:
             patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
             with rlcore.meta_device():
                 module = policy.from_pretrained(qwen2_folder)
-            return stack.enter_context(rlcore.TrainEngine(module)).build(devices="cpu", timeout_s=60)
+            return stack.enter_context(rlcore.TrainEngine(module)).build(devices=device, timeout_s=60)
 
         yield build
 
@@ -280,18 +280,31 @@ def test_the_users_own_process_takes_turns_with_another(
     assert train(pair.here) == train(pair.away)
 
 
-def test_a_death_halfway_leaves_the_other_whole(make: Make, pair: Pair, small: SmallDevice) -> None:
-    victim = make()
-    victim.offload()
+def test_a_death_halfway_leaves_the_other_whole(pair: Pair, small: SmallDevice, tmp_path: Path) -> None:
+    here, victim, _ = pair
+    here.save(tmp_path / "checkpoint")
     ask(victim, "install", small, 10)
     small.reset(pair.bytes_each, 2 * pair.bytes_each)  # which does not forget what the dead had
     with pytest.raises(WorkerDiedError, match="killed by SIGKILL") as raised:
-        rlcore.swap(out=[(pair.here, ())], in_=[(victim, ())])
+        rlcore.swap(out=[(here, ())], in_=[(victim, ())])
     assert any("could not be undone for the train engine" in note for note in raised.value.__notes__)
-    assert set(pair.here.state.values()) == {"loaded"}
-    small.reset(pair.bytes_each, 1 << 30)
-    pair.away.onload()
-    assert train(pair.here) == train(pair.away)
+    assert set(here.state.values()) == {"loaded"}
     with pytest.raises(RlcoreError):
         victim.onload()
-    assert train(victim.restart())
+    victim.restart().load(tmp_path / "checkpoint")
+    assert train(here) == train(victim), "with the values that it had before"
+
+
+@pytest.mark.gpu
+def test_two_processes_change_places_on_a_gpu(make: Make) -> None:
+    here, away = engines = make("cuda:0"), make("cuda:0")
+    losses: dict[rlcore.TrainEngine, list[float]] = {engine: [train(engine)] for engine in engines}
+    away.offload()
+    for _ in range(6):
+        reports = rlcore.swap(out=[(here, ())], in_=[(away, ())])
+        assert all(one.pinned for (one,) in reports.out[0].values() if one.moved_bytes)
+        assert all(tag["device_bytes"] == 0 for tag in here.memory_report()[0]["tags"].values())
+        losses[away].append(train(away))
+        here, away = away, here
+    one, other = losses.values()
+    assert one == other, "the same values came back to both"

@@ -422,8 +422,9 @@ def test_a_checkpoint_resumes_on_any_number_of_workers(
 def test_a_checkpoint_of_gpus_resumes_on_the_host(build: Build, tmp_path: Path) -> None:
     first, second = build(2, "cuda"), build(3)
     next_steps(first, (1, 2))
-    first.save(tmp_path)
+    pending = first.save(tmp_path, blocking=False)
     expected = next_steps(first)
+    assert pending.result(timeout_s=60) > 0
     second.load(tmp_path)
     for found, one in zip(next_steps(second), expected, strict=True):
         assert_same_metrics(found, one, rel=1e-3)
@@ -473,6 +474,47 @@ def test_one_worker_that_cannot_write_stops_all(build: Build, tmp_path: Path) ->
         engine.limit_file_size([None])
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     assert engine.load(tmp_path) == {"step": 1}
+
+
+def test_workers_save_in_the_background(build: Build, tmp_path: Path) -> None:
+    engine = build(3)
+    next_steps(engine, (1, 2))
+    pending = engine.save(tmp_path, {"step": 2}, blocking=False)
+    expected = next_steps(engine)
+    assert pending.result(timeout_s=60) > 0 and pending.done()
+    assert engine.load(tmp_path) == {"step": 2}
+    assert next_steps(engine) == expected, "exactly"
+
+
+def test_one_worker_that_cannot_write_in_the_background(build: Build, tmp_path: Path) -> None:
+    engine = build(2)
+    engine.save(tmp_path, {"step": 1})
+    engine.limit_file_size(rlcore.NeedParallel([None, 1000]))
+    try:
+        pending = engine.save(tmp_path, {"step": 2}, blocking=False)
+        next_steps(engine)
+        with pytest.raises(CheckpointError, match=r"File too large; .*intact|another worker failed; .*intact"):
+            pending.result(timeout_s=60)
+    finally:
+        engine.limit_file_size([None])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert engine.load(tmp_path) == {"step": 1}
+
+
+def test_an_export_that_does_not_fit_fails_on_the_worker_that_writes_and_holds_nobody_up(
+    build: Build, tmp_path: Path
+) -> None:
+    engine = build(2)
+    engine.export(tmp_path / "model")
+    before = sorted(path.name for path in (tmp_path / "model").iterdir())
+    engine.limit_file_size([10_000])
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the model to .*File too large"):
+            engine.export(tmp_path / "model", max_shard_bytes=20_000)
+    finally:
+        engine.limit_file_size([None])
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"], "no temporary folder is left"
 
 
 def test_an_export_is_a_hugging_face_folder(build: Build, tmp_path: Path) -> None:
