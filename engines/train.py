@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from rlcore.engines.batch import to_packed
-from rlcore.engines.engine import Engine
+from rlcore.engines.checkpointed import CheckpointedEngine
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
-from rlcore.engines.pending_save import PendingSave
 from rlcore.engines.residency import State
 from rlcore.engines.sync.options import Checksums, RoundOptions
 from rlcore.engines.sync.place import Route
 from rlcore.engines.train_step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.weight_sync import WeightSync, as_targets
-from rlcore.errors import CheckpointError, InvalidInputError
+from rlcore.errors import InvalidInputError
 from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
@@ -33,13 +30,11 @@ from rlcore.weights.view import Adapters
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
-_log = logging.getLogger(__name__)
-
 Gather = Literal["list", "cat", "first", "mean"]
 _MAX_TOKENS = 16384
 
 
-class TrainEngine(Engine):
+class TrainEngine(CheckpointedEngine):
     """Trains a module. Any method of its class can be called on the engine: ``engine.train_step(x)``.
 
     Args:
@@ -54,11 +49,7 @@ class TrainEngine(Engine):
         _check_module(module)
         self._module_class = type(module)
         self._module = module
-        self._last_checkpoint: Path | None = None
-        self._pending_save: PendingSave | None = None
         self._weight_sync = WeightSync()
-        self._num_changes = 0
-        """Calls that may have changed the weights."""
         super().__init__(executor)
 
     def build(self, *, replicas: int = 1, data_parallel_size: int = 1, **options: Any) -> Self:
@@ -309,116 +300,6 @@ class TrainEngine(Engine):
         self._num_changes += 1
         self._call("load_state_dict", state)
         self._residency.set("weights", State.LOADED)
-
-    # ----------------------------------------------------------------------------------------- checkpoints
-
-    @overload
-    def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[True] = True
-    ) -> float: ...
-    @overload
-    def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[False]
-    ) -> PendingSave: ...
-    def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: bool = True
-    ) -> float | PendingSave:
-        """Write weights, optimizers, schedulers and random states; on failure the previous checkpoint stays.
-
-        Args:
-            extra: plain values of your own (step, data position), returned by ``load``.
-            blocking: False copies the state to host memory and returns; it is written in the background. The next
-                ``save``, ``load``, ``restart`` or ``close`` waits for that.
-
-        Returns:
-            Seconds taken; without ``blocking`` a handle to wait with.
-
-        Raises:
-            CheckpointError: it could not be written, or the host has no memory for the copy; or an earlier save failed
-                in the background, and nothing is written now.
-        """
-        for tag in ("weights", "optimizer"):
-            self._residency.require(tag, "save()")
-        self._settle_save()
-        folder = Path(folder)
-        data, seconds = self._call("save", folder, extra or {}, blocking)[0]
-        if blocking:
-            self._last_checkpoint = folder
-            return float(seconds)
-        self._pending_save = PendingSave(folder, data, self._call)
-        return self._pending_save
-
-    def _settle_save(self) -> None:
-        """Wait for the save in the background; raise what it failed with, if nobody has seen that."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is None:
-            return
-        pending.settle()
-        if pending.has_succeeded:
-            self._last_checkpoint = pending.folder
-        if pending.unseen_error is not None:
-            raise pending.unseen_error
-
-    def _settle_save_quietly(self) -> None:
-        try:
-            self._settle_save()
-        except CheckpointError as error:
-            _log.warning("%s", error)
-
-    def restart(self) -> Self:
-        self._settle_save_quietly()
-        return super().restart()
-
-    restart.__doc__ = Engine.restart.__doc__
-
-    def close(self) -> None:
-        """Wait for a save in the background, end the workers and free all their memory.
-
-        Raises:
-            CheckpointError: that save failed; everything is closed nevertheless.
-        """
-        try:
-            self._settle_save()
-        finally:
-            super().close()
-
-    def __exit__(self, *raised: object) -> None:
-        if raised[0] is not None:  # not to be hidden by an error of the save
-            self._settle_save_quietly()
-        super().__exit__(*raised)
-
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue exactly where ``save`` was called; returns its ``extra``.
-
-        Raises:
-            CheckpointError: missing, damaged, or of another model; nothing is changed then.
-        """
-        if self._residency.states["weights"] is not State.EMPTY:
-            self._residency.require("weights", "load()")
-        if self._residency.states["optimizer"] is State.OFFLOADED:
-            self._residency.require("optimizer", "load()")
-        self._settle_save()
-        self._num_changes += 1
-        extra: dict[str, Any] = self._call("load", Path(folder))[0]
-        for tag in ("weights", "optimizer"):
-            self._residency.set(tag, State.LOADED)
-        self._last_checkpoint = Path(folder)
-        return extra
-
-    def export(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
-        """Write a Hugging Face model folder that ``AutoModelForCausalLM`` and inference engines load.
-
-        The weights are gathered one at a time: the host needs memory for one, not for a file.
-
-        Args:
-            max_shard_bytes: the most weights in one file; a weight that is larger has one of its own.
-
-        Raises:
-            CheckpointError: the folder is not empty, or could not be written.
-        """
-        self._built_group()
-        self._residency.require("weights", "export()")
-        self._call("export", Path(folder), max_shard_bytes)
 
 
 _LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
