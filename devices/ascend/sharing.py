@@ -34,8 +34,8 @@ class _Name(msgspec.Struct, frozen=True, array_like=True):
 
 def why_no_ipc() -> str:
     """Why this torch_npu, CANN and driver share no memory between processes, or ""."""
-    if not hasattr(torch.UntypedStorage, "_share_npu_"):
-        return "this torch_npu has no IPC of tensors; it came with 2.5.1.post3 and 2.6.0.post3"
+    if not hasattr(torch.TypedStorage, "_share_npu_"):
+        return "this torch_npu has no IPC of tensors, which came with its 7.2.0 releases"
     if Settings.from_env().simulated:
         return ""
     for what, found, floor in (("CANN", cann(), CANN_FOR_IPC), ("the driver", driver(), DRIVER_FOR_IPC)):
@@ -60,7 +60,7 @@ class AscendSharing(Sharing):
                 "allocator of its own has no key: allocate it without expandable_segments in PYTORCH_NPU_ALLOC_CONF",
             ) from error
         handle, storage_bytes, offset_bytes, _, counter, counter_offset, event, is_event_needed = arguments[7:15]
-        torch.UntypedStorage._release_ipc_counter_npu(counter, counter_offset)  # type: ignore[attr-defined]
+        torch.TypedStorage._release_ipc_counter_npu(counter, counter_offset, device=self._device.index)  # type: ignore[attr-defined]
         uuid = self._device.properties().uuid
         name = _Name(uuid, handle, storage_bytes, offset_bytes, event, is_event_needed)
         return SharedMemory(payload=msgspec.msgpack.encode(name))
@@ -80,7 +80,7 @@ class AscendSharing(Sharing):
             torch.Size([name.storage_bytes]),
             (1,),
             0,
-            torch.UntypedStorage,
+            torch.TypedStorage,
             torch.uint8,
             self._device.index,
             name.handle,

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlcore.devices.ascend import sharing
+from rlcore.devices.ascend.sharing import why_no_ipc
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
 from rlcore.doctor import ascend
-from rlcore.errors import InvalidInputError
+from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import launch
 
 VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -159,3 +162,32 @@ def test_the_doctor_asks_for_the_driver_where_torch_npu_is(tmp_path: Path) -> No
     assert ascend.driver(NPU, path).found == "driver 25.2.0: processes share NPU memory from 25.3.rc1 on"
     path.write_text("Version=25.5.0\n")
     assert ascend.driver(NPU, path) == ascend.ok("driver 25.5.0")
+
+
+# ------------------------------------------------------------------------------------------------ sharing
+
+
+def test_a_torch_npu_without_ipc_says_so() -> None:
+    """As torch here, which has no torch_npu at all: those of the 7.1.0 releases and before have no ``_share_npu_``."""
+    assert why_no_ipc() == "this torch_npu has no IPC of tensors, which came with its 7.2.0 releases"
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ({"cann": "8.2.RC1"}, "IPC needs CANN 8.3.RC1 or newer, this is 8.2.RC1"),
+        ({"driver": "25.2.0"}, "IPC needs the driver 25.3.rc1 or newer, this is 25.2.0"),
+        ({"cann": "8.5.0", "driver": "25.5.0"}, ""),
+    ],
+)
+def test_ipc_has_a_floor(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], reason: str) -> None:
+    monkeypatch.setattr(torch.TypedStorage, "_share_npu_", None, raising=False)
+    for name in ("cann", "driver"):
+        version = Version(installed[name]) if name in installed else None
+        monkeypatch.setattr(sharing, name, lambda version=version: version)
+    assert why_no_ipc() == reason
+
+
+def test_a_handle_of_something_else_is_refused() -> None:
+    with pytest.raises(DeviceError, match="the payload of this handle is not of an NPU's memory"):
+        sharing._decoded(b"\x00" * 72)
