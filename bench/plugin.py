@@ -69,6 +69,8 @@ _CASES = (
     "reinforcement:train_step_case",
     "startup:help_case",
     "startup:import_case",
+    "weight_sync:dense_case",
+    "weight_sync:experts_case",
     "weight_sync_copies:cast_case",
     "weight_sync_copies:dense_case",
     "weight_sync_copies:experts_case",

@@ -1,0 +1,355 @@
+"""New weights for an engine in another process on the same device, as shares of a plain copy of the same bytes.
+
+The engine keeps them fused, as vLLM does. Beside rlcore's routes stands the loop that most frameworks have: for each
+tensor by name a copy, a handle, a call, and the engine's own loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.sync.options import RoundOptions
+from rlcore.engines.sync.parties import LocalParties, WorkerParties, call_each
+from rlcore.engines.sync.place import Route
+from rlcore.engines.sync.receiver import Receiver
+from rlcore.engines.sync.round import Rounds
+from rlcore.engines.sync.sender import Sender
+from rlcore.engines.sync.target import Target
+from rlcore.nn import TrainModule
+from rlcore.types import IpcHandle
+from rlcore.weights.view import WeightView
+
+_TIMEOUT_S = 300.0
+_ROUNDS, _WARM_UP = 5, 2
+_NUM_RUNS = 3
+_HOST_SHRINK = 8
+"""Sizes on a host are divided by it."""
+
+
+class _Sizes(NamedTuple):
+    vocab: int
+    hidden: int
+    inner: int
+    q: int
+    kv: int
+    layers: int
+    experts: int
+
+    def shrunk(self, by: int) -> _Sizes:
+        vocab, hidden, inner, q, kv = (size // by for size in self[:5])
+        return _Sizes(vocab, hidden, inner, q, kv, self.layers, self.experts)
+
+
+_QWEN2_7B = _Sizes(vocab=152064, hidden=3584, inner=18944, q=3584, kv=512, layers=28, experts=0)
+_QWEN3_30B_A3B = _Sizes(vocab=151936, hidden=2048, inner=768, q=4096, kv=512, layers=48, experts=128)
+
+
+class _Layer(nn.Module):
+    """Fused, in bfloat16; the trainer's and the engine's alike differ only in what they are called."""
+
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        stack = (sizes.experts,) if sizes.experts else ()
+        shapes = {
+            "qkv": (sizes.q + 2 * sizes.kv, sizes.hidden),
+            "o": (sizes.hidden, sizes.q),
+            "gate_up": (*stack, 2 * sizes.inner, sizes.hidden),
+            "down": (*stack, sizes.hidden, sizes.inner),
+            "norm": (sizes.hidden,),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, _parameter(*shape))
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False)
+
+
+class _Model(nn.Module):
+    """What the engine holds."""
+
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embed, self.head = _parameter(sizes.vocab, sizes.hidden), _parameter(sizes.vocab, sizes.hidden)
+        self.layers = nn.ModuleList([_Layer(sizes) for _ in range(sizes.layers)])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Each weight of a checkpoint into its part."""
+        for name, weight in weights:
+            number, *rest = name.split(".")
+            holder: Any = self if number == "top" else self.layers[int(number)]
+            self.part(holder, rest).copy_(weight)
+
+    def part(self, holder: Any, rest: list[str]) -> Tensor:
+        """Of a fused tensor of ``holder`` that which a checkpoint has under a name."""
+        q, kv = self.sizes.q, self.sizes.kv
+        match rest:
+            case ["q"]:
+                return holder.qkv[:q]  # type: ignore[no-any-return]
+            case ["k"]:
+                return holder.qkv[q : q + kv]  # type: ignore[no-any-return]
+            case ["v"]:
+                return holder.qkv[q + kv :]  # type: ignore[no-any-return]
+            case ["gate" | "up" as half, *expert]:
+                stack = holder.gate_up[int(expert[0])] if expert else holder.gate_up
+                return stack.chunk(2)[half == "up"]  # type: ignore[no-any-return]
+            case ["down", expert]:
+                return holder.down[int(expert)]  # type: ignore[no-any-return]
+            case [name]:
+                return getattr(holder, name)  # type: ignore[no-any-return]
+        raise KeyError(".".join(rest))
+
+
+class _Trainer(TrainModule):
+    """Holds the same tensors, and names every weight as a checkpoint does: experts one by one."""
+
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        self.model = _Model(sizes)
+
+    def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
+        for name in ("embed", "head"):
+            yield self._view(f"top.{name}", getattr(self.model, name), [name])
+        for number, layer in enumerate(self.model.layers):
+            for name in self._names():
+                path = name.split(".")
+                yield self._view(f"{number}.{name}", getattr(layer, _FUSED.get(path[0], path[0])), path)
+
+    def _names(self) -> list[str]:
+        experts = [f".{number}" for number in range(self.model.sizes.experts)] or [""]
+        return [*"qkvo", "norm", *(f"{name}{at}" for at in experts for name in ("gate", "up", "down"))]
+
+    def _view(self, name: str, parameter: Tensor, path: list[str]) -> WeightView:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return WeightView(name, parameter, self.model.part(_Whole(whole), path))
+
+
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+class _Whole:
+    """Whatever tensor of a layer is asked for, this one."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._whole
+
+
+class _Target(Target):
+    def __init__(self, model: _Model, device: Any) -> None:
+        self.device = device
+        self._model = model
+
+    def meta_model(self) -> tuple[nn.Module, Any]:
+        with torch.device("meta"):
+            model = _Model(self._model.sizes)
+        return model, model.load_weights
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._model.load_weights(weights)
+
+    def committed(self, version: int) -> None:
+        """Nothing is kept."""
+
+
+class _Engine:
+    """The worker in the other process."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._device = context.device
+
+    def build(self, sizes: tuple[int, ...]) -> None:
+        with torch.device(self._device.torch_device):
+            self._model = _Model(_Sizes(*sizes))
+        self._receiver = Receiver(_Target(self._model, self._device))
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        return call_each([self._receiver], method, calls)
+
+    def take(self, name: str, handle: bytes) -> None:
+        """One tensor, as frameworks give it."""
+        with self._device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
+            self._model.load_weights([(name, mapping.tensor.clone())])
+            self._device.synchronize()
+
+    def corners(self) -> list[float]:
+        """The first value of each tensor."""
+        return [float(parameter.view(-1)[0]) for parameter in self._model.parameters()]
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+class _Both(NamedTuple):
+    """A trainer here and an engine there."""
+
+    trainer: _Trainer
+    sender: Sender
+    group: WorkerGroup
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return self.group.call(method, [(args, {})])[0]
+
+
+@contextlib.contextmanager
+def _started(device: Any, sizes: _Sizes) -> Iterator[_Both]:
+    with torch.device(device.torch_device):
+        trainer = _Trainer(sizes)
+    for parameter in trainer.parameters():
+        parameter.fill_(0)
+    sender = Sender(ModuleHolding(trainer, 1), device)
+    group = start_workers(_Engine, "the engine", [device.name], launcher="process", timeout_s=_TIMEOUT_S)
+    try:
+        both = _Both(trainer, sender, group)
+        both.ask("build", tuple(sizes))
+        yield both
+        group.stop()
+        sender.close()
+    finally:
+        group.kill("the bench is over")
+
+
+class _Timed(NamedTuple):
+    seconds: float
+    first_s: float
+    """Of the first round, which plans, proves and opens."""
+    corners: list[float]
+    value: float
+    nbytes: int
+
+
+def _timed(device: Any, sizes: _Sizes, make: Callable[[_Both], Callable[[], object]]) -> _Timed:
+    """Rounds in a steady state, the trainer's weights being changed before each."""
+    with _started(device, sizes) as both:
+        once = make(both)
+        seconds = []
+        for number in range(1, _ROUNDS + _WARM_UP + 1):
+            for parameter in both.trainer.parameters():
+                parameter.fill_(number)
+            device.synchronize()
+            started = time.perf_counter()
+            once()
+            seconds.append(time.perf_counter() - started)
+        nbytes = sum(parameter.nbytes for parameter in both.trainer.parameters())
+        return _Timed(statistics.median(seconds[_WARM_UP:]), seconds[0], both.ask("corners"), float(number), nbytes)
+
+
+def _by_route(route: Route) -> Callable[[_Both], Callable[[], object]]:
+    def make(both: _Both) -> Callable[[], object]:
+        rounds = Rounds(LocalParties("the trainer", [both.sender]), WorkerParties(both.group, _TIMEOUT_S))
+        options = RoundOptions(version=1, route=route, timeout_s=_TIMEOUT_S)
+        return lambda: rounds.run(options, contextlib.nullcontext)
+
+    return make
+
+
+def _per_tensor(device: Any) -> Callable[[_Both], Callable[[], object]]:
+    def make(both: _Both) -> Callable[[], object]:
+        def loop() -> None:
+            for name, weight in both.trainer.named_weights():
+                copy = weight.clone(memory_format=torch.contiguous_format)
+                handle = device.memory.export_ipc(copy)
+                device.synchronize()
+                both.ask("take", name, handle.to_bytes())
+                device.memory.revoke(handle)
+
+        return loop
+
+    return make
+
+
+def _prepare(sizes: _Sizes, device: Any) -> Work:
+    sizes = sizes.shrunk(_HOST_SHRINK) if device.spec.is_host else sizes
+
+    def check(done: _Timed) -> None:
+        expect(set(done.corners) == {done.value}, f"the engine holds {set(done.corners)}, not {done.value}")
+
+    def contender(name: str, make: Callable[[_Both], Callable[[], object]]) -> Contender:
+        return Contender(
+            implementation=name,
+            run=lambda: _timed(device, sizes, make),
+            check=check,
+            seconds=lambda done: float(done.seconds),
+            quantities=_quantities,
+        )
+
+    routes: list[Route] = ["packed", "direct"]
+    names = sizes.layers * (5 + 3 * max(1, sizes.experts)) + 2
+    contenders = [contender(route, _by_route(route)) for route in routes]
+    if not sizes.experts:  # it would take minutes
+        contenders.append(contender("per_tensor", _per_tensor(device)))
+    return Work(
+        contenders=(_plain_copy(device, sizes), *contenders),
+        params={"names": names, "hidden": sizes.hidden, "layers": sizes.layers, "experts": sizes.experts},
+        num_runs=_NUM_RUNS,
+    )
+
+
+def _quantities(done: _Timed) -> Mapping[str, Quantity]:
+    return {
+        "throughput": Quantity(done.nbytes / done.seconds, "byte/s"),
+        "first_round": Quantity(done.first_s, "s"),
+    }
+
+
+def _plain_copy(device: Any, sizes: _Sizes) -> Contender:
+    """One copy of as many bytes within the device: what no sync can be faster than."""
+
+    def run() -> _Timed:
+        with torch.device("meta"):
+            nbytes = sum(parameter.nbytes for parameter in _Model(sizes).parameters())
+        source = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
+        destination = torch.empty_like(source)
+        seconds = []
+        for _ in range(_ROUNDS + _WARM_UP):
+            device.synchronize()
+            started = time.perf_counter()
+            destination.copy_(source)
+            device.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return _Timed(statistics.median(seconds[_WARM_UP:]), seconds[0], [float(destination[-1])], 1.0, nbytes)
+
+    def check(done: _Timed) -> None:
+        expect(done.corners == [1.0], "the copy is not one")
+
+    return Contender(
+        implementation="plain_copy",
+        run=run,
+        check=check,
+        seconds=lambda done: float(done.seconds),
+        quantities=_quantities,
+    )
+
+
+dense_case = Case(
+    name="weight_sync/dense",
+    description="new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
+    prepare=lambda device: _prepare(_QWEN2_7B, device),
+    estimate_s=90.0,
+)
+experts_case = Case(
+    name="weight_sync/experts",
+    description="new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
+    prepare=lambda device: _prepare(_QWEN3_30B_A3B, device),
+    effort="full",
+    estimate_s=300.0,
+)

@@ -1,0 +1,55 @@
+"""The cases of whole weight syncs, with a model of a few kilobytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore.bench.cases import weight_sync
+from rlcore.registry import get_device
+
+TINY = weight_sync._Sizes(vocab=24, hidden=8, inner=6, q=8, kv=4, layers=1, experts=2)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(weight_sync, "_HOST_SHRINK", 1)
+    monkeypatch.setattr(weight_sync, "_ROUNDS", 1)
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_each_way_brings_the_new_values_to_the_other_process() -> None:
+    work = weight_sync._prepare(TINY._replace(experts=0), get_device("cpu"))
+    ways = {contender.implementation: contender for contender in work.contenders}
+    assert list(ways) == ["plain_copy", "packed", "direct", "per_tensor"]
+    for name in ("plain_copy", "packed", "per_tensor"):
+        ways[name].check(ways[name].run())
+    with pytest.raises(AssertionError, match="the engine holds"):
+        done = ways["packed"].run()
+        ways["packed"].check(done._replace(value=0.5))
+
+
+def test_experts_are_named_one_by_one_and_planned_as_one() -> None:
+    trainer = weight_sync._Trainer(TINY)
+    names = [name for name, _ in trainer.named_weights()]
+    assert len(names) == len(set(names)) == 2 + 5 + 3 * 2
+    for number, parameter in enumerate(trainer.parameters()):
+        parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + number)
+    engine = weight_sync._Model(TINY)
+    engine.load_weights(trainer.named_weights())
+    for one, other in zip(trainer.parameters(), engine.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "gigabytes"), [(weight_sync._QWEN2_7B, 226, 15.2), (weight_sync._QWEN3_30B_A3B, 18674, 61.0)]
+)
+def test_the_shapes_are_those_of_the_models(sizes: weight_sync._Sizes, names: int, gigabytes: float) -> None:
+    with torch.device("meta"):
+        trainer = weight_sync._Trainer(sizes)
+    assert sum(1 for _ in trainer.weight_views()) == names
+    nbytes = sum(parameter.nbytes for parameter in trainer.parameters())
+    assert nbytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
