@@ -1,0 +1,209 @@
+"""Rounds between senders and receivers of one process: routes, computed weights, staging, random shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
+from torch import Tensor
+
+from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.sync.options import RoundOptions
+from rlcore.engines.sync.parties import LocalParties
+from rlcore.engines.sync.place import Route
+from rlcore.engines.sync.receiver import Receiver
+from rlcore.engines.sync.round import Rounds
+from rlcore.engines.sync.sender import Sender
+from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.types import SyncReport
+from rlcore.weights.view import WeightView
+
+ROUTES: list[Route] = ["local", "direct", "packed"]
+
+
+class Worker:
+    """What ``SmallTarget`` writes into."""
+
+    def __init__(self, sizes: Sizes, shard: int, shards: int, dtype: torch.dtype) -> None:
+        self.device = get_device("cpu")
+        self.new_model = lambda: SmallModel(sizes, shard, shards, dtype)
+        self.model = self.new_model()
+        self.versions: list[int] = []
+
+
+class World(NamedTuple):
+    module: Any
+    rounds: Rounds
+    workers: list[Worker]
+    receivers: list[Receiver]
+
+    def sync(self, **options: Any) -> SyncReport:
+        return self.rounds.run(RoundOptions(**({"version": 1, "slab_bytes": 4096} | options)), nullcontext)
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """``make(sizes, shards=1, dtype=..., kind=Checkpoint)``: a whole trainer and one replica of an engine."""
+    ends: list[Callable[[], None]] = []
+
+    def build(sizes: Sizes, shards: int = 1, dtype: torch.dtype = torch.bfloat16, kind: Any = Checkpoint) -> World:
+        weights = checkpoint(sizes, seed=1)
+        module = kind(weights)
+        for name, parameter in module.named_parameters():
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))
+        sender = Sender(ModuleHolding(module, 1), get_device("cpu"))
+        workers = [Worker(sizes, shard, shards, dtype) for shard in range(shards)]
+        receivers = [Receiver(SmallTarget(worker)) for worker in workers]  # type: ignore[arg-type]
+        rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", receivers))
+        ends.extend([*(receiver.close for receiver in receivers), sender.close])
+        return World(module, rounds, workers, receivers)
+
+    yield build
+    for end in ends:
+        end()
+
+
+def check(world: World, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> None:
+    weights = {name: tensor.detach() for name, tensor in world.module.named_weights()}
+    fresh = expected(weights, sizes, len(world.workers), dtype)
+    for worker, wanted in zip(world.workers, fresh, strict=True):
+        held = dict(worker.model.named_parameters())
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_byte_by_every_route(make: Make, route: Route, shards: int) -> None:
+    sizes = Sizes(experts=2, is_tied=True, has_state=True)
+    world = make(sizes, shards)
+    for number in range(2):
+        world.module.add(0.5)
+        report = world.sync(route=route, version=number, is_verified=number == 1, checksums="always")
+        assert report.route == route
+        assert (report.handles_opened == 0) == (number == 1 or route == "local")
+        check(world, sizes)
+    assert [worker.versions for worker in world.workers] == [[0, 1]] * shards
+
+
+def test_random_models_grids_and_slabs(make: Make) -> None:
+    generator = random.Random(0)
+    for _ in range(12):
+        shards = generator.choice([1, 2])
+        heads = shards * generator.randint(1, 3) * 2
+        sizes = Sizes(
+            vocab=generator.randint(3, 70),
+            hidden=generator.randint(1, 20),
+            inner=shards * generator.randint(1, 9),
+            heads=heads,
+            kv_heads=generator.choice([1, 2, heads]),
+            head_dim=generator.randint(1, 5),
+            layers=1,
+            experts=generator.choice([0, 3]),
+            is_tied=generator.random() < 0.5,
+        )
+        dtype = generator.choice([torch.float32, torch.bfloat16])
+        world = make(sizes, shards, dtype)
+        report = world.sync(route="packed", slab_bytes=generator.choice([1024, 1536, 1 << 20]))
+        assert report.fallback_bytes == 0, sizes
+        check(world, sizes, dtype)
+
+
+class Scaled(Checkpoint):
+    """Gives one weight that is no view of a parameter, as a merged adapter is."""
+
+    def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
+        for view in super().weight_views():
+            if view.name == "layers.0.q_proj.weight":
+                yield view._replace(parameter=None, compute=self.scaled)
+            else:
+                yield view
+
+    def scaled(self) -> Tensor:
+        return self.layers.get_submodule("0").q_proj.weight.detach() * 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_weights_that_the_trainer_computes(make: Make, route: Route) -> None:
+    world = make(Sizes(), 2, kind=Scaled)
+    for _ in range(2):
+        world.module.add(0.25)
+        assert world.sync(route=route).fallback_bytes > 0
+        check(world, Sizes())
+
+
+def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> None:
+    world = make(Sizes())
+    with pytest.raises(UnsupportedError, match="its plan is proven by loading into the weights that are served"):
+        world.sync(is_staged=True)
+    world.sync()
+    before = {name: parameter.clone() for name, parameter in world.workers[0].model.named_parameters()}
+    world.module.add(1.0)
+    receiver: Any = world.receivers[0]
+
+    def fails(round_id: int) -> int:
+        raise SyncError("no vote")
+
+    receiver.ready = fails
+    with pytest.raises(SyncError, match="no vote"):
+        world.sync(is_staged=True)
+    assert receiver.is_whole
+    for name, parameter in world.workers[0].model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    del receiver.ready
+    world.sync()  # agrees and proves anew
+    world.module.add(1.0)
+    world.sync(is_staged=True, version=3)
+    check(world, Sizes())
+
+
+def test_staging_that_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make(Sizes())
+    world.sync()
+    world.module.add(1.0)
+    info = get_device("cpu").memory.info()
+    monkeypatch.setattr(type(get_device("cpu").memory), "info", lambda self: type(info)(100, info.total_bytes))
+    with pytest.raises(UnsupportedError, match=r"a second copy takes \d+ bytes, and 100 are free"):
+        world.sync(is_staged=True)
+    assert world.receivers[0].is_whole
+
+
+def test_verify_finds_what_the_plan_got_wrong(make: Make) -> None:
+    world = make(Sizes())
+    world.sync()
+    receiver: Any = world.receivers[0]
+    real = receiver.pull
+
+    def wrong(round_id: int, digest: str) -> int:
+        moved = real(round_id, digest)
+        if ":" not in digest:  # not of the golden load
+            world.workers[0].model.layer0.norm[3] += 1
+        return int(moved)
+
+    receiver.pull = wrong
+    with pytest.raises(SyncError, match=r"verify=True: 1 tensors on cpu:0 are not what .* such as 'layer0.norm'"):
+        world.sync(is_verified=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"route": "ipc"}, "route must be one of local, direct, packed, collective, or None, got 'ipc'"),
+        ({"checksums": "some"}, "checksums must be one of off, sample, always, got 'some'"),
+        ({"slab_bytes": 1000}, "a slab must be a multiple of 512 bytes and at least 1024, got 1000"),
+        ({"version": -1}, "version must be a whole number of at least 0, or None, got -1"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+    ],
+)
+def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInputError, match=match):
+        RoundOptions(**({"version": 1} | options))
