@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,16 @@ class Saver:
             groups=list(captured.tensors),
             state=captured.state,
         )
-        parts = {group: parts_of(named) for group, named in captured.tensors.items()}
-        with self._together(save):
-            if blocking:
-                save.write(parts)
-            else:
-                tensors = [part.tensor for named in parts.values() for part in named.values()]
-                snapshot = _snapshot(self._device, tensors)
+        with ExitStack() as undo:
+            with self._together(save):
+                parts = {group: parts_of(named) for group, named in captured.tensors.items()}
+                if blocking:
+                    save.write(parts)
+                else:
+                    tensors = [part.tensor for named in parts.values() for part in named.values()]
+                    snapshot = _snapshot(self._device, tensors)
+                    undo.callback(snapshot.release)
+            undo.pop_all()
         if not blocking:
             self._background = _in_background(save, started, snapshot, lambda: save.write(parts, snapshot.pieces))
         return save.data.name, time.perf_counter() - started

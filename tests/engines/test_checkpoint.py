@@ -24,6 +24,8 @@ from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.snapshot import Snapshot
 from rlcore.engines.saved_tensor import Part, parts_of
+from rlcore.engines.saving import Saver
+from rlcore.engines.train_state import Captured
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -204,6 +206,17 @@ def test_a_snapshot_that_nobody_reads_is_released(small_blocks: None) -> None:
     snapshot = Snapshot(device, tensors)
     next(snapshot.pieces(tensors[0]))
     snapshot.release()
+    assert arena_of(device).free_bytes == arena_of(device).total_bytes > 0
+
+
+def test_a_copy_is_given_up_where_another_worker_has_no_room_for_its_own(
+    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Saver, "_any", lambda *_: True)
+    device = rlcore.get_device("cpu")
+    captured = Captured({"weights": {"w": torch.randn(3000)}}, {})
+    with pytest.raises(CheckpointError, match="another worker failed; nothing is left"):
+        Saver(device).save(tmp_path, captured, blocking=False)
     assert arena_of(device).free_bytes == arena_of(device).total_bytes > 0
 
 
