@@ -130,6 +130,7 @@ def _link(device: Any, budget_s: float) -> float:
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     valid_for: dict[str, str]
+    effort: Effort
     calibration: Calibration
 
 
@@ -138,6 +139,7 @@ class Store:
 
     def __init__(self, record: Record) -> None:
         system = record.system
+        self._effort = record.effort
         self._path = Settings.from_env().cache / f"bench-limits-{system.device.replace(':', '-')}.json"
         self._valid_for = {
             "accelerator": system.accelerator_model_name,
@@ -148,16 +150,18 @@ class Store:
         }
 
     def load(self) -> Calibration | None:
-        """None when it is absent, stale, unreadable or of another machine."""
+        """None when it is absent, stale, unreadable, of another machine or measured with less effort."""
         try:
             stored = msgspec.json.decode(self._path.read_bytes(), type=_Stored)
             age = datetime.now(UTC) - datetime.fromisoformat(stored.calibration.measured_at)
         except (OSError, msgspec.DecodeError, ValueError, TypeError):
             return None
-        return stored.calibration if stored.valid_for == self._valid_for and age < _STALE else None
+        is_enough = _BUDGET_S[stored.effort] >= _BUDGET_S[self._effort]
+        return stored.calibration if is_enough and stored.valid_for == self._valid_for and age < _STALE else None
 
     def save(self, calibration: Calibration) -> None:
         """A cache that cannot be written costs the next run some seconds."""
         with contextlib.suppress(OSError):
             Path(self._path.parent).mkdir(parents=True, exist_ok=True)
-            write_file(self._path, msgspec.json.encode(_Stored(valid_for=self._valid_for, calibration=calibration)))
+            stored = _Stored(valid_for=self._valid_for, effort=self._effort, calibration=calibration)
+            write_file(self._path, msgspec.json.encode(stored))

@@ -85,6 +85,12 @@ def test_stored_limits_are_found_again_until_something_changes(record: Record) -
     assert Store(msgspec.structs.replace(record, num_threads=77)).load() is None
 
 
+def test_limits_of_a_quick_run_are_not_used_by_a_full_one(record: Record) -> None:
+    runs = {effort: Store(msgspec.structs.replace(record, effort=effort)) for effort in ("quick", "standard", "full")}
+    runs["standard"].save(limits())
+    assert [effort for effort, store in runs.items() if store.load()] == ["quick", "standard"]
+
+
 @pytest.mark.parametrize("data", [None, b"", b"{}", b'{"valid_for": {}, "calibration": {}}'])
 def test_stale_or_damaged_limits_are_not_used(record: Record, data: bytes | None) -> None:
     store = Store(record)

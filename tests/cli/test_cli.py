@@ -220,8 +220,15 @@ def test_bench_list_names_the_cases(rlcore_command: Run) -> None:
     assert "clipped policy loss" in rlcore_command("bench", "list").stdout
 
 
-def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_path: Path) -> None:
-    result = rlcore_command("bench", "run", "dispatch", "-o", "out.json", "--device", "cpu", "--json", cwd=tmp_path)
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Limits and durations are kept in a folder of the tests' own."""
+    return {"RLCORE_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_path: Path, cache: dict[str, str]) -> None:
+    arguments = ["bench", "run", "dispatch", "-o", "out.json", "--device", "cpu", "--json", "--quick"]
+    result = rlcore_command(*arguments, cwd=tmp_path, env=cache)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out.json").read_text() == result.stdout
     assert result.stderr.splitlines()[-1] == "out.json"
@@ -229,18 +236,22 @@ def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_pat
     assert [(case.name, case.status) for case in record.cases] == [("dispatch/device", "pass"), ("dispatch/op", "pass")]
 
 
-def test_bench_run_without_a_file_names_one_after_device_and_time(rlcore_command: Run, tmp_path: Path) -> None:
-    result = rlcore_command("bench", "run", "dispatch/op", "--device", "cpu", cwd=tmp_path)
+def test_bench_run_without_a_file_names_one_after_device_and_time(
+    rlcore_command: Run, tmp_path: Path, cache: dict[str, str]
+) -> None:
+    result = rlcore_command("bench", "run", "dispatch/op", "--device", "cpu", "--quick", cwd=tmp_path, env=cache)
     (file,) = tmp_path.iterdir()
+    assert re.match(r"1 cases on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
-    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +30", result.stdout)
+    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +10", result.stdout)
 
 
-def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path) -> None:
+def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path, cache: dict[str, str]) -> None:
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file), "--quick"]
+    options = {"env": os.environ | cache, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
         deadline = time.monotonic() + 60
         while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
