@@ -119,8 +119,9 @@ class TritonCopies(Bound):
             launch.write_addresses(sources, destinations)
 
     def run(self) -> None:
-        for launch in self._launches:
-            launch.run()
+        with torch.accelerator.device_index(self._device.index):
+            for launch in self._launches:
+                launch.run()
         self._views.run()
 
 

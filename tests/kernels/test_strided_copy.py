@@ -218,3 +218,26 @@ def test_a_piece_of_many_dimensions_is_cut() -> None:
     found = tables([piece], [torch.zeros(20000)], [torch.zeros(20000)])
     assert sum(int(table.num_words.sum()) for table in found) == 108
     assert all(table.kind.num_dims <= 4 for table in found)
+
+
+@pytest.mark.gpu
+def test_a_piece_of_more_than_two_to_the_31_elements() -> None:
+    numel = 2**31 + 4099
+    source = torch.arange(numel, device="cuda", dtype=torch.int32).to(torch.int16)
+    destination = torch.zeros_like(source)
+    piece = StridedPiece(0, 0, (numel - 1,), 1, (1,), 0, (1,))
+    Copies([piece], [source], [destination], implementation="triton").run()
+    assert torch.equal(destination[:-1], source[1:])
+
+
+@pytest.mark.multigpu
+def test_another_devices_memory_is_read_whatever_device_is_current() -> None:
+    source = torch.randn(1 << 20, device="cuda:0")
+    destination = torch.zeros(1 << 20, device="cuda:1", dtype=torch.bfloat16)
+    torch.cuda.synchronize(0)
+    piece = StridedPiece(0, 0, (1 << 10, 512), 0, (1024, 1), 0, (1024, 1))
+    with torch.cuda.device(0):
+        Copies([piece], [source], [destination], implementation="triton").run()
+    torch.cuda.synchronize(1)
+    want = source.view(1 << 10, 1024)[:, :512].to(torch.bfloat16).to("cuda:1")
+    assert torch.equal(destination.view(1 << 10, 1024)[:, :512], want)
