@@ -126,6 +126,7 @@ class HfWorker(Worker):
         if loaded is None:
             raise StateError("take_weights() has nothing to take; call read_weights(path) first")
         load_by_name(self.module, loaded.named_parameters())
+        self._receiver.reloaded()
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int

@@ -334,9 +334,13 @@ class Receiver:
         """A round has failed: what it held is given up, with the group ``meeting``. What was written stays."""
         self._drop_round()
         self.leave()
-        self._planner, self._plans = None, {}
         self._close_offers()
         self._close_slabs()
+
+    def reloaded(self) -> None:
+        """The target was loaded whole from elsewhere, such as from disk."""
+        self._drop_round()
+        self.is_whole = True
 
     def _drop_round(self) -> None:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
@@ -354,3 +358,4 @@ class Receiver:
     def close(self) -> None:
         """Let go of everything of others."""
         self.abandon()
+        self._planner, self._plans = None, {}

@@ -93,13 +93,14 @@ class Rounds:
             return round_.run(poisoned)
         except BaseException:
             if round_.is_under_way or not round_.is_agreed:
-                self._abandon()
+                self.agreement = None
+            self._abandon()
             raise
 
     def _abandon(self) -> None:
-        """Both sides give up what they hold for a round, if they still live; the next one agrees anew."""
+        """Both sides give up what they hold for a round, if they still live; the next one opens its route anew."""
         meeting = "".join(path.meeting for path in self.paths.values())
-        self.agreement, self.paths, self.last = None, {}, []
+        self.paths, self.last = {}, []
         for side in (self.receivers, self.senders):
             with contextlib.suppress(RlcoreError):
                 side.call("abandon", [(meeting,)] * len(side), _GRACE_S)

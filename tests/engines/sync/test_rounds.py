@@ -160,9 +160,11 @@ def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> N
     for name, parameter in world.workers[0].model.named_parameters():
         assert torch.equal(parameter, before[name])
     del receiver.ready
-    world.sync()  # agrees and proves anew
+    world.sync()
     world.module.add(1.0)
-    world.sync(is_staged=True, version=3)
+    with pytest.raises(UnsupportedError, match=r"route='collective' .* it takes a process for each"):
+        world.sync(route="collective")
+    world.sync(is_staged=True, version=3)  # what was refused before it began has not undone the proof
     check(world, Sizes())
 
 

@@ -95,6 +95,18 @@ def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, grid: rlcore.Inf
     check(trainer, grid, 2, torch.bfloat16)
 
 
+def test_slabs_stay_open_when_the_trainer_is_offloaded(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+    trainer.add(0.5)
+    trainer.sync_weights(grid)
+    trainer.offload()
+    with pytest.raises(StateError, match=r"needs the weights of the train engine, .* offloaded"):
+        trainer.sync_weights(grid)
+    trainer.onload()
+    trainer.add(0.5)
+    assert trainer.sync_weights(grid).handles_opened == 0
+    check(trainer, grid, 2, torch.bfloat16)
+
+
 def test_verify_compares_with_the_engines_own_loader(trainer: Any, grid: rlcore.InferenceEngine) -> None:
     trainer.add(-0.5)
     trainer.sync_weights(grid, verify=True)
@@ -160,3 +172,14 @@ def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
     trainer.sync_weights(apart)
     assert apart.sync_state == "serving"
     check(trainer, apart, 1, torch.float32)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_each_give_a_part(folder: Path, grid: rlcore.InferenceEngine) -> None:
+    """HSDP: two copies of two shards."""
+    with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=3))) as engine:
+        engine.build(replicas=2, data_parallel_size=2, devices=["cpu:0", "cpu:1", "cpu:6", "cpu:7"])
+        for _ in range(2):
+            engine.call("add", 0.5)
+            assert engine.sync_weights(grid).route == "packed"
+            check(engine, grid, 2, torch.bfloat16)
