@@ -97,9 +97,17 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path
 
 def test_whoever_ends_last_commits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commits: list[Path] = []
-    write_file = checkpoint.write_file
+    write_file, write_parts = checkpoint.write_file, checkpoint.write_parts
+    both_have_written = threading.Barrier(2, timeout=60)
+
+    def write_and_wait(file: Path, *args: Any) -> None:
+        write_parts(file, *args)
+        if file.name.startswith("rng"):  # the last of a share
+            both_have_written.wait()
+
+    monkeypatch.setattr(checkpoint, "write_parts", write_and_wait)
     monkeypatch.setattr(checkpoint, "write_file", lambda path, data: (commits.append(path), write_file(path, data)))
-    for step in range(1, 20):
+    for step in range(1, 6):
         threads = [threading.Thread(target=write) for write in shares(tmp_path, step)]
         for thread in threads:
             thread.start()
