@@ -127,7 +127,7 @@ def _version(parameter: Tensor) -> int:
 def _merged(layer: Any) -> dict[str, Tensor]:
     values = {id(parameter): _whole_copy(parameter) for parameter in layer.parameters()}
     copied = copy.deepcopy(layer, values)
-    for part in [copied, *adapted_layers(copied).values()]:
+    for part in adapted_layers(copied).values():  # itself, and those that it wraps
         if not part.merged:
             part.merge()
     return {name: parameter.detach() for name, parameter in copied.get_base_layer().named_parameters()}

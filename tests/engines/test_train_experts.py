@@ -65,7 +65,7 @@ class Model:
                 reshard(self)
                 return {
                     weight.name: [
-                        ([(side.start, side.stop) for side in box], tensor.clone())
+                        ([(side.start, side.stop) for side in box], tensor.cpu().clone())
                         for box, tensor in own_pieces(weight.view, weight.parameter)
                     ]
                     for weight in self.weight_views()
@@ -73,15 +73,15 @@ class Model:
 
         self.module_class: Any = Policy
 
-    def engine(self, workers: int) -> rlcore.TrainEngine:
+    def engine(self, workers: int, device: str = "cpu") -> rlcore.TrainEngine:
         with rlcore.meta_device():
             module = self.module_class.from_pretrained(self.folder)
         engine = rlcore.TrainEngine(module)
-        devices = [f"cpu:{index}" for index in range(workers)]
+        devices = [f"{device}:{index}" for index in range(workers)]
         return engine.build(devices=devices, data_parallel_size=workers, launcher="process", timeout_s=120)
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(scope="module", params=["Qwen3Moe", "Mixtral", pytest.param("Qwen3VLMoe", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_config: Any) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param), tiny_config)
 
@@ -103,11 +103,16 @@ def processes(tmp_path_factory: pytest.TempPathFactory, qwen2_folder: Path) -> I
             yield engine.build(devices=["cpu:0", "cpu:1", "cpu:2"], data_parallel_size=3, launcher="process")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "place",
+    [("cpu", 1), ("cpu", 2), ("cpu", 3), pytest.param(("cuda", 2), marks=pytest.mark.multigpu)],
+    ids=lambda place: f"{place[1]} {place[0]}",
+)
 def test_weights_are_those_of_the_file(
-    model: Model, workers: int, processes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Model, place: tuple[str, int], processes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "rlcore"), model.engine(workers) as engine:
+    device, workers = place
+    with caplog.at_level(logging.WARNING, "rlcore"), model.engine(workers, device) as engine:
         found = engine.state_dict()
         assert not caplog.messages, "read by slices"
         assert found.keys() == model.file.keys()

@@ -75,9 +75,9 @@ def build(dense: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFacto
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
 
-        def get(module: Any, workers: int, **options: Any) -> rlcore.TrainEngine:
+        def get(module: Any, workers: int, device: str = "cpu", **options: Any) -> rlcore.TrainEngine:
             engine = stack.enter_context(rlcore.TrainEngine(module))
-            devices = [f"cpu:{index}" for index in range(workers)]
+            devices = [f"{device}:{index}" for index in range(workers)]
             return engine.build(devices=devices, data_parallel_size=workers, launcher="process", **options)
 
         patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
@@ -108,7 +108,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def merged_by_peft(folder: Path, adapters: dict[str, Tensor], **config: Any) -> dict[str, Tensor]:
+def merged_by_peft(folder: Path, adapters: dict[str, Tensor], scratch: Path, **config: Any) -> dict[str, Tensor]:
     """Checkpoint names and weights that peft and transformers write for the same adapters."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -116,22 +116,24 @@ def merged_by_peft(folder: Path, adapters: dict[str, Tensor], **config: Any) -> 
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=4, **config))
     report = peft.set_peft_model_state_dict(model, {f"base_model.model.{name}": w for name, w in adapters.items()})
     assert not report.unexpected_keys, "state_dict(adapters='only') has peft's names"
-    model.merge_and_unload().save_pretrained(folder / "merged")
-    return load_file(folder / "merged" / "model.safetensors")
+    model.merge_and_unload().save_pretrained(scratch / "merged")
+    return load_file(scratch / "merged" / "model.safetensors")
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's", "ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def test_only_adapters_train_and_merge_as_in_peft(
-    kind: str, request: pytest.FixtureRequest, copy_of: Any, build: Build, tmp_path: Path
+    kind: str, device: str, request: pytest.FixtureRequest, build: Build, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
     is_dense = kind == "dense"
-    folder = copy_of(request.getfixturevalue("qwen2_folder" if is_dense else "moe_folder"))
+    folder = request.getfixturevalue("qwen2_folder" if is_dense else "moe_folder")
+    rel = 2e-5 if device == "cpu" else 1e-3
     module_class = request.getfixturevalue("dense") if is_dense else policy_of(Qwen3MoeForCausalLM)
     config: dict[str, Any] = {"target_modules": TARGETS} if is_dense else EXPERTS
-    alone, sharded = (build(lora_module(module_class, folder, **config), workers) for workers in (1, 2))
+    alone, sharded = (build(lora_module(module_class, folder, **config), workers, device) for workers in (1, 2))
 
     base, fresh = alone.state_dict(adapters="base"), alone.state_dict(adapters="only")
     assert_equal(alone.state_dict(), base)
@@ -139,16 +141,16 @@ def test_only_adapters_train_and_merge_as_in_peft(
     assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in fresh.items())
     for _ in range(2):
         expected = alone.train_batch(batch_of(), ppo_clip())
-        assert sharded.train_batch(batch_of(), ppo_clip()) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert sharded.train_batch(batch_of(), ppo_clip()) == pytest.approx(expected, rel=rel, abs=rel / 20)
     for what in sharded.what_trains():
         assert len(what["states"]) == len(fresh) and all("lora_" in name for name in what["states"])
 
     adapters, merged = sharded.state_dict(adapters="only"), sharded.state_dict()
-    assert_close(adapters, alone.state_dict(adapters="only"))
+    assert_close(adapters, alone.state_dict(adapters="only"), atol=rel / 10)
     assert not any(wrapper in name for name in merged for wrapper in WRAPPERS)
     assert_equal(sharded.state_dict(adapters="base"), base)
     assert any(not torch.equal(merged[name], base[name]) for name in base)
-    assert_close(merged, merged_by_peft(folder, adapters, **config))
+    assert_close(merged, merged_by_peft(folder, adapters, tmp_path, **config))
 
     sharded.export(tmp_path / "export")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -156,14 +158,13 @@ def test_only_adapters_train_and_merge_as_in_peft(
     scored = sharded.forward_logprobs({"input_ids": ids[0], "cu_seqlens": torch.tensor([0, 12])})
     with torch.no_grad():
         expected_TV = exported(ids).logits[0, :-1].log_softmax(-1)
-    torch.testing.assert_close(scored[1:], expected_TV.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scored[1:], expected_TV.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=rel / 2)
 
 
 def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     dense: Any, qwen2_folder: Path, build: Build, tmp_path: Path
 ) -> None:
-    module = lora_module(dense, qwen2_folder, target_modules=TARGETS)
-    engine = build(module, 2)
+    engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
     engine.train_batch(batch_of(), ppo_clip())
     engine.save(tmp_path / "checkpoint")
     merged = engine.state_dict()
@@ -171,18 +172,27 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
 
     files = list((tmp_path / "checkpoint").glob("weights-*.safetensors"))
     assert all("lora_" in name for file in files for name in safe_open(file, framework="pt").keys())  # noqa: SIM118
-    engine.restart()
-    assert_equal(engine.state_dict(), merged)
-    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
-
     engine.meta("weights")
     engine.onload("weights")
     engine.load(tmp_path / "checkpoint")
     assert_equal(engine.state_dict(), merged)
+    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
 
     other = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 1)
     other.load(tmp_path / "checkpoint")
     assert_close(other.state_dict(), merged)
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_from_the_checkpoint(dense: Any, qwen2_folder: Path, build: Build, tmp_path: Path) -> None:
+    engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
+    engine.train_batch(batch_of(), ppo_clip())
+    engine.save(tmp_path / "checkpoint")
+    merged = engine.state_dict()
+    expected = engine.train_batch(batch_of(seed=1), ppo_clip())
+    engine.restart()
+    assert_equal(engine.state_dict(), merged)
+    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_base_is_its_own_reference(dense: Any, qwen2_folder: Path, build: Build) -> None:

@@ -262,6 +262,7 @@ def seeing(folder: Path) -> Any:
         return Seeing.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_module_that_sees_trains_by_a_method_of_its_own(vision_folder: Path, build: Build) -> None:
     alone, sharded = build(seeing(vision_folder), 1), build(seeing(vision_folder), 2)
     file = load_file(vision_folder / "model.safetensors")

@@ -1,0 +1,74 @@
+"""Micro-batches on their way to the device: what stays on the host, and that nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlcore
+from rlcore.engines.micro_batch import MicroBatch, micro_batches, shares
+from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+LENGTHS = (12, 3, 7, 2, 9)
+
+
+def batch() -> dict[str, Tensor]:
+    total = sum(LENGTHS)
+    weight_T = torch.full((total,), 1 / total)
+    weight_T[torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)] = 0  # nothing precedes these
+    return {
+        "input_ids": torch.arange(total) % 21,
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32),
+        "old_logprobs": -torch.ones(total),
+        "advantages": torch.linspace(-1, 1, total),
+        WEIGHT: weight_T,
+    }
+
+
+def parts_on(device: Any, max_tokens: int) -> list[MicroBatch]:
+    (share,) = shares(batch(), 1, max_tokens)
+    return list(micro_batches(share, share.packed[WEIGHT] != 0, max_tokens, device.torch_device))
+
+
+def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) -> None:
+    parts = parts_on(device, 15)
+    assert len(parts) == 3
+    for part in parts:
+        boundaries = part.tokens["cu_seqlens"], part.cu_rows
+        assert all(edges.device.type == "cpu" and edges.dtype == torch.int32 for edges in boundaries)
+        assert part.tokens["cu_seqlens"][-1] == len(part.tokens["input_ids"])
+        assert part.cu_rows[-1] == len(part.rows_R) == len(part.targets_R)
+        there = [part.tokens["input_ids"], part.rows_R, part.targets_R, *part.per_token.values()]
+        assert all(tensor.device == device.torch_device for tensor in there)
+
+
+@pytest.mark.gpu
+def test_no_micro_batch_waits_for_the_device(qwen2_folder: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters())
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(qwen2_folder)
+    with rlcore.TrainEngine(module) as engine:
+        engine.build(devices="cuda:0", launcher="inline")
+        worker = engine.executors[0].workers[0].worker
+        options = StepOptions(max_tokens_per_micro_batch=15, temperature=1.0, with_entropy=True, max_grad_norm=1.0)
+        (share,) = shares(batch(), 1, 15)
+        losses = []
+        for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                metrics = _accumulate(worker.module, worker.device, share, ppo_clip(), options, reduce_each=False)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            losses.append(metrics.result()["loss"])
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
