@@ -37,6 +37,8 @@ class Receiver:
         self._planner: Planner | None = None
         self._plans: dict[str, Planned] = {}
         self._scratch: dict[str, Tensor] = {}
+        self._live: dict[str, Tensor] = {}
+        """The target's tensors, until something may put others in their place."""
         self._staging: dict[str, Tensor] = {}
         self._is_staged = False
         self._round_id = 0
@@ -83,6 +85,7 @@ class Receiver:
         """Try the plan on known values, in the live weights; what it gets wrong is left to the engine's own loader."""
         self.is_whole = False
         self._planning().prove()
+        self._live = {}
         return self._planned()
 
     def _planned(self) -> bytes:
@@ -130,11 +133,12 @@ class Receiver:
         return self._planner
 
     def _destinations(self) -> dict[str, Tensor]:
-        tensors = self._target.tensors()
+        if not self._live:
+            self._live = self._target.tensors()
         if not self._is_staged:
-            return tensors
+            return self._live
         if not self._staging:
-            self._staging = self._stage({name: tensors[name] for name in self._planning().destination_names})
+            self._staging = self._stage({name: self._live[name] for name in self._planning().destination_names})
         return self._staging
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -284,7 +288,7 @@ class Receiver:
         names = [self._planning().manifest.weights[number].name for number in weights]
         self._target.reload((name, self._scratch[name]) for name in names)
         self._device.synchronize()
-        self._scratch = {}
+        self._scratch, self._live = {}, {}
 
     def remember(self, round_id: int) -> None:
         """The sum of each tensor, to compare with what is there later."""
@@ -308,7 +312,7 @@ class Receiver:
         self._device.synchronize()
 
     def _end_reload(self) -> None:
-        self._is_reloading = False
+        self._is_reloading, self._live = False, {}
         self._reloading.close()
 
     # ------------------------------------------------------------------------------------------ vote, commit
@@ -346,7 +350,7 @@ class Receiver:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
         self._round_id, self._is_staged = 0, False
-        self._scratch, self._staging, self._remembered = {}, {}, {}
+        self._scratch, self._staging, self._live, self._remembered = {}, {}, {}, {}
         for plan in self._plans.values():
             plan.forget_round()
 

@@ -90,6 +90,7 @@ class Sender:
         self._slabs: Slabs | None = None
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._movers: dict[tuple[str, int, int], Mover] = {}
+        self._parts: dict[int, Tensor] = {}
         self._computed: dict[int, Tensor] = {}
         self._exports: dict[str, IpcHandle] = {}
         self._num_revoked = 0
@@ -110,6 +111,7 @@ class Sender:
             number, and ``is_same`` for all ranks to see.
         """
         self._device.synchronize()
+        self._parts = dict(enumerate(self._holding.parts()))
         manifest, changes = self._holding.manifest.digest, self._holding.changes()
         return [self.describe(), manifest, changes, self._num_revoked, secrets.randbits(60), is_same]
 
@@ -130,8 +132,8 @@ class Sender:
         self._device.synchronize()
 
     def tensors(self) -> dict[int, Tensor]:
-        """By number: this rank's rows of parameters; computed weights are counted after them."""
-        return dict(enumerate(self._holding.parts())) | self._computed
+        """By number: this rank's rows of parameters, since ``begin``; computed weights are counted after them."""
+        return self._parts | self._computed
 
     # ------------------------------------------------------------------------------------------ local, direct
 
@@ -143,7 +145,7 @@ class Sender:
         """
         if not is_shared:
             return msgspec.msgpack.encode(Offer(epoch=self._place.epoch))
-        handles = [self._exported(part) if part.numel() else None for part in self._holding.parts()]
+        handles = [self._exported(part) if part.numel() else None for part in self._parts.values()]
         return msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=handles))
 
     def _exported(self, part: Tensor) -> IpcHandle:
@@ -239,6 +241,7 @@ class Sender:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Give back everything that others may have open."""
+        self._parts, self._computed = {}, {}
         for meeting in list(self._meetings):
             self.leave(meeting)
         self.revoke(timeout_s)
