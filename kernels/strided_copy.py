@@ -10,9 +10,10 @@ A source may be another device's memory, or another process's, wherever the dest
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,8 +70,11 @@ class Copies:
         Raises:
             InvalidInputError: a piece reaches beyond a tensor's memory, or destinations are on several devices.
         """
-        self._pieces = pieces
         device = _common_device(destinations)
+        self._reach = [
+            _Reach.of([(piece.source, piece.source_offset, piece.source_stride, piece.shape) for piece in pieces]),
+            _Reach.of([(piece.destination, piece.offset, piece.stride, piece.shape) for piece in pieces]),
+        ]
         self._check(sources, destinations)
         choice = choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
         self.implementation = choice.implementation
@@ -91,19 +95,33 @@ class Copies:
         self._bound.run()
 
     def _check(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        rooms = [[_room(tensor) for tensor in tensors] for tensors in (sources, destinations)]
-        for piece in self._pieces:
-            ends = (
-                (rooms[0][piece.source], piece.source_offset, piece.source_stride, "source", piece.source),
-                (rooms[1][piece.destination], piece.offset, piece.stride, "destination", piece.destination),
-            )
-            for room, offset, strides, what, index in ends:
-                last = offset + sum(s * (n - 1) for n, s in zip(piece.shape, strides, strict=True))
-                if 0 not in piece.shape and not 0 <= offset <= last < room:
-                    raise InvalidInputError(
-                        f"a strided copy of {list(piece.shape)} reaches element {last} of {what} {index}, whose memory "
-                        f"holds {room}. Was it moved, freed, or made for another layout?"
-                    )
+        for what, reach, tensors in zip(("source", "destination"), self._reach, (sources, destinations), strict=True):
+            rooms = np.array([_room(tensor) for tensor in tensors], dtype=np.int64)[reach.tensor]
+            is_beyond = (reach.first < 0) | (reach.last >= rooms)
+            if is_beyond.any():
+                piece = int(is_beyond.argmax())
+                raise InvalidInputError(
+                    f"a strided copy reaches element {reach.last[piece]} of {what} {reach.tensor[piece]}, whose memory "
+                    f"holds {rooms[piece]}. Was it moved, freed, or made for another layout?"
+                )
+
+
+class _Reach(NamedTuple):
+    """One end of all pieces that are not empty, as columns."""
+
+    tensor: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    @classmethod
+    def of(cls, ends: Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> _Reach:
+        rows = [
+            (tensor, offset, offset + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True)))
+            for tensor, offset, stride, shape in ends
+            if 0 not in shape
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return cls(*columns)
 
 
 def _room(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,18 @@ def _copy_kernel(
         tile += 1
 
 
+class _Addresses(NamedTuple):
+    sources: np.ndarray
+    destinations: np.ndarray
+
+    @classmethod
+    def of(cls, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> _Addresses:
+        return cls(*(np.array([tensor.data_ptr() for tensor in side], np.int64) for side in (sources, destinations)))
+
+    def are_aligned_as(self, other: _Addresses) -> bool:
+        return all(np.array_equal(one % WIDEST, two % WIDEST) for one, two in zip(self, other, strict=True))
+
+
 class TritonCopies(Bound):
     """A launch for each kind of piece. Dtypes that Triton does not convert are copied as views."""
 
@@ -102,21 +114,22 @@ class TritonCopies(Bound):
 
     def rebind(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         self._views.rebind(sources, destinations)
-        if _alignments(sources, destinations) != self._alignments:
+        ends = _Addresses.of(sources, destinations)
+        if not ends.are_aligned_as(self._ends):
             self._make(sources, destinations)
             return
-        self._tensors = (*sources, *destinations)
+        self._tensors, self._ends = (*sources, *destinations), ends
         for launch in self._launches:
-            launch.write_addresses(sources, destinations)
+            launch.write_addresses(ends)
 
     def _make(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         self._tensors = (*sources, *destinations)  # whose memory is read and written
-        self._alignments: list[int] = _alignments(sources, destinations)
+        self._ends: _Addresses = _Addresses.of(sources, destinations)
         self._launches: list[_Launch] = [
             _Launch(table, self._device) for table in tables(self._pieces, sources, destinations)
         ]
         for launch in self._launches:
-            launch.write_addresses(sources, destinations)
+            launch.write_addresses(self._ends)
 
     def run(self) -> None:
         with torch.accelerator.device_index(self._device.index):
@@ -146,11 +159,10 @@ class _Launch:
         self._rows = torch.from_numpy(rows)
         self._first_rows = torch.from_numpy(first_rows.astype(np.int32)).to(device)
 
-    def write_addresses(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        addresses = [np.array([tensor.data_ptr() for tensor in side]) for side in (sources, destinations)]
+    def write_addresses(self, ends: _Addresses) -> None:
         rows = self._rows.numpy()
-        rows[:-1, 0] = addresses[0][self._table.source] + self._table.bytes[:, 0]
-        rows[:-1, 1] = addresses[1][self._table.destination] + self._table.bytes[:, 1]
+        rows[:-1, 0] = ends.sources[self._table.source] + self._table.bytes[:, 0]
+        rows[:-1, 1] = ends.destinations[self._table.destination] + self._table.bytes[:, 1]
         self._on_device = self._rows.to(self._device)
 
     def run(self) -> None:
@@ -170,10 +182,6 @@ def compile_options(kind: Kind) -> dict[str, Any]:
         "ALIGNMENT": min(WIDEST, destination),
         "num_warps": _NUM_WARPS,
     }
-
-
-def _alignments(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() % WIDEST for tensor in (*sources, *destinations)]
 
 
 @functools.cache

@@ -164,7 +164,7 @@ def test_nothing_to_copy(implementation: str, device: Any) -> None:
     [
         (
             StridedPiece(0, 0, (10,), 91, (1,), 0, (1,)),
-            r"of \[10\] reaches element 100 of source 0, whose memory holds",
+            "^a strided copy reaches element 100 of source 0, whose memory holds 100",
         ),
         (
             StridedPiece(0, 0, (5, 2), 0, (2, 1), 0, (25, 1)),
