@@ -12,7 +12,7 @@ from rlcore.bench.result import CaseResult, Record, identity
 from rlcore.bench.statistics import Difference, difference
 from rlcore.errors import InvalidInputError
 
-Verdict = Literal["about equal", "faster", "slower", "not comparable"]
+Verdict = Literal["about equal", "faster", "slower", "too few samples", "not comparable"]
 _WORSE = ("fail", "oom")
 
 
@@ -158,7 +158,7 @@ def _row(
         is_worse = a.status == "pass" and b.status in _WORSE
         return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
-    verdict: Verdict = "about equal"
+    verdict: Verdict = "about equal" if found.can_tell else "too few samples"
     if found.is_significant:
         verdict = "slower" if found.ratio > 1 else "faster"
     medians = [statistics.median(result.samples("time")) for result in (a, b)]

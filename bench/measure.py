@@ -67,6 +67,8 @@ def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: M
     for trial in trials:
         if work.num_runs is None:
             trial.attempt(trial.warm_up)
+            if not device.spec.is_host:
+                trial.attempt(trial.measure_memory)
     for trial in _in_turns(trials):
         trial.attempt(trial.sample)
         monitor.read()
@@ -173,6 +175,18 @@ class _Trial:
         if self.contender.quantities is not None:
             for name, quantity in self.contender.quantities(self._output).items():
                 self.quantities.setdefault(name, []).append(quantity)
+
+    def measure_memory(self) -> None:
+        """At the peak of one run, beyond what was there before it: inputs are not counted, its output is."""
+        memory = self.device.memory
+        self._output = None
+        self.device.synchronize()
+        before = memory.stats().allocated_bytes
+        memory.reset_peak()
+        self._timed(1)
+        extra = memory.stats().peak_allocated_bytes - before
+        if extra > 0:
+            self.quantities["extra_memory"] = [Quantity(extra, "B")]
 
     def measure_energy(self, monitor: Monitor) -> None:
         """Of one run, from many in a row: the counters move about ten times a second."""

@@ -76,4 +76,6 @@ def _other_metrics(result: CaseResult) -> list[str]:
 def _value(value: float, unit: str) -> str:
     if unit == "s":
         return seconds(value)
-    return f"{value:.3g}" if unit == "1" else rate(value, unit) if "/s" in unit else f"{count(value)} {unit}"
+    if unit == "1":
+        return f"{value:.3g}"
+    return rate(value, unit) if unit == "B" or "/s" in unit else f"{count(value)} {unit}"

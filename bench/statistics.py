@@ -46,6 +46,9 @@ class Difference:
     noise: float
     """What the rounds of a and b differ by themselves, as a share: a ratio within 1 +- this says nothing."""
 
+    can_tell: bool
+    """There are samples enough for the test to find anything; with three against three there are not."""
+
     @property
     def is_significant(self) -> bool:
         return self.p < ALPHA and not self.low <= 1 <= self.high and abs(math.log(self.ratio)) > math.log1p(self.noise)
@@ -64,6 +67,7 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
         high=high,
         p=float(_scipy_stats().mannwhitneyu(all_a, all_b).pvalue),
         noise=max(_LEAST, _noise(rounds_a, rounds_b)),
+        can_tell=2 / math.comb(len(all_a) + len(all_b), len(all_a)) < ALPHA,
     )
 
 

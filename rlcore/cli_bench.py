@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -194,11 +195,10 @@ def _print_comparison(found: Comparison) -> None:
     header = ["case", "implementation", found.name_a, found.name_b, "ratio", "99 % interval", "noise", "p", "verdict"]
     prices = any(row.cost_ratio for row in found.rows)
     print_table(header + ["cost ratio", "USD/M tokens"] * prices, [_compared(row, prices) for row in found.rows])
-    counts = {
-        verdict: sum(row.verdict == verdict for row in found.rows) for verdict in ("about equal", "faster", "slower")
-    }
+    counts = Counter(row.verdict for row in found.rows)
+    shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + mean)
+    print(", ".join(dict.fromkeys(shown)) + mean)
 
 
 def _compared(row: Row, has_prices: bool) -> list[str]:

@@ -79,7 +79,16 @@ def test_a_single_sample_says_nothing() -> None:
     )
     ten = msgspec.structs.replace(one, metrics=[Metric(name="time", unit="s", samples=[10.0])])
     found = difference(one, ten)
-    assert (found.ratio, found.is_significant) == (10.0, False)
+    assert (found.ratio, found.is_significant, found.can_tell) == (10.0, False, False)
+    (row,) = compared(record(one), record(ten)).rows
+    assert (row.verdict, row.is_regression) == ("too few samples", False)
+
+
+@pytest.mark.parametrize(("n", "can_tell"), [(1, False), (3, False), (4, False), (5, True), (30, True)])
+def test_three_samples_against_three_can_never_tell(n: int, can_tell: bool) -> None:
+    generator = np.random.default_rng(10)
+    a, b = timed("a", generator, rounds=1, n=n), timed("a", generator, rounds=1, n=n, median=1.0)
+    assert difference(a, b).can_tell is can_tell
 
 
 def with_clock(result: CaseResult, name: str, marks: list[str]) -> CaseResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -16,6 +17,7 @@ from rlcore.bench.measure import Sampling, run_case
 from rlcore.bench.result import CaseResult
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
+from rlcore.types import MemoryStats
 
 QUICK = Sampling(min_samples=3, max_samples=6, budget_s=0.5, max_warmup=5)
 
@@ -101,6 +103,39 @@ def test_events_on_the_device_agree_with_the_clock_for_long_runs() -> None:
     (result,) = run_case(case_of(contender(lambda: factor @ factor)), device, QUICK)
     wall, events = (statistics.median(result.samples(name)) for name in ("time", "device_time"))
     assert 0.8 < events / wall <= 1.0
+
+
+class Accelerator:
+    """FAKE: the host as if it were an accelerator; its memory is a list of sizes. Proves nothing about a GPU."""
+
+    def __init__(self) -> None:
+        host = get_device("cpu")
+        self.spec = dataclasses.replace(host.spec, is_host=False)
+        self.streams, self.synchronize, self.torch_device = host.streams, host.synchronize, host.torch_device
+        self.telemetry, self.processes = host.telemetry, host.processes
+        self.memory, self.taken, self.peak = self, 1000, 0
+
+    def stats(self) -> MemoryStats:
+        return MemoryStats(self.taken, self.taken, self.peak)
+
+    def reset_peak(self) -> None:
+        self.peak = self.taken
+
+
+def test_accelerators_have_times_of_their_own_clock_and_extra_memory() -> None:
+    device = Accelerator()
+
+    def run() -> None:
+        time.sleep(0.002)
+        device.peak = max(device.peak, device.taken + 512)
+
+    (result,) = run_case(case_of(contender(run)), device, QUICK)
+    assert (result.status, result.reason) == ("pass", "")
+    assert result.samples("extra_memory") == [512.0]
+    walls, events = result.samples("time"), result.samples("device_time")
+    assert len(walls) == len(events) == QUICK.max_samples
+    assert all(0.002 <= event <= wall for event, wall in zip(events, walls, strict=True))
+    assert not result.has("processor_time")
 
 
 def test_limits_are_flops_of_the_dtype_and_bytes_of_memory_unless_the_case_says_otherwise() -> None:
