@@ -99,6 +99,9 @@ class _Addresses(NamedTuple):
 class TritonCopies(Bound):
     """A launch for each kind of piece. Dtypes that Triton does not convert are copied as views."""
 
+    _ends: _Addresses
+    _launches: list[_Launch]
+
     def __init__(
         self, pieces: Sequence[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]
     ) -> None:
@@ -124,10 +127,8 @@ class TritonCopies(Bound):
 
     def _make(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         self._tensors = (*sources, *destinations)  # whose memory is read and written
-        self._ends: _Addresses = _Addresses.of(sources, destinations)
-        self._launches: list[_Launch] = [
-            _Launch(table, self._device) for table in tables(self._pieces, sources, destinations)
-        ]
+        self._ends = _Addresses.of(sources, destinations)
+        self._launches = [_Launch(table, self._device) for table in tables(self._pieces, sources, destinations)]
         for launch in self._launches:
             launch.write_addresses(self._ends)
 

@@ -35,7 +35,8 @@ class _Model(NamedTuple):
     experts: int = 1
 
     def divided(self, by: int) -> _Model:
-        return _Model(*(size // by for size in self[:5]), layers=2, experts=min(self.experts, 4))
+        vocab, hidden, inner, q, kv = (size // by for size in self[:5])
+        return _Model(vocab, hidden, inner, q, kv, layers=2, experts=min(self.experts, 4))
 
 
 _QWEN2_7B = _Model(vocab=152064, hidden=3584, inner=18944, q=3584, kv=512, layers=28)
