@@ -14,6 +14,9 @@ import torch
 
 from rlcore.bench.case import Case, Contender, Work, expect
 
+SLEEP_S = "1000.17"
+"""Of processes that cases leave behind; a number that nobody else sleeps."""
+
 
 def _case(name: str, run: Callable[[], Any], timeout_s: float = 60.0) -> Case:
     def prepare(device: Any) -> Work:
@@ -26,12 +29,12 @@ def _case(name: str, run: Callable[[], Any], timeout_s: float = 60.0) -> Case:
 
 
 def _hang() -> None:
-    subprocess.Popen(["sleep", "1000"])  # its end is the child's business too
+    subprocess.Popen(["sleep", SLEEP_S])  # its end is the child's business too
     time.sleep(1000)
 
 
 def _leave_behind() -> int:
-    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", SLEEP_S])
     return 4
 
 

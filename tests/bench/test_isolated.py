@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cases import CASES
+from faulty_cases import CASES, SLEEP_S
 
 from rlcore.bench import isolated as module
 from rlcore.bench.case import load_cases
@@ -56,7 +56,7 @@ def test_every_outcome_is_reported_and_the_run_goes_on(isolated: Isolated, tmp_p
 
 
 def sleepers() -> list[str]:
-    found = subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, text=True, check=False)
+    found = subprocess.run(["pgrep", "-f", f"^sleep {SLEEP_S}$"], capture_output=True, text=True, check=False)
     return found.stdout.split()
 
 
