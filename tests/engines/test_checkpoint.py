@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,12 +240,14 @@ def policy() -> Any:
         def on_weights_materialized(self) -> None:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-        def die_as_it_writes(self) -> None:
-            """The worker is killed when one of its files is written."""
+        def die_as_it_writes(self, go: Path) -> None:
+            """The worker is killed with one of its files written, when ``go`` is there."""
             write_parts = checkpoint.write_parts
 
             def write_one(*args: Any) -> None:
                 write_parts(*args)
+                while not go.exists():
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             checkpoint.write_parts = write_one
@@ -422,15 +425,16 @@ def test_a_worker_killed_as_it_writes_in_the_background(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "checkpoint"
     with make(policy, qwen2_folder) as engine:
-        engine.build(devices="cpu:7", launcher="process", timeout_s=60)
+        engine.build(devices="cpu:7", launcher="process", timeout_s=300)
         train(engine, 0)
         pending = engine.save(folder, {"step": 1}, blocking=False)
         saved, expected = engine.state_dict(), train(engine, 1)
-        assert pending.result(timeout_s=60) > 0
-        engine.die_as_it_writes()
+        assert pending.result(timeout_s=300) > 0
+        engine.die_as_it_writes(tmp_path / "go")
         pending = engine.save(folder, {"step": 2}, blocking=False)
+        (tmp_path / "go").touch()
         with pytest.raises(CheckpointError, match=r"the workers ended before the checkpoint .* was written") as raised:
-            pending.result(timeout_s=60)
+            pending.result(timeout_s=300)
         assert isinstance(raised.value.__cause__, rlcore.errors.WorkerError | rlcore.errors.StateError)
         engine.restart()
         assert same(engine.state_dict(), saved)

@@ -128,7 +128,7 @@ def make(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFacto
             patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
             with rlcore.meta_device():
                 module = policy.from_pretrained(qwen2_folder)
-            return stack.enter_context(rlcore.TrainEngine(module)).build(devices=device, timeout_s=60)
+            return stack.enter_context(rlcore.TrainEngine(module)).build(devices=device, timeout_s=300)
 
         yield build
 

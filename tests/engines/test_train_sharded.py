@@ -424,7 +424,7 @@ def test_a_checkpoint_of_gpus_resumes_on_the_host(build: Build, tmp_path: Path) 
     next_steps(first, (1, 2))
     pending = first.save(tmp_path, blocking=False)
     expected = next_steps(first)
-    assert pending.result(timeout_s=60) > 0
+    assert pending.result(timeout_s=300) > 0
     second.load(tmp_path)
     for found, one in zip(next_steps(second), expected, strict=True):
         assert_same_metrics(found, one, rel=1e-3)
@@ -481,7 +481,7 @@ def test_workers_save_in_the_background(build: Build, tmp_path: Path) -> None:
     next_steps(engine, (1, 2))
     pending = engine.save(tmp_path, {"step": 2}, blocking=False)
     expected = next_steps(engine)
-    assert pending.result(timeout_s=60) > 0 and pending.done()
+    assert pending.result(timeout_s=300) > 0 and pending.done()
     assert engine.load(tmp_path) == {"step": 2}
     assert next_steps(engine) == expected, "exactly"
 
@@ -494,7 +494,7 @@ def test_one_worker_that_cannot_write_in_the_background(build: Build, tmp_path: 
         pending = engine.save(tmp_path, {"step": 2}, blocking=False)
         next_steps(engine)
         with pytest.raises(CheckpointError, match=r"File too large; .*intact|another worker failed; .*intact"):
-            pending.result(timeout_s=60)
+            pending.result(timeout_s=300)
     finally:
         engine.limit_file_size([None])
     assert len(list(tmp_path.iterdir())) == 2
