@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlcore.engines.sync.regions import Copy, NotNestedError, compose, visible
+from rlcore.engines.sync.digits import NotNestedError
+from rlcore.engines.sync.regions import Copy, compose, visible
 from rlcore.engines.sync.source import Manifest, dtype_of, name_of
 from rlcore.errors import SyncError
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rlcore.engines.sync.digits import NotNestedError
 from rlcore.engines.sync.provenance import (
     Changed,
     Constant,
@@ -31,7 +32,7 @@ from rlcore.engines.sync.provenance import (
     storage_key,
     weights_of,
 )
-from rlcore.engines.sync.regions import Copy, NotNestedError, cut, span, visible
+from rlcore.engines.sync.regions import Copy, cut, span, visible
 from rlcore.engines.sync.source import Manifest, dtype_of, name_of
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}

@@ -1,9 +1,6 @@
 """Strided copies between storages: composed, cut, subtracted and coalesced, exactly.
 
-A region is an offset, and a size and a stride for each dimension, in elements. To compare two regions of one storage
-its elements are numbered by digits: with the strides of both as 1 = s_0 | s_1 | s_2 ... (each divides the next),
-element x has the digits (x mod s_1) / s_0, (x mod s_2) / s_1, ... A region is a few boxes, a range for each digit, and
-boxes are intersected and subtracted digit by digit. Along a digit the other end of a copy moves by a fixed step.
+A region is an offset, and a size and a stride for each dimension, in elements. ``digits`` compares them.
 """
 
 from __future__ import annotations
@@ -13,11 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from rlcore.engines.sync.digits import End, boxes_of, common_range, pairs_of_boxes, radix_of, remainder
+
 _Tag = TypeVar("_Tag")
-
-
-class NotNestedError(Exception):
-    """Strides that do not divide each other, or a region that overlaps itself: it cannot be told what meets what."""
 
 
 class Copy(NamedTuple):
@@ -62,10 +57,10 @@ def compose(first: Copy, second: Copy) -> list[Copy]:
     Raises:
         NotNestedError: the two cannot be compared.
     """
-    ends = _End.of(first, "destination"), _End.of(second, "source")
+    ends = _end(first, "destination"), _end(second, "source")
     found = []
-    for left, right in _pairs(*ends):
-        if common := _common(left, right):
+    for left, right in pairs_of_boxes(*ends):
+        if common := common_range(left, right):
             free = tuple(size for size, _ in right.free)
             source_stride = left.step + (0,) * len(free)
             stride = right.step + tuple(step for _, step in right.free)
@@ -96,11 +91,11 @@ def subtract(copy: Copy, hole: Copy) -> list[Copy]:
     Raises:
         NotNestedError: the two cannot be compared.
     """
-    own, other = _End.of(copy, "destination"), _End.of(hole, "destination")
-    radix = _radix(own, other)
-    remaining = list(_boxes(own, radix))
-    for box in _boxes(other, radix):
-        remaining = [part for whole in remaining for part in _minus(whole, box)]
+    own, other = _end(copy, "destination"), _end(hole, "destination")
+    radix = radix_of(own, other)
+    remaining = list(boxes_of(own, radix))
+    for box in boxes_of(other, radix):
+        remaining = [part for whole in remaining for part in remainder(whole, box)]
     strides = tuple(radix)
     return [
         canonical(Copy(box.sizes, box.at(box.start), box.step, _dot(box.start, strides), strides)) for box in remaining
@@ -201,134 +196,13 @@ def _joined_ends(copies: list[Copy]) -> list[Copy]:
     return [canonical(copy) for copy in found]
 
 
-# ---------------------------------------------------------------------------------------------------- digits
-
-
-class _End(NamedTuple):
-    """One end of a copy, and for each of its dimensions the step of the other end."""
-
-    offset: int
-    dims: tuple[tuple[int, int, int], ...]
-    """(stride, size, step of the other end), narrow strides first."""
-    free: tuple[tuple[int, int], ...]
-    """(size, step of the other end) where this end stays."""
-    other: int
-
-    @classmethod
-    def of(cls, copy: Copy, which: Literal["source", "destination"]) -> _End:
-        own, other = (copy.source_offset, copy.source_stride), (copy.offset, copy.stride)
-        if which == "destination":
-            own, other = other, own
-        dims = sorted(d for d in zip(own[1], copy.shape, other[1], strict=True) if d[1] > 1)
-        free = tuple((size, step) for stride, size, step in dims if stride == 0)
-        return cls(own[0], tuple(dims[len(free) :]), free, other[0])
-
-
-class _Box(NamedTuple):
-    """A range of each digit."""
-
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-    step: tuple[int, ...]
-    """Of the other end, along each digit."""
-    other: int
-    """The other end of the element at ``start``."""
-    free: tuple[tuple[int, int], ...]
-
-    def at(self, start: Sequence[int]) -> int:
-        """The other end of the element at these digits."""
-        return self.other + sum((a - b) * step for a, b, step in zip(start, self.start, self.step, strict=True))
-
-    def narrowed(self, digit: int, start: int, end: int) -> _Box:
-        starts = (*self.start[:digit], start, *self.start[digit + 1 :])
-        sizes = (*self.sizes[:digit], end - start, *self.sizes[digit + 1 :])
-        return _Box(starts, sizes, self.step, self.at(starts), self.free)
-
-
-class _Range(NamedTuple):
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def _pairs(left: _End, right: _End) -> Iterator[tuple[_Box, _Box]]:
-    """``left`` is where something is written, so that it cannot stay."""
-    radix = _radix(left, right)
-    rights = list(_boxes(right, radix))
-    return ((box, other) for box in _boxes(left, radix) for other in rights)
-
-
-def _radix(*ends: _End) -> list[int]:
-    strides = sorted({1, *(stride for end in ends for stride, _, _ in end.dims)})
-    if any(wide % narrow for narrow, wide in itertools.pairwise(strides)):
-        raise NotNestedError(f"regions with strides {strides}, which do not divide each other")
-    for end in ends:
-        extent = 0
-        for stride, size, _ in end.dims:
-            if stride <= extent:
-                raise NotNestedError(f"a region that overlaps itself: (stride, size, ...) {end.dims}")
-            extent += stride * (size - 1)
-    return strides
-
-
-def _boxes(end: _End, radix: list[int]) -> Iterator[_Box]:
-    for place, (stride, size, step) in enumerate(end.dims):
-        digit = radix.index(stride)
-        if digit + 1 == len(radix):
-            continue
-        limit = radix[digit + 1] // stride
-        begin = end.offset // stride % limit
-        if begin + size <= limit:
-            continue
-        others = end.dims[:place] + end.dims[place + 1 :]
-        whole = 0 if begin else size // limit
-        head = whole * limit or limit - begin
-        first = ((stride, limit, step), (stride * limit, whole, step * limit)) if whole else ((stride, head, step),)
-        tail = ((stride, size - head, step),) if size > head else None
-        yield from _boxes(end._replace(dims=_sorted(*others, *first)), radix)
-        if tail:
-            moved = end._replace(offset=end.offset + head * stride, other=end.other + head * step)
-            yield from _boxes(moved._replace(dims=_sorted(*others, *tail)), radix)
-        return
-    yield _box(end, radix)
-
-
-def _sorted(*dims: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(sorted(dim for dim in dims if dim[1] > 1))
-
-
-def _box(end: _End, radix: list[int]) -> _Box:
-    start, rest = [], end.offset
-    for stride in reversed(radix):
-        start.append(rest // stride)
-        rest %= stride
-    sizes, steps = [1] * len(radix), [0] * len(radix)
-    for stride, size, step in end.dims:
-        digit = radix.index(stride)
-        sizes[digit], steps[digit] = size, step
-    return _Box(tuple(start[::-1]), tuple(sizes), tuple(steps), end.other, end.free)
-
-
-def _common(one: _Box, other: _Box) -> _Range | None:
-    start = tuple(map(max, one.start, other.start))
-    sizes = tuple(
-        min(a + m, b + n) - begin
-        for a, m, b, n, begin in zip(one.start, one.sizes, other.start, other.sizes, start, strict=True)
-    )
-    return _Range(start, sizes) if min(sizes) > 0 else None
-
-
-def _minus(box: _Box, hole: _Box) -> Iterator[_Box]:
-    common = _common(box, hole)
-    if common is None:
-        yield box
-        return
-    for digit, (start, size) in enumerate(zip(common.start, common.sizes, strict=True)):
-        low, high = box.start[digit], box.start[digit] + box.sizes[digit]
-        if low < start:
-            yield box.narrowed(digit, low, start)
-        if start + size < high:
-            yield box.narrowed(digit, start + size, high)
-        box = box.narrowed(digit, start, start + size)
+def _end(copy: Copy, which: Literal["source", "destination"]) -> End:
+    own, other = (copy.source_offset, copy.source_stride), (copy.offset, copy.stride)
+    if which == "destination":
+        own, other = other, own
+    dims = sorted(d for d in zip(own[1], copy.shape, other[1], strict=True) if d[1] > 1)
+    free = tuple((size, step) for stride, size, step in dims if stride == 0)
+    return End(own[0], tuple(dims[len(free) :]), free, other[0])
 
 
 def _dot(numbers: Sequence[int], strides: Sequence[int]) -> int:

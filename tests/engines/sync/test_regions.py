@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from rlcore.engines.sync.regions import Copy, NotNestedError, canonical, coalesce, compose, cut, subtract, visible
+from rlcore.engines.sync.digits import NotNestedError
+from rlcore.engines.sync.regions import Copy, canonical, coalesce, compose, cut, subtract, visible
 
 Pairs = dict[int, int]
 """Destination element -> source element."""
@@ -148,6 +149,12 @@ def test_pieces_of_equal_experts_become_one_box() -> None:
         for e in range(experts)
     ]
     assert coalesce(gate) == [Copy((experts, rows * columns), 0, (rows * columns, 1), 0, (2 * rows * columns, 1))]
+
+
+def test_rows_in_reverse_stay_apart() -> None:
+    rows = [Copy((4,), 4 * (5 - row), (1,), 10 * row, (1,)) for row in range(5)]
+    found = coalesce(rows)
+    assert sorted(found) == sorted(rows)  # no tensor has negative strides
 
 
 def test_rows_cut_unevenly_become_one_again() -> None:
