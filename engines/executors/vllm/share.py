@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.regions import MappedResident
+from rlcore.engines.executors.vllm.reload_check import differing_after_reload
 from rlcore.engines.executors.vllm.target import VllmTarget
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.resident import Resident
@@ -106,6 +107,10 @@ class Share:
         with self._target.reloading():
             self._target.reload((name, tensor.read(())) for name, tensor in found.items())
         self.device.synchronize()
+
+    def differing_after_reload(self, path: str) -> list[str]:
+        """Of the folder that the model was loaded from, as it was loaded."""
+        return differing_after_reload(self._target, in_files(check_model_folder(path).weight_files))
 
     def is_whole(self) -> bool:
         """What the model holds is of one version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class VllmTarget(Target):
         self._model: Any = worker.model_runner.get_model()
         self._strays = strays
         self._tensors: dict[str, Tensor] = {}
+        self._is_reloading = False
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         return meta_model(self._vllm_config)
@@ -44,11 +45,18 @@ class VllmTarget(Target):
                     yield (f"{prefix}.{name}" if prefix else name), tensor.detach()
 
     def reload(self, weights: Weights) -> None:
-        self._model.load_weights(weights)
+        with nullcontext() if self._is_reloading else self.reloading():
+            self._model.load_weights(weights)
 
-    def reloading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
         self.tensors()
-        return versions.reloading(self._model, self._vllm_config)
+        self._is_reloading = True
+        try:
+            with versions.reloading(self._model, self._vllm_config):
+                yield
+        finally:
+            self._is_reloading = False
 
     def committed(self, version: int) -> None:
         """What was computed with earlier weights is the replica's, which drops it."""

@@ -23,7 +23,7 @@ from rlcore.engines.residency import Move
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.engines.sync.source import Manifest
 from rlcore.engines.weight_source import in_files
-from rlcore.errors import RlcoreError, StateError, SyncError
+from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
 _SYNC, _VALUES = "a weight sync", "weights without values"
@@ -64,6 +64,7 @@ class VllmWorker(Worker):
         longest = engine.vllm_config.model_config.max_model_len
         reader = PromptReader(self._folder, longest, "max_model_len")
         self._replica = Replica(engine, reader, self.device.activate)
+        self._differing = sorted({name for names in self._call("differing_after_reload", str(path)) for name in names})
         if self._host_memory is not None:
             self._call("reserve", *self._host_memory)
 
@@ -165,6 +166,7 @@ class VllmWorker(Worker):
             SyncError: it holds another model.
         """
         folder = check_model_folder(path)
+        self._require_reload("load()")
         if found := mismatch(in_files(self._folder.weight_files), in_files(folder.weight_files)):
             raise SyncError(f"{folder.path} holds another model than the inference engine's: {found}")
         self._incoming = folder.path
@@ -181,6 +183,7 @@ class VllmWorker(Worker):
         if method == "begin":
             self._replica.hold(_SYNC)
         if method == "prepare" and calls:
+            self._require_reload("a weight sync")
             self._check_trainer(Manifest.from_bytes(calls[0][0]))
         each: list[Any] = [()] * self._num_shares if calls is None else calls
         results = self._call_each("sync", [(method, arguments) for arguments in each])
@@ -190,6 +193,14 @@ class VllmWorker(Worker):
         elif method == "abandon" and all(self._call("is_whole")):  # nothing was written
             self._replica.release(_SYNC)
         return results
+
+    def _require_reload(self, purpose: str) -> None:
+        if self._differing:
+            raise UnsupportedError(
+                f"{purpose} into {self._folder.path.name} on {self._context.device_name}",
+                f"vLLM {self.vllm_version} reloads {len(self._differing)} tensors otherwise than it first loaded them, "
+                f"such as {self._differing[0]!r}; build the engine again from an exported folder",
+            )
 
     def _check_trainer(self, manifest: Manifest) -> None:
         """Of another model's weights vLLM's loaders would fail midway, or not at all."""

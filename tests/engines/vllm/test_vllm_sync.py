@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.errors import StateError, SyncError
+from rlcore.errors import StateError, SyncError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 
 pytestmark = pytest.mark.vllm
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
@@ -149,14 +151,12 @@ def test_a_poisoned_engine_refuses_until_a_whole_round(
     assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
 
 
+MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ARCHITECTURES = {
     "untied": ("Qwen2Config", {"tie_word_embeddings": False}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "moe": (
-        "Qwen3MoeConfig",
-        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
+    "moe": ("Qwen3MoeConfig", MOE),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "gemma": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 64}),
 }
@@ -168,9 +168,29 @@ def test_architectures_that_no_code_names(
     name: str, write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine], tmp_path: Path
 ) -> None:
     config, changes = ARCHITECTURES[name]
+    if DEVICE == "cpu:0" and name in ("moe", "mixtral"):
+        pytest.skip("needs a CUDA device: vLLM's CPU build cannot reload packed experts, which another test holds")
     folder = write_model(config, **changes)
     with build_vllm(folder) as infer, trainer(folder) as train:
         train.shake(1)
         report = train.sync_weights(infer, verify=True)
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
         assert report.fallback_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu:0", reason="of vLLM's build for the CPU")
+def test_a_model_that_vllm_reloads_otherwise_than_it_loaded_it_is_refused(
+    write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine]
+) -> None:
+    folder = write_model("Qwen3MoeConfig", **MOE)
+    with build_vllm(folder) as infer, trainer(folder) as train:
+        expected = infer.generate(PROMPTS, GREEDY)
+        with pytest.raises(UnsupportedError, match=r"reloads \d+ tensors otherwise .*experts"):
+            train.sync_weights(infer)
+        with pytest.raises(UnsupportedError, match="build the engine again from an exported folder"):
+            infer.load()
+        assert infer.sync_state == "serving"
+        assert_same(infer.generate(PROMPTS, GREEDY), expected)
+    with rlcore.InferenceEngine(folder) as hf:
+        assert_same(expected, hf.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY))
