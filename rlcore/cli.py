@@ -58,6 +58,7 @@ def configure() -> None:
 def quickstart(
     model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
     device: DeviceName = None,
+    executor: Annotated[str, typer.Option(help="What samples: hf, or vllm.")] = "hf",
     seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
     steps: Annotated[int, typer.Option(help="Training steps in all, those before --resume included.")] = 100,
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("outputs/quickstart"),
@@ -73,6 +74,7 @@ def quickstart(
     config = QuickstartConfig(
         model=model,
         device=device,
+        executor=executor,
         seed=seed,
         steps=steps,
         output=output,

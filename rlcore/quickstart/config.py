@@ -24,6 +24,8 @@ class QuickstartConfig:
     """Folder of a Hugging Face causal language model; None is the quickstart's own small one."""
     device: str | None = None
     """Such as "cuda:1"; None is ``rlcore.get_device()``'s choice."""
+    executor: str = "hf"
+    """The inference executor that samples: "hf" or "vllm"."""
     seed: int = 0
     """Of the splits, the model's first weights and everything drawn; in [0, 2**63)."""
     steps: int = 100
@@ -42,6 +44,7 @@ class QuickstartConfig:
             self.device is None or _is_word(self.device),
             'a name such as "cpu" or "cuda:1", or None',
         )
+        self._require("executor", _is_word(self.executor), 'the name of an inference executor, such as "hf" or "vllm"')
         self._require("seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)")
         self._require("steps", type(self.steps) is int and self.steps >= 1, "a whole number of at least 1")
         self._require("output", isinstance(self.output, Path), "a pathlib.Path")
@@ -84,7 +87,7 @@ class QuickstartConfig:
         """
         return [
             f"{name} {_shown(ours)}, not {_shown(theirs)}"
-            for name in ("model", "seed", "shuffle_rewards")
+            for name in ("model", "executor", "seed", "shuffle_rewards")
             if (ours := getattr(self, name)) != (theirs := getattr(other, name))
         ]
 

@@ -46,7 +46,7 @@ class Quickstart:
         self.done = {"imitation": 0, "step": -1}  # steps of each kind; step -1: still imitating
         with rlcore.meta_device():
             self.train = rlcore.TrainEngine(policy_class(path).from_pretrained(path))
-        self.infer = rlcore.InferenceEngine(path)
+        self.infer = rlcore.InferenceEngine(path, executor=config.executor)
 
     def run(self) -> None:
         """Raises Interrupted between steps, with everything saved."""

@@ -286,4 +286,4 @@ main()
 """
     result = run_python(code)
     assert result.returncode == 130, result.stderr
-    assert "device='cpu', seed=3, steps=5, output=PosixPath('here'), resume=True" in result.stdout
+    assert "device='cpu', executor='hf', seed=3, steps=5, output=PosixPath('here'), resume=True" in result.stdout

@@ -91,7 +91,11 @@ def test_other_versions_are_refused_with_the_command(version: str) -> None:
 
 def test_reserved_arguments_are_vllms_own() -> None:
     """A name that vLLM does not have would hide a misspelling."""
-    assert _OWN.keys() >= contract.uses()[contract.ARGUMENTS] - {"seed", "kv_cache_memory_bytes"}
+    assert _OWN.keys() >= contract.uses()[contract.ARGUMENTS] - {
+        "seed",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+    }
 
 
 @pytest.mark.vllm

@@ -1,0 +1,23 @@
+"""The quickstart with real vLLM as its sampler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_samples_what_the_trainer_says(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlcore", "quickstart", "--executor", "vllm", "--steps", "3", "--output", "run"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
+    assert result.returncode == 0, result.stderr
+    *_, first, second, third = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    for metrics in (first, second, third):
+        assert metrics["parity"] < 1e-3  # the largest difference of a log-prob, of all tokens of the step
+        assert 0 < metrics["reward"] < 1
