@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from rlcore.errors import StateError, UnsupportedError
 from rlcore.settings import Settings
+
+_SHARED_MEMORY = re.compile(r"torch_(\d+)_.*")
 
 
 def runtime_folder() -> Path:
@@ -46,6 +49,18 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def maker_of_shared_memory(name: str) -> int | None:
+    """The process that torch named a file of /dev/shm after; None if it was not torch."""
+    named = _SHARED_MEMORY.fullmatch(name)
+    return int(named[1]) if named else None
+
+
+def shared_memory_names() -> list[str]:
+    """All of /dev/shm but what other living processes made with torch: their business, and it comes and goes."""
+    makers = {name: maker_of_shared_memory(name) for name in os.listdir("/dev/shm")}
+    return sorted(name for name, pid in makers.items() if pid in (None, os.getpid()) or start_time(pid) is None)
 
 
 def pid_namespace() -> int:

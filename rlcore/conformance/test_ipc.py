@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from rlcore.conformance.peer import Peer, PeerError
 from rlcore.conformance.work import MB, BusyWork
 from rlcore.errors import DeviceError, InvalidInputError, StateError
+from rlcore.processes import shared_memory_names
 from rlcore.types import IpcHandle
 
 TASKS = "rlcore.conformance.ipc_tasks"
@@ -239,7 +239,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         return {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "descriptors of the peer": len(os.listdir(f"/proc/{peer.pid}/fd")),
-            "shared memory": sorted(path.name for path in Path("/dev/shm").iterdir()),
+            "shared memory": shared_memory_names(),
             "ledger": device.memory.ledger(),
         }
 

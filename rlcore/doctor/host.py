@@ -16,14 +16,13 @@ from rlcore.doctor.finding import Verdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
 from rlcore.engines.launchers.living import LivingProcess
 from rlcore.engines.launchers.traces import is_store_of_the_dead, records
-from rlcore.processes import runtime_folder, start_time
+from rlcore.processes import maker_of_shared_memory, runtime_folder, start_time
 
 _LEAST_PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; gloo, NCCL and data loaders use it too."""
 _LEAST_FILES = 4096
 _SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
-_SEGMENT = re.compile(r"torch_(\d+)_.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
 
@@ -72,7 +71,7 @@ def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
     dead += [
         path
         for path in (shared.iterdir() if shared.is_dir() else ())
-        if (named := _SEGMENT.fullmatch(path.name)) and start_time(int(named[1])) is None and _is_own(path)
+        if (pid := maker_of_shared_memory(path.name)) and start_time(pid) is None and _is_own(path)
     ]
     if not dead:
         return ok("none")

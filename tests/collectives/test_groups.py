@@ -18,6 +18,7 @@ from rlcore.errors import (
     StateError,
     UnsupportedError,
 )
+from rlcore.processes import shared_memory_names
 from rlcore.registry import get_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64)
@@ -358,7 +359,7 @@ def holdings(folder: Path) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": int(status["Threads"]),
         "files": len(os.listdir(folder)),
-        "shared memory": len(os.listdir("/dev/shm")),
+        "shared memory": len(shared_memory_names()),
         "resident KiB": int(status["VmRSS"].split()[0]),
     }
 

@@ -16,7 +16,7 @@ import torch
 
 from rlcore.devices.ipc_exporter import Exporter
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.processes import start_time
+from rlcore.processes import shared_memory_names, start_time
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
@@ -386,11 +386,11 @@ def test_a_stopped_exporter_is_named(device: Any, make_peer: MakePeer) -> None:
 
 def test_what_a_killed_exporter_leaves_is_removed(make_peer: MakePeer) -> None:
     peer = make_peer()
-    segments = set(os.listdir("/dev/shm"))
+    segments = set(shared_memory_names())
     path = Path(handle_of(peer.run(EXPORT.format(size=MB))).exporter)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert set(os.listdir("/dev/shm")) <= segments
+    assert set(shared_memory_names()) <= segments
     peer.kill()
     assert path.exists()
     make_peer().run(EXPORT.format(size=4))
@@ -418,9 +418,10 @@ for _ in range({count}):
     device.memory.revoke(handle)
 """
 STATE = """
+from rlcore.processes import shared_memory_names
 import gc; gc.collect(); device.memory.empty_cache()
 result = [len(os.listdir("/proc/self/fd")), device.memory.stats().allocated_bytes, len(threading.enumerate()),
-          sorted(os.listdir("/dev/shm")), sorted(os.listdir(os.environ["RLCORE_RUNTIME"]))]
+          shared_memory_names(), sorted(os.listdir(os.environ["RLCORE_RUNTIME"]))]
 """
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.processes import shared_memory_names
 
 StartGroup = Callable[..., AbstractContextManager[WorkerGroup]]
 
@@ -98,7 +99,7 @@ class Holdings:
             "threads": sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("rlcore")),
             "processes": processes_named_in(str(self._folder)),
             "files": sorted(path.name for path in self._folder.iterdir()),
-            "shared memory": sorted(os.listdir("/dev/shm")),
+            "shared memory": shared_memory_names(),
         }
 
 

@@ -21,6 +21,7 @@ import torch
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlcore.processes import shared_memory_names
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -379,7 +380,7 @@ def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int
 def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
     state: str, tmp_path: Any, living: Any, wait_until: Any
 ) -> None:
-    segments = sorted(os.listdir("/dev/shm"))
+    segments = shared_memory_names()
     busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
     process, workers = run_parent(f"{busy}time.sleep(300)", tmp_path)
     with process:
@@ -390,7 +391,7 @@ def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
                 os.kill(worker, signal.SIGSTOP)
         process.kill()
         wait_until(lambda: living(str(tmp_path)) == [], 5.0)
-    assert sorted(os.listdir("/dev/shm")) == segments
+    assert shared_memory_names() == segments
     wait_until(lambda: not list(tmp_path.iterdir()), 1.0)
 
 
