@@ -197,6 +197,7 @@ def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:
         return WorkerError(rank=context.rank, device=context.device_name, method=method, traceback=failure.traceback)
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
+    error.args = (failure.message,)  # those that are an OSError too leave it to __init__
     error.__dict__.update({name: load_answer(body, [], Any) for name, body in failure.attributes.items()})
     error.add_note(f"raised by {method}() on {context.where}:\n{failure.traceback}")
     return error

@@ -5,6 +5,7 @@ All calls go to all senders or all receivers at once and carry plain data.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -18,6 +19,8 @@ from rlcore.engines.sync.place import Route
 from rlcore.engines.sync.sender import Packing, Sending
 
 _encode = msgspec.msgpack.encode
+_PATIENCE = 0.7
+"""Of the time left, how long a member of a group waits for another: it says so before its own caller ends it."""
 Left = Callable[[], float]
 """Seconds until the round's deadline; raises SyncError after it."""
 
@@ -203,17 +206,28 @@ class Collective(Bucketed):
 
     route = "collective"
 
+    def __init__(self, senders: Parties, receivers: Parties) -> None:
+        super().__init__(senders, receivers)
+        self._timeout_s = 0.0
+
     def _connect(self, slot_bytes: int, left: Left) -> int:
-        if self.meeting:
+        if self.meeting and self._timeout_s < left():
             return 0
-        self.meeting = str(new_store())
+        self._leave(left)
+        self.meeting, self._timeout_s = str(new_store()), _PATIENCE * left()
         size = len(self._senders) + len(self._receivers)
-        join = [(self.meeting, rank, size, left()) for rank in range(size)]
+        join = [(self.meeting, rank, size, self._timeout_s) for rank in range(size)]
         self._beside(
             lambda: self._senders.call("join", join[: len(self._senders)], left()),
             lambda: self._receivers.call("join", join[len(self._senders) :], left()),
         )
         return 0
+
+    def _leave(self, left: Left) -> None:
+        if self.meeting:
+            self._senders.call("leave", [(self.meeting,)] * len(self._senders), left())
+            self._receivers.call("leave", None, left())
+            shutil.rmtree(self.meeting, ignore_errors=True)
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
         steps = self._steps(round_id, digests, is_checked)

@@ -54,6 +54,7 @@ _VERBS = frozenset(
         "open_slabs",
         "unpack",
         "join",
+        "leave",
         "receive",
         "load",
         "remember",

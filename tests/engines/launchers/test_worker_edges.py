@@ -25,8 +25,15 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.logs import LogMerger
 from rlcore.engines.launchers.shared import TensorRef  # a msgspec.Struct that a child can import
-from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import InvalidInputError, PeerDiedError, StateError, WorkerDiedError, WorkerTimeoutError
+from rlcore.engines.launchers.worker import WorkerContext, describe, raised
+from rlcore.errors import (
+    CollectiveTimeoutError,
+    InvalidInputError,
+    PeerDiedError,
+    StateError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -131,6 +138,14 @@ def test_tensors_made_while_pickling_arrive_as_they_were(start_group: Start) -> 
 def test_common_answers_come_back_under_both_launchers(start_group: Start, launcher: str) -> None:
     with start_group(Worker, launcher=launcher) as group:
         assert ask_all(group, "module.state") == [{"loss": 0.5, "steps": 3, "flag": True}]
+
+
+def test_an_error_that_is_an_os_error_too_keeps_its_text() -> None:
+    failure = describe(CollectiveTimeoutError("rank 1 did not come", ranks=(1,)))
+    error = raised(failure, WorkerContext("the engine", 0, 1, "cpu:0", 1), "gather")
+    assert isinstance(error, CollectiveTimeoutError)
+    assert str(error) == "rank 1 did not come"
+    assert error.ranks == (1,)
 
 
 def test_attributes_of_our_own_errors_come_along(start_group: Start) -> None:
