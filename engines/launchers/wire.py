@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import errno
 import io
 import pickle
@@ -177,7 +178,9 @@ class _CallUnpickler(pickle.Unpickler):
 
 
 def _inlined(tensor: Tensor) -> bytes:
-    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it.
+    values = ctypes.string_at(plain.data_ptr(), plain.nbytes)
     return msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values))
 
 

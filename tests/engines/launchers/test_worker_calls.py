@@ -391,6 +391,14 @@ def test_a_small_view_does_not_take_its_large_storage_along() -> None:
     assert tensors == []
 
 
+def test_a_tensor_that_was_sent_can_still_be_freed() -> None:
+    from rlcore.engines.launchers.wire import dump_call
+
+    for tensor in (torch.ones(3), torch.ones(1_000_000), torch.ones(0), torch.ones(2, dtype=torch.complex64).conj()):
+        dump_call(tensor)
+        assert tensor.untyped_storage().resizable()
+
+
 def test_small_results_that_the_user_keeps_hold_no_shared_memory(pair: WorkerGroup) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     mappings = len(Path("/proc/self/maps").read_text().splitlines())
