@@ -118,16 +118,6 @@ def test_requests_under_way_go_on_with_the_new_weights(
     )
 
 
-def test_another_model_is_refused_and_the_old_one_serves(
-    infer: rlcore.InferenceEngine, write_model: Callable[..., Path]
-) -> None:
-    before = infer.generate(PROMPTS, GREEDY)
-    with trainer(write_model(intermediate_size=192)) as other, pytest.raises(SyncError, match="of other shapes"):
-        other.sync_weights(infer)
-    assert infer.sync_state == "serving"
-    assert_same(infer.generate(PROMPTS, GREEDY), before)
-
-
 def test_a_poisoned_engine_refuses_until_a_whole_round(
     infer: rlcore.InferenceEngine, train: rlcore.TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +139,16 @@ def test_a_poisoned_engine_refuses_until_a_whole_round(
         infer.generate(PROMPTS, GREEDY)
     train.sync_weights(infer)
     assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
+
+
+def test_another_model_is_refused_and_the_old_one_serves(
+    infer: rlcore.InferenceEngine, write_model: Callable[..., Path]
+) -> None:
+    before = infer.generate(PROMPTS, GREEDY)
+    with trainer(write_model(intermediate_size=192)) as other, pytest.raises(SyncError, match="of other shapes"):
+        other.sync_weights(infer)
+    assert infer.sync_state == "serving"
+    assert_same(infer.generate(PROMPTS, GREEDY), before)
 
 
 MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
