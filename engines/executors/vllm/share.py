@@ -107,6 +107,7 @@ class Share:
         with self._target.reloading():
             self._target.reload((name, tensor.read(())) for name, tensor in found.items())
         self.device.synchronize()
+        self._receiver.reloaded()
 
     def differing_after_reload(self, path: str) -> list[str]:
         """Of the folder that the model was loaded from, as it was loaded."""
