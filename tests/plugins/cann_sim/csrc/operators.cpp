@@ -26,12 +26,12 @@ constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
 const std::set<std::string> kKept = {
     "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty",
-    "aten::new_empty_strided", "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::reshape",
+    "aten::new_empty_strided", "aten::as_strided", "aten::view", "aten::_reshape_alias",
     "aten::resize_", "aten::resize_as_", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Storage",
     "aten::set_.source_Tensor", "aten::set_", "aten::record_stream", "aten::is_pinned", "aten::_pin_memory",
     "aten::_lazy_clone", "aten::_nested_tensor_size", "aten::storage_offset", "aten::detach", "aten::alias",
     "aten::_has_compatible_shallow_copy_type", "aten::unfold", "aten::view_as_real", "aten::view_as_complex",
-    "aten::_to_copy", "aten::contiguous", "aten::squeeze", "aten::squeeze.dim", "aten::unsqueeze",
+    "aten::_to_copy",
     "aten::_resize_output_", "aten::is_set_to", "aten::_local_scalar_dense",
 };
 

@@ -617,3 +617,145 @@ int msptiActivityPopExternalCorrelationId(int kind, uint64_t* last) {
   }
   return 0;
 }
+
+// Operators that torch_npu compiles by their name: "Fill" and "PadV3" with zeros, which its gathers use.
+
+typedef struct {
+  int type, num_dims;
+  int64_t dims[8];
+} Description;
+
+typedef struct {
+  void* data;
+  size_t bytes;
+} Buffer;
+
+void* aclCreateTensorDesc(int type, int num_dims, const int64_t* dims, int format) {
+  (void)format;
+  Description* made = calloc(1, sizeof *made);
+  made->type = type;
+  made->num_dims = num_dims < 8 ? num_dims : 8;
+  memcpy(made->dims, dims, (size_t)made->num_dims * sizeof *dims);
+  return made;
+}
+
+void aclDestroyTensorDesc(void* description) {
+  free(description);
+}
+
+void* aclCreateDataBuffer(void* data, size_t bytes) {
+  Buffer* made = malloc(sizeof *made);
+  *made = (Buffer){data, bytes};
+  return made;
+}
+
+aclError aclDestroyDataBuffer(void* buffer) {
+  free(buffer);
+  return kSuccess;
+}
+
+void* aclopCreateAttr(void) {
+  return calloc(1, 1);
+}
+
+void aclopDestroyAttr(void* attributes) {
+  free(attributes);
+}
+
+aclError aclSetTensorFormat(void* description, int format) {
+  (void)description;
+  (void)format;
+  return kSuccess;
+}
+
+aclError aclSetTensorShape(void* description, int num_dims, const int64_t* dims) {
+  (void)description;
+  (void)num_dims;
+  (void)dims;
+  return kSuccess;
+}
+
+aclError aclSetTensorPlaceMent(void* description, int kind) {
+  (void)description;
+  (void)kind;
+  return kSuccess;
+}
+
+void aclSetTensorDescName(void* description, const char* name) {
+  (void)description;
+  (void)name;
+}
+
+aclError aclopSetAttrBool(void* attributes, const char* name, uint8_t value) {
+  (void)attributes;
+  (void)name;
+  (void)value;
+  return kSuccess;
+}
+
+aclError aclopSetAttrInt(void* attributes, const char* name, int64_t value) {
+  (void)attributes;
+  (void)name;
+  (void)value;
+  return kSuccess;
+}
+
+aclError aclopSetAttrString(void* attributes, const char* name, const char* value) {
+  (void)attributes;
+  (void)name;
+  (void)value;
+  return kSuccess;
+}
+
+static size_t item_bytes(int type) {
+  static const size_t sizes[] = {4, 2, 1, 4, 1, 0, 2, 2, 4, 8, 8, 8, 1};  // ACL_FLOAT to ACL_BOOL
+  return type == 27 ? 2 : type >= 0 && type < 13 ? sizes[type] : 0;       // 27 is ACL_BF16
+}
+
+static void place(char* into, const int64_t* room, const char* from, const int64_t* dims, const int64_t* before,
+                  int num_dims, size_t item) {
+  if (num_dims == 1) {
+    memcpy(into + (size_t)before[0] * item, from, (size_t)dims[0] * item);
+    return;
+  }
+  size_t step = item, row = item;
+  for (int i = 1; i < num_dims; ++i) {
+    step *= (size_t)room[i];
+    row *= (size_t)dims[i];
+  }
+  for (int64_t i = 0; i < dims[0]; ++i) {
+    place(into + (size_t)(before[0] + i) * step, room + 1, from + (size_t)i * row, dims + 1, before + 1, num_dims - 1,
+          item);
+  }
+}
+
+aclError aclopCompileAndExecute(const char* type, int num_inputs, const Description* const inputs[],
+                                const Buffer* const given[], int num_outputs, const Description* const outputs[],
+                                Buffer* const made[]) {
+  size_t item = num_outputs == 1 ? item_bytes(outputs[0]->type) : 0;
+  if (strcmp(type, "Fill") == 0 && num_inputs == 2 && item && inputs[1]->type == outputs[0]->type) {
+    sim_log("operator", type);
+    for (size_t at = 0; at + item <= made[0]->bytes; at += item) {
+      memcpy((char*)made[0]->data + at, given[1]->data, item);
+    }
+    return kSuccess;
+  }
+  if (strcmp(type, "PadV3") == 0 && num_inputs >= 2 && item && inputs[0]->num_dims == outputs[0]->num_dims) {
+    sim_log("operator", type);
+    int64_t before[8];
+    for (int i = 0; i < inputs[0]->num_dims; ++i) {
+      before[i] = inputs[1]->type == 9 ? ((int64_t*)given[1]->data)[2 * i] : ((int32_t*)given[1]->data)[2 * i];
+    }
+    memset(made[0]->data, 0, made[0]->bytes);
+    place(made[0]->data, outputs[0]->dims, given[0]->data, inputs[0]->dims, before, inputs[0]->num_dims, item);
+    return kSuccess;
+  }
+  sim_log("refused", type);
+  return kNotSupported;
+}
+
+aclError aclopCompileAndExecuteV2(const char* type, int num_inputs, Description* inputs[], Buffer* given[],
+                                  int num_outputs, Description* outputs[], Buffer* made[]) {
+  return aclopCompileAndExecute(type, num_inputs, (const Description* const*)inputs, (const Buffer* const*)given,
+                                num_outputs, (const Description* const*)outputs, made);
+}

@@ -1,0 +1,78 @@
+"""The real torch_npu wheel over the simulated CANN: what a machine without an NPU can show of rlcore on one.
+
+The simulation is synchronous and computes with the CPU's kernels: nothing here is about speed, order of streams, or an
+NPU's numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
+
+TASKS = Path(__file__).with_name("simulated_tasks.py")
+
+
+def operators(folder: Path) -> dict[str, set[str]]:
+    """ "operator" and "refused" -> names, of every process of the run."""
+    found: dict[str, set[str]] = {"operator": set(), "refused": set()}
+    for line in (folder / "cann.log").read_text().splitlines():
+        kind, _, name = line.partition(" ")
+        found[kind].add(name)
+    return found
+
+
+def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: Path) -> None:
+    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "rlcore.conformance")
+    options = ("--device", "npu", "--require", "ipc,pool,host_alloc,interprocess_events")
+    found = run_simulated(*suite, *options, "--conformance-json", "report.json", timeout_s=580)
+    assert found.returncode == 0, found.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["device"]["product"] == "Ascend910B1 (simulated CANN)"
+    assert {member["evidence"] for member in report["members"].values()} == {"simulated"}
+    counted = operators(tmp_path)
+    print(f"simulated CANN: {len(counted['operator'])} operators simulated, refused: {sorted(counted['refused'])}")
+    assert not counted["refused"]
+    assert len(counted["operator"]) > 50
+
+
+def task(run_simulated: Any, name: str) -> Any:
+    found = run_simulated(str(TASKS), name)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_sharded_training_over_hccl_has_the_losses_of_the_cpu(run_simulated: Any, tmp_path: Path) -> None:
+    found = task(run_simulated, "sharded_training")
+    assert found["npu"] == pytest.approx(found["cpu"], rel=1e-4)
+    assert found["npu"][-1] < found["npu"][0]
+    counted = operators(tmp_path)
+    assert {"HcclAllGather", "HcclReduceScatter"} <= counted["operator"]
+    assert not counted["refused"]
+
+
+def test_offloaded_training_goes_on_where_it_was(run_simulated: Any) -> None:
+    found = task(run_simulated, "offloaded_training")
+    assert found["with moves"] == pytest.approx(found["without"], rel=1e-6)
+    assert found["device bytes away"] < 0.6 * found["device bytes before"]
+
+
+def test_what_is_not_simulated_fails_and_is_named(run_simulated: Any, tmp_path: Path) -> None:
+    code = "import torch; torch.ops.npu.npu_rotary_mul(*[torch.ones(1, 1, 1, 8, device='npu')] * 3)"
+    found = run_simulated("-c", code)
+    assert found.returncode == 1
+    assert "npu::npu_rotary_mul is not simulated (simulated CANN)" in found.stderr
+    assert operators(tmp_path)["refused"] == {"npu::npu_rotary_mul"}
+
+
+def test_a_wrong_keyword_is_refused_by_the_wheels_own_schema(run_simulated: Any) -> None:
+    code = "import torch; x = torch.ones(2, 8, device='npu'); torch.ops.npu.npu_rms_norm(x, x[0], eps=1e-6)"
+    assert "Unknown keyword argument 'eps'" in run_simulated("-c", code).stderr
+
+
+def test_a_tensor_in_a_vendors_format_is_not_shared(run_simulated: Any) -> None:
+    assert "sharing a tensor in NPU memory format 29" in task(run_simulated, "vendor_format")
