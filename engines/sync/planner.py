@@ -20,7 +20,7 @@ class Planner:
 
     def __init__(self, target: Target, manifest: Manifest, senders: Sequence[Place], place: Place, number: int) -> None:
         self.manifest = manifest
-        self._num_senders = len(senders)
+        self._senders = list(senders)
         self._number = number
         self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, place)]
         self._recording = record(*target.meta_model(), manifest)
@@ -29,6 +29,10 @@ class Planner:
         self._excluded = misfits(written, target.tensors())
         self.plan = self._made(self._recording, self._excluded)
         self.is_proven = target.is_plain or not self.plan.pieces
+
+    def serves(self, manifest: Manifest, senders: Sequence[Place], number: int) -> bool:
+        """Whether it would be made the same again."""
+        return (manifest.digest, list(senders), number) == (self.manifest.digest, self._senders, self._number)
 
     def _made(self, recording: Recording, excluded: dict[str, str]) -> Plan:
         return make_plan(recording, excluded=excluded, own_ranks=self._own_ranks, spread=self._number)
@@ -52,7 +56,7 @@ class Planner:
 
     def needed_bytes(self) -> list[int]:
         """From each sender, in its dtypes."""
-        found = [0] * self._num_senders
+        found = [0] * len(self._senders)
         for piece in self.plan.pieces:
             found[piece.rank] += piece.copy.numel * dtype_of(self.manifest.parameters[piece.parameter].dtype).itemsize
         return found
@@ -62,7 +66,7 @@ class Planner:
         return self._by_sender(self.plan)
 
     def _by_sender(self, plan: Plan) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(self._num_senders)]
+        found: list[list[Piece]] = [[] for _ in range(len(self._senders))]
         for piece in plan.pieces:
             destination = plan.destinations[piece.destination]
             dtype = _narrower(self.manifest.parameters[piece.parameter].dtype, destination.dtype)
@@ -76,7 +80,7 @@ class Planner:
         for number in weights:
             one = self.manifest.weights[number]
             if one.parameter is None:  # every rank has made it whole
-                rank = self._own_ranks[0] if self._own_ranks else self._number % self._num_senders
+                rank = self._own_ranks[0] if self._own_ranks else self._number % len(self._senders)
                 copy = Copy(one.shape, 0, dense(one.shape), 0, dense(one.shape))
                 found[rank].append(Piece(len(self.manifest.parameters) + number, one.name, one.dtype, copy))
         return found

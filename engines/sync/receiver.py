@@ -34,6 +34,8 @@ class Receiver:
         self._target = target
         self._device = target.device
         self._place = place_of(self._device)
+        self._trainer = ""
+        """Whose slabs and tensors are open."""
         self._planner: Planner | None = None
         self._plans: dict[str, Planned] = {}
         self._scratch: dict[str, Tensor] = {}
@@ -60,25 +62,34 @@ class Receiver:
         """The ``Place``."""
         return msgspec.msgpack.encode(self._place)
 
-    def begin(self, round_id: int, manifest: str, is_same: bool, is_staged: bool) -> list[Any]:
-        """A new round; what is left of an earlier one is dropped.
+    def begin(self, round_id: int, trainer: str, manifest: str, is_same: bool, is_staged: bool) -> list[Any]:
+        """A new round; what is left of an earlier one, or is open to another trainer, is dropped.
+
+        Args:
+            trainer: a name that no other trainer has.
 
         Returns:
-            place, whether ``prepare`` was called for this manifest, and ``is_same`` for all ranks to see.
+            place, whether this trainer's last call of ``prepare`` was for this manifest, and ``is_same`` for all ranks
+            to see.
         """
         self._drop_round()
+        is_prepared = trainer == self._trainer and self._planning().manifest.digest == manifest
+        if not is_prepared:
+            self._let_go_of_trainer()
         self._round_id, self._is_staged = round_id, is_staged
-        is_prepared = self._planner is not None and self._planner.manifest.digest == manifest
         return [self.describe(), is_prepared, is_same]
 
-    def prepare(self, manifest: bytes, senders: list[bytes], number: int) -> bytes:
+    def prepare(self, trainer: str, manifest: bytes, senders: list[bytes], number: int) -> bytes:
         """Plan for this trainer, as receiver ``number`` of all; the ``Summary``. Writes nothing.
 
         Raises:
             SyncError: the trainer's model is not this engine's.
         """
+        described = Manifest.from_bytes(manifest)
         places = [decoded(place, Place, "place") for place in senders]
-        self._planner = Planner(self._target, Manifest.from_bytes(manifest), places, self._place, number)
+        if self._planner is None or not self._planner.serves(described, places, number):
+            self._planner = Planner(self._target, described, places, self._place, number)
+        self._trainer = trainer
         return self._planned()
 
     def prove(self) -> bytes:
@@ -337,6 +348,10 @@ class Receiver:
     def abandon(self, meeting: str = "") -> None:
         """A round has failed: what it held is given up, with the group ``meeting``. What was written stays."""
         self._drop_round()
+        self._let_go_of_trainer()
+
+    def _let_go_of_trainer(self) -> None:
+        self._trainer = ""
         self.leave()
         self._close_offers()
         self._close_slabs()

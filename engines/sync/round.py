@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ class Rounds:
     def __init__(self, senders: Parties, receivers: Parties) -> None:
         self.senders = senders
         self.receivers = receivers
+        self.name = uuid.uuid4().hex
+        """By which receivers know these senders from others."""
         self.agreement: Agreement | None = None
         self.paths: dict[Route, Path] = {}
         self.route: Route = "local"
@@ -175,7 +178,7 @@ class _Round:
         self._generation = sum(generations)
         self._id: int = sum(nonces) % (1 << 62)
         staged = self._options.is_staged
-        answers = self._all_receivers("begin", self._id, digests[0], self._options.is_same, staged)
+        answers = self._all_receivers("begin", self._id, self._rounds.name, digests[0], self._options.is_same, staged)
         key = (tuple(places), tuple(place for place, _, _ in answers), digests[0])
         is_known = self._rounds.agreement is not None and self._rounds.agreement.key == key
         if not is_known or not all(is_prepared for _, is_prepared, _ in answers):
@@ -188,7 +191,7 @@ class _Round:
         self._rounds.paths = {}
         senders, receivers, _ = key
         manifest: bytes = self._all_senders("manifest")[0]
-        calls = [(manifest, list(senders), number) for number in range(len(self._receivers))]
+        calls = [(self._rounds.name, manifest, list(senders), number) for number in range(len(self._receivers))]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
         self._rounds.agreement = Agreement(
             key,

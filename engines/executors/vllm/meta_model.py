@@ -37,7 +37,8 @@ def new_model(vllm_config: Any, device: str) -> nn.Module:
     torch.set_default_dtype(own.model_config.dtype)
     try:
         with torch.device(device), _WholeNumbersAreReal():
-            return initialize_model(vllm_config=own)
+            model: nn.Module = initialize_model(vllm_config=own)
+            return model
     finally:
         torch.set_default_dtype(before)
 

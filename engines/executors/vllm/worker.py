@@ -184,7 +184,7 @@ class VllmWorker(Worker):
             self._replica.hold(_SYNC)
         if method == "prepare" and calls:
             self._require_reload("a weight sync")
-            self._check_trainer(Manifest.from_bytes(calls[0][0]))
+            self._check_trainer(Manifest.from_bytes(calls[0][1]))
         each: list[Any] = [()] * self._num_shares if calls is None else calls
         results = self._call_each("sync", [(method, arguments) for arguments in each])
         if method == "commit":

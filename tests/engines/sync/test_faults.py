@@ -58,8 +58,8 @@ def pair() -> Iterator[Pair]:
     sender, receiver = Sender(ModuleHolding(module, 1), cpu), Receiver(SmallTarget(worker))
     manifest = sender.manifest()
     digest = sender.begin(False)[1]
-    receiver.begin(5, digest, False, False)
-    receiver.prepare(manifest, [sender.describe()], 0)
+    receiver.begin(5, "trainer", digest, False, False)
+    receiver.prepare("trainer", manifest, [sender.describe()], 0)
     receiver.open_slabs([sender.open_slabs(SLAB)])
     plan = next(iter(receiver._plans))
     sender.take_plan(plan, SLAB, receiver.pieces(plan)[0])
@@ -108,7 +108,7 @@ def test_messages_that_are_none_are_refused(pair: Pair) -> None:
     with pytest.raises(SyncError, match=r"these 3 bytes are no list of Packing"):
         pair.receiver.unpack(b"abc")
     with pytest.raises(SyncError, match="these 1 bytes are no Manifest"):
-        pair.receiver.prepare(b"\xc1", [], 0)
+        pair.receiver.prepare("trainer", b"\xc1", [], 0)
     with pytest.raises(SyncError, match="no packing"):
         pair.sender.pack(b"abc")
     with pytest.raises(InvalidInputError, match="a slab must be a multiple of 512 bytes and at least 1024, got 513"):

@@ -95,6 +95,27 @@ def test_every_byte_by_every_route(make: Make, route: Route, shards: int) -> Non
     assert [worker.versions for worker in world.workers] == [[0, 1]] * shards
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> None:
+    first, second, other = make(Sizes(), 2), make(Sizes(), 2), make(Sizes(hidden=5))
+    shared = first.rounds.receivers
+    second = second._replace(rounds=Rounds(second.rounds.senders, shared), workers=first.workers)
+    other = other._replace(rounds=Rounds(other.rounds.senders, shared))
+    second.module.add(1.0)
+    for number, world in enumerate([first, second, first, second, second]):
+        report = world.sync(route=route, version=number)
+        assert (report.handles_opened == 0) == (number == 4 or route == "local")
+        check(world, Sizes())
+    second.module.add(1.0)
+    second.sync(route=route, is_staged=True)  # what one trainer's first round has proven holds for the other's
+    check(second, Sizes())
+    with pytest.raises(UnsupportedError, match="route='collective'"):
+        other.sync(route="collective")
+    second.module.add(1.0)
+    second.sync(route=route)
+    check(second, Sizes())
+
+
 def test_random_models_grids_and_slabs(make: Make) -> None:
     generator = random.Random(0)
     for _ in range(12):
