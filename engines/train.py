@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.batch import to_packed
-from rlcore.engines.checkpointed import CheckpointedEngine
+from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
 from rlcore.engines.residency import State

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
 from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches, on_device
 from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients
-from rlcore.engines.train_state import optimizers_of, schedulers_of
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.linear_loss import linear_loss

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
     from rlcore.engines.offload.resident import offloaded as offloaded
     from rlcore.engines.runtime import init as init
-    from rlcore.engines.swap import swap as swap
+    from rlcore.engines.swapping.swap import swap as swap
     from rlcore.engines.sync.standalone import WeightReceiver as WeightReceiver
     from rlcore.engines.sync.standalone import WeightSender as WeightSender
     from rlcore.engines.train import TrainEngine as TrainEngine
@@ -42,7 +42,7 @@ _HOME = {
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.nn",
     "offloaded": "rlcore.engines.offload.resident",
-    "swap": "rlcore.engines.swap",
+    "swap": "rlcore.engines.swapping.swap",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604

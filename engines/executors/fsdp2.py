@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.engines import checkpoint, train_state
+from rlcore.engines.checkpoints import checkpoint, train_state
+from rlcore.engines.checkpoints.export import export
+from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.worker import Worker
-from rlcore.engines.export import export
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.materialize import materialize, read_again
 from rlcore.engines.micro_batch import Share
@@ -21,7 +22,6 @@ from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
 from rlcore.engines.pieces import own_pieces
-from rlcore.engines.saving import Saver
 from rlcore.engines.sharding import Sharding, reshard, shard
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.holding import ModuleHolding

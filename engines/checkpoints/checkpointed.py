@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
+from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.engine import Engine
-from rlcore.engines.pending_save import PendingSave
 from rlcore.engines.residency import State
 from rlcore.errors import CheckpointError
 

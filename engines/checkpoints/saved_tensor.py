@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rlcore.engines.checkpoints.tensor_file import file_order, host_pieces, write_tensors
 from rlcore.engines.sharding import is_first_copy, local_part, own_box
-from rlcore.engines.tensor_file import file_order, host_pieces, write_tensors
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _METADATA = {"DCP_VERSION": "1.0", "format": "pt"}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlcore.engines.checkpoint import Save, committed
+from rlcore.engines.checkpoints.checkpoint import Save, committed
+from rlcore.engines.checkpoints.saved_tensor import parts_of
+from rlcore.engines.checkpoints.train_state import Captured
 from rlcore.engines.offload.snapshot import Snapshot
-from rlcore.engines.saved_tensor import parts_of
-from rlcore.engines.train_state import Captured
 from rlcore.errors import CheckpointError, DeviceError
 
 

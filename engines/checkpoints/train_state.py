@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlcore.engines.checkpoint import Checkpoint
+from rlcore.engines.checkpoints.checkpoint import Checkpoint
+from rlcore.engines.checkpoints.saved_tensor import OF_EACH_RANK, SavedTensor
 from rlcore.engines.named_tensors import mismatch
-from rlcore.engines.saved_tensor import OF_EACH_RANK, SavedTensor
 from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.errors import CheckpointError
 from rlcore.weights.adapters import adapter_names

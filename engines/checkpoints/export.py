@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from rlcore.atomic import write_file
-from rlcore.engines.tensor_file import Layout, host_pieces, write_tensors
+from rlcore.engines.checkpoints.tensor_file import Layout, host_pieces, write_tensors
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole

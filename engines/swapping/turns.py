@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlcore.engines.offload.transfer import Grant, Progress
-from rlcore.engines.swap_party import Arguments, Party, Reports, Site
+from rlcore.engines.swapping.party import Arguments, Party, Reports, Site
 from rlcore.errors import DeviceError
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.residency import Move
-from rlcore.engines.swap_party import Step, parties_of
-from rlcore.engines.swap_turns import take_turns
+from rlcore.engines.swapping.party import Step, parties_of
+from rlcore.engines.swapping.turns import take_turns
 from rlcore.errors import InvalidInputError
 
 Entry = tuple[Engine, str | Sequence[str]]

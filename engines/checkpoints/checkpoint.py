@@ -24,8 +24,8 @@ import msgspec
 from torch import Tensor
 
 from rlcore.atomic import sync_folder, write_file
-from rlcore.engines.saved_tensor import Part, SavedTensor, open_parts, write_parts
-from rlcore.engines.tensor_file import host_pieces
+from rlcore.engines.checkpoints.saved_tensor import Part, SavedTensor, open_parts, write_parts
+from rlcore.engines.checkpoints.tensor_file import host_pieces
 from rlcore.errors import CheckpointError, InvalidInputError
 
 SCHEMA = "rlcore.checkpoint/3"
