@@ -67,7 +67,7 @@ def test_empty_cache_gives_memory_back(device: Any) -> None:
     tensors.clear()
     assert device.memory.stats().reserved_bytes - before > NUM_BYTES / 2
     device.memory.empty_cache()
-    assert device.memory.stats().reserved_bytes - before == pytest.approx(0, abs=SLACK)
+    assert device.memory.stats().reserved_bytes - before < SLACK  # what others have freed goes too
     assert last.sum().item() == MB // 16
 
 
