@@ -16,9 +16,12 @@ INSTALLED = Path(rlcore.__file__).resolve().parent
 NEEDS = {
     "rlcore.bench.pytest_plugin": "pytest",
     "rlcore.engines.executors.kv_cache": "transformers",
-    "rlcore.kernels.triton_rows": "triton",
-    "rlcore.kernels.triton_tiles": "triton",
+    "rlcore.kernels.linear_rows": "triton",
     "rlcore.kernels.linear_tiled": "triton",
+    "rlcore.packed.attention": "transformers",
+    "rlcore.packed.choice": "transformers",
+    "rlcore.packed.implementations": "transformers",
+    "rlcore.packed.proof": "transformers",
 }
 """Modules that subclass a class of an optional package, are written in its language, or plug into it."""
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
@@ -39,6 +42,7 @@ if missing:
     sys.exit(f"not in the installation: {', '.join(sorted(missing))}")
 
 NEEDS |= {name: "pytest" for name in expected if name.startswith("rlcore.conformance.")}
+NEEDS |= {name: "triton" for name in expected if name.startswith("rlcore.kernels.triton_")}
 left_out = {name for name, package in NEEDS.items() if importlib.util.find_spec(package) is None}
 for name in sorted(expected - left_out):
     importlib.import_module(name)
