@@ -22,6 +22,7 @@ from rlcore.bench.result import Calibration, Effort, Record
 from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
+from rlcore.tensor_data import dtype_name
 
 _STALE = timedelta(days=7)
 _BUDGET_S: dict[Effort, float] = {"quick": 0.25, "standard": 1.0, "full": 3.0}
@@ -36,7 +37,7 @@ _MEMORY_BYTES, _HOST_MEMORY_BYTES, _COPY_BYTES = 1 << 30, 1 << 28, 1 << 28
 def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
     """Measure every limit of ``device``; takes seconds."""
     measures: dict[str, Callable[[Any, float], float]] = {
-        **{f"product/{_name(dtype)}": _product(dtype) for dtype in _DTYPES},
+        **{f"product/{dtype_name(dtype)}": _product(dtype) for dtype in _DTYPES},
         "memory": _memory,
         **{
             f"{way}/{kind}": _copy(way == "to_device", kind == "pinned")
@@ -52,10 +53,6 @@ def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
         except (RlcoreError, RuntimeError, MemoryError) as error:  # RuntimeError: torch has no such product
             blocked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return Calibration(measured_at=datetime.now(UTC).isoformat(timespec="seconds"), limits=limits, blocked=blocked)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _best_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import CollectiveError, InvalidInputError
+from rlcore.tensor_data import dtype_name
 
 Tree = Any
 """A tensor, or a dict (keys: str, int), list or tuple of trees."""
@@ -184,7 +185,7 @@ class _Parcel:
         except InvalidInputError as error:  # told to the others, who would wait
             return cls(_Announced(None, [], str(error)), {})
         leaves = [
-            _Leaf(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device == device)
+            _Leaf(path, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device == device)
             for path, tensor in sorted(tensors.items())  # dicts may be ordered otherwise on another rank
         ]
         return cls(_Announced(structure, leaves), tensors)

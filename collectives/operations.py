@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 from rlcore.collectives.reduction import fold, scaled
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
+from rlcore.tensor_data import dtype_name
 
 _INLINE_BYTES = 1024
 """``exchange`` sends so much in its first message; what is longer takes a second."""
@@ -138,7 +139,7 @@ class Operations(ABC):
         if len({(part.dtype, part.shape[1:], part.device) for part in parts}) > 1:
             raise InvalidInputError(
                 f"all_to_all of {self!r}: the tensors must have one dtype, device and row shape; got "
-                f"{', '.join(f'{_name(part.dtype)} {tuple(part.shape)} on {part.device}' for part in parts)}"
+                f"{', '.join(f'{dtype_name(part.dtype)} {tuple(part.shape)} on {part.device}' for part in parts)}"
             )
         if sizes is None:
             told = self._agree("all_to_all", parts[0], [part.shape[0] for part in parts])
@@ -231,12 +232,12 @@ class Operations(ABC):
         device = self._host if self._is_on_host(values) else self.device
         how = device.collectives.reduction(op, values.dtype)
         if how.support == "unsupported":
-            raise UnsupportedError(f"{op} of {_name(values.dtype)} over {self!r}", how.reason)
+            raise UnsupportedError(f"{op} of {dtype_name(values.dtype)} over {self!r}", how.reason)
         return str(how.support)
 
     def _agree(self, what: str, values: Tensor, rows: list[int]) -> list[list[int]]:
         """``rows`` of all ranks, once dtypes, places and shapes of a row are seen to be the same."""
-        own = (f"{_name(values.dtype)} rows of {tuple(values.shape[1:])} on {values.device.type}", rows)
+        own = (f"{dtype_name(values.dtype)} rows of {tuple(values.shape[1:])} on {values.device.type}", rows)
         told = [msgspec.msgpack.decode(data) for data in self.exchange(msgspec.msgpack.encode(own))]
         if len({kind for kind, _ in told}) > 1:
             listed = "; ".join(f"rank {rank} has {kind}" for rank, (kind, _) in enumerate(told))
@@ -304,7 +305,3 @@ def _nbytes(values: Tensor) -> int:
 def _rows_of_ranks(rows: int, world_size: int) -> list[int]:
     least, more = divmod(rows, world_size)
     return [least + (rank < more) for rank in range(world_size)]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

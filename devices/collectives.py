@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlcore.devices.part import Part
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Collectives(Part):
         if op not in self.native_ops:
             return Capability("emulated", self._device.evidence, f"{self.backend} has no {op}")
         if dtype not in self.native_dtypes or (op == "avg" and not dtype.is_floating_point):
-            return Capability("emulated", self._device.evidence, f"{self.backend} has no {op} of {_name(dtype)}")
+            return Capability("emulated", self._device.evidence, f"{self.backend} has no {op} of {dtype_name(dtype)}")
         return Capability("native", self._device.evidence)
 
     def new_backend(
@@ -183,17 +184,13 @@ def _from_plugin(plugin: Any, store: Store, *, rank: int, world_size: int, timeo
 
 def _why_undefined(op: str, dtype: torch.dtype) -> str:
     if dtype not in REDUCIBLE_DTYPES:
-        return f"{_name(dtype)} cannot be reduced, only moved"
+        return f"{dtype_name(dtype)} cannot be reduced, only moved"
     if op in BITWISE_OPS and (dtype.is_floating_point or dtype.is_complex):
         return "bits are of integers and bool"
     if op in ("min", "max") and dtype.is_complex:
         return "complex numbers have no order"
     if op == "avg" and dtype in (torch.bool, torch.uint64):
-        return f"the mean of {_name(dtype)} is left to the caller: reduce a wider dtype"
+        return f"the mean of {dtype_name(dtype)} is left to the caller: reduce a wider dtype"
     if op == "premul_sum" and not (dtype.is_floating_point or dtype.is_complex):
         return "a factor is for floating-point numbers"
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from rlcore.devices.ipc_sharing import SharedMemory, Sharing
 from rlcore.devices.ipc_socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.processes import boot_id
+from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Ipc:
             payload=export.memory.payload,
             storage_bytes=export.storage_bytes,
             storage_offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
         )

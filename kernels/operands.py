@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.settings import Settings
+from rlcore.tensor_data import dtype_name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -58,7 +59,7 @@ def first_violation(ok_T: Tensor, values_T: Tensor) -> str:
 
 def check_float(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOATS:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        accepted = ", ".join(dtype_name(dtype) for dtype in FLOATS)
         raise InvalidInputError(f"{name} must be {accepted}; got {tensor.dtype}")
 
 

@@ -28,6 +28,7 @@ BASE = {
     "processes",
     "registry",
     "settings",
+    "tensor_data",
     "nn",
     "weights",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.tensor_data import dtype_name
 
 _HEADS, _HEAD_SIZE = 32, 128
 """Of an 8B model."""
@@ -30,7 +31,7 @@ def _prepare(backward: bool, device: Any) -> Work:
     contenders = tuple(
         _contender(device, L, (N, D), dtype, backward=backward) for L in (_HOST_LENGTHS if is_host else _LENGTHS)
     )
-    return Work(contenders=contenders, params={"heads": N, "head_size": D, "dtype": str(dtype).removeprefix("torch.")})
+    return Work(contenders=contenders, params={"heads": N, "head_size": D, "dtype": dtype_name(dtype)})
 
 
 def _contender(device: Any, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
@@ -48,7 +49,7 @@ def _contender(device: Any, L: int, heads: tuple[int, int], dtype: torch.dtype, 
 
     # Two products of L x L x D a head, of which causality needs half; the backward is five of them, two recomputed.
     flops = round((3.5 if backward else 1.0) * 2 * N * L * L * D)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return Contender(
         implementation="torch.sdpa", run=run, check=check, params={"L": L}, limits={f"product/{name}": flops}
     )

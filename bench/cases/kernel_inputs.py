@@ -19,6 +19,7 @@ from rlcore.kernels.linear_loss import linear_loss
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.kernels.rows import Logprobs
 from rlcore.registry import registry
+from rlcore.tensor_data import dtype_name
 
 CHECKED_ROWS = 256
 """Rows of float64 logits held at a time, and rows of a [T, V] gradient that are compared."""
@@ -73,7 +74,7 @@ class Inputs:
 
     @property
     def params(self) -> dict[str, int | float | str]:
-        dtype = str(self.size.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.size.dtype)
         return {"T": self.size.T, "V": self.size.V, "H": self.size.H, "dtype": dtype}
 
     def leaves(self) -> tuple[Tensor, Tensor]:

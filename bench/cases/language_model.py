@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlcore.errors import MissingDependencyError
+from rlcore.tensor_data import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Size:
     @property
     def params(self) -> dict[str, int | float | str]:
         shown = ("name", "prompts", "samples", "prompt_tokens", "new_tokens")
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return {("model" if key == "name" else key): getattr(self, key) for key in shown} | {"dtype": dtype}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.errors import MissingDependencyError
+from rlcore.tensor_data import dtype_name
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative, between packed and padded."""
@@ -94,7 +95,7 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Any) -> Work:
             "longest": max(lengths),
             "H": size.H,
             "layers": size.layers,
-            "dtype": str(size.dtype).removeprefix("torch."),
+            "dtype": dtype_name(size.dtype),
         },
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.tensor_data import dtype_name
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SIZES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 4096), (4096, 151_936, 4096))
@@ -52,7 +53,7 @@ class _Product:
 
     @property
     def params(self) -> dict[str, int | float | str]:
-        return {"M": self.M, "N": self.N, "K": self.K, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {"M": self.M, "N": self.N, "K": self.K, "dtype": dtype_name(self.dtype)}
 
 
 def _prepare_sweep(device: Any) -> Work:

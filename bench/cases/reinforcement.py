@@ -22,6 +22,7 @@ from rlcore.engines.train import TrainEngine
 from rlcore.kernels.advantages import group_advantage
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.nn import HuggingFaceTrainModule, meta_device
+from rlcore.tensor_data import dtype_name
 
 PHASES = ("generate", "reward", "old_logprob", "update", "sync", "switch")
 _USEFUL = ("generate", "old_logprob", "update")
@@ -137,7 +138,7 @@ class _Loop:
         self.folder = Folder(size)
         self.train, self.infer = TrainEngine(_module(self.folder)), InferenceEngine(self.folder.path)
         self.train.build(devices=device.name, onload=False)
-        self.infer.build(colocate_with=self.train, dtype=str(size.dtype).removeprefix("torch."))
+        self.infer.build(colocate_with=self.train, dtype=dtype_name(size.dtype))
         self._number = 0
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.strided_copy import Copies, StridedPiece
+from rlcore.tensor_data import dtype_name
 
 _ALIGNMENT = 256
 _NUM_CHECKED = 200
@@ -146,7 +147,7 @@ def _prepare(model: _Model, dtype: torch.dtype, size: int, device: Any) -> Work:
     found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
     return Work(
         contenders=(*(contender for contender in found if contender), _plain_copy(sync)),
-        params={"pieces": len(sync.pieces), "elements": sync.numel, "dtype": str(dtype).removeprefix("torch.")},
+        params={"pieces": len(sync.pieces), "elements": sync.numel, "dtype": dtype_name(dtype)},
         bytes=sync.moved_bytes,
     )
 

@@ -21,6 +21,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rlcore.tensor_data import dtype_name
+
 _ALIGNMENT = 64
 _PAGE = 2 << 20  # segments are sized in huge pages, so that one fits the next message of about the same size
 _KEPT_FREE = 2  # free segments kept warm: one to fill while the other is read
@@ -83,7 +85,7 @@ class Outbox:
             return None, []
         refs, total = [], 0
         for tensor in tensors:
-            refs.append(TensorRef(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), total))
+            refs.append(TensorRef(dtype_name(tensor.dtype), tuple(tensor.shape), total))
             total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             number, is_new = self._take(total)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rlcore.engines.launchers.shared import Housekeeping, Inbox, Outbox, Parcel
 from rlcore.errors import InvalidInputError
+from rlcore.tensor_data import dtype_name
 
 Kind = Literal["start", "call", "close", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
@@ -181,7 +182,7 @@ def _inlined(tensor: Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it.
     values = ctypes.string_at(plain.data_ptr(), plain.nbytes)
-    return msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values))
+    return msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape), values))
 
 
 def _from_inlined(data: bytes | memoryview) -> Tensor:

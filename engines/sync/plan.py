@@ -22,8 +22,9 @@ from torch import Tensor
 from rlcore.engines.sync.provenance import Constant
 from rlcore.engines.sync.recording import Destination, NotPlain, Recording, Write
 from rlcore.engines.sync.regions import Copy, coalesce, cut
-from rlcore.engines.sync.source import Manifest, Message, Parameter, Rows, dtype_of, name_of
+from rlcore.engines.sync.source import Manifest, Message, Parameter, Rows, dtype_of
 from rlcore.errors import SyncError
+from rlcore.tensor_data import dtype_name
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -116,7 +117,7 @@ def misfits(destinations: Iterable[Destination], live: Mapping[str, Tensor]) -> 
             found[destination.name] = "the engine has no such tensor"
             continue
         wanted = destination.shape, destination.stride, destination.dtype
-        given = tuple(tensor.shape), tensor.stride(), name_of(tensor.dtype)
+        given = tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype)
         if given != wanted:
             found[destination.name] = f"it is {_layout(*given)} in the engine and {_layout(*wanted)} in its loader"
         other = by_address.setdefault(tensor.data_ptr(), destination.name)

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from rlcore.engines.sync.digits import NotNestedError
 from rlcore.engines.sync.regions import Copy, compose, visible
-from rlcore.engines.sync.source import Manifest, dtype_of, name_of
+from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.errors import SyncError
+from rlcore.tensor_data import dtype_name
 
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 256
@@ -215,7 +216,7 @@ class _Provenance:
         if memory is None:
             return [(copy, Changed("it comes from a tensor that is no weight", frozenset()))]
         if memory.dtype != source.dtype:
-            return [(copy, Changed(f"its bytes are read as {name_of(source.dtype)}", frozenset(memory.weights)))]
+            return [(copy, Changed(f"its bytes are read as {dtype_name(source.dtype)}", frozenset(memory.weights)))]
         if memory.weight is not None:
             return [(copy, Weighted(memory.weight, (memory.dtype,)))]
         try:
@@ -230,7 +231,7 @@ class _Provenance:
     def _put(self, into: Tensor, copy: Copy, origin: Origin) -> None:
         memory = self.watch(into)
         if memory.dtype != into.dtype:
-            reason = f"it is written as {name_of(into.dtype)}"
+            reason = f"it is written as {dtype_name(into.dtype)}"
             copy, origin = _everything(memory), Changed(reason, weights_of(origin))
         elif isinstance(origin, Weighted):
             origin = Weighted(origin.weight, (*origin.dtypes, into.dtype))

@@ -33,7 +33,8 @@ from rlcore.engines.sync.provenance import (
     weights_of,
 )
 from rlcore.engines.sync.regions import Copy, cut, span, visible
-from rlcore.engines.sync.source import Manifest, dtype_of, name_of
+from rlcore.engines.sync.source import Manifest, dtype_of
+from rlcore.tensor_data import dtype_name
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
@@ -170,7 +171,7 @@ class _Reader:
         return Recording(result.manifest, result.written, result.not_plain, result.untouched, result.failures, idle)
 
     def _sort(self, memory: Memory, place: _Place, names: list[str]) -> None:
-        destination = Destination(names[0], tuple(names[1:]), place.shape, place.stride, name_of(place.dtype))
+        destination = Destination(names[0], tuple(names[1:]), place.shape, place.stride, dtype_name(place.dtype))
         weights = frozenset(memory.weights)
         found: list[Write] | str
         if reason := self._replaced(memory, place, names):
@@ -193,7 +194,7 @@ class _Reader:
 
     def _created(self, name: str, tensor: Tensor) -> None:
         place = _Place.of(tensor)
-        destination = Destination(name, (), place.shape, place.stride, name_of(place.dtype))
+        destination = Destination(name, (), place.shape, place.stride, dtype_name(place.dtype))
         weights = frozenset(self._weights_in(tensor))
         self._reached |= weights
         self._result.not_plain.append(NotPlain(destination, "its loader makes it", weights))
@@ -220,7 +221,7 @@ class _Reader:
         except NotNestedError as error:
             return f"it is written by {error}"
         if memory.dtype != place.dtype and memory.writes:
-            return f"its memory is written as {name_of(memory.dtype)}"
+            return f"its memory is written as {dtype_name(memory.dtype)}"
         writes = []
         for copy, origin in found:
             if reason := self._objection(origin):
@@ -238,7 +239,7 @@ class _Reader:
         for weight in weights_of(origin) & self._recorder.failures.keys():
             return self._recorder.failures[weight]
         if isinstance(origin, Weighted) and not is_one_cast(origin.dtypes):
-            return "it is rounded on the way: " + " to ".join(map(name_of, origin.dtypes))
+            return "it is rounded on the way: " + " to ".join(map(dtype_name, origin.dtypes))
         return ""
 
 

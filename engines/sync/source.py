@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlcore.engines.sharding import local_part
 from rlcore.errors import SyncError
+from rlcore.tensor_data import dtype_name
 
 if TYPE_CHECKING:
     from rlcore.weights.view import WeightView
@@ -129,7 +130,7 @@ class _Describer:
     def weight(self, found: WeightView) -> Weight:
         name, parameter, view, _ = found
         index = None if parameter is None else self._index(parameter)
-        return Weight(name, tuple(view.shape), name_of(view.dtype), index, int(view.storage_offset()), view.stride())
+        return Weight(name, tuple(view.shape), dtype_name(view.dtype), index, int(view.storage_offset()), view.stride())
 
     def _index(self, parameter: Tensor) -> int | None:
         if id(parameter) not in self._indices:
@@ -142,7 +143,7 @@ class _Describer:
             return None
         layout = self.layouts.setdefault(rows, len(self.layouts))
         self.parameters.append(parameter)
-        self.described.append(Parameter(tuple(parameter.shape), name_of(parameter.dtype), layout))
+        self.described.append(Parameter(tuple(parameter.shape), dtype_name(parameter.dtype), layout))
         return len(self.parameters) - 1
 
     def _rows(self, parameter: Tensor) -> tuple[Rows, ...] | None:
@@ -170,10 +171,6 @@ def _sharded_rows(parameter: DTensor, size: int, num_ranks: int) -> tuple[Rows, 
                 return None
         found[int(mesh[tuple(coordinate)])] = first, end
     return tuple(found)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
