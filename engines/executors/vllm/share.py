@@ -34,7 +34,7 @@ class Share:
         if self.device.spec.is_host:  # no graph is captured that would keep addresses
             self._residents = {
                 "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
-                "kv_cache": Resident(self.device, lambda: self.runner.kv_caches, lambda guard, state: None),
+                "kv_cache": Resident(self.device, lambda: versions.kv_caches(self.runner), lambda guard, state: None),
             }
         else:
             self._residents = {
@@ -89,7 +89,7 @@ class Share:
         Such as what MLA derives from its weights after loading: nothing but loading makes them right.
         """
         known = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        caches = {storage._cdata for storage in distinct_storages(self.runner.kv_caches)}
+        caches = {storage._cdata for storage in distinct_storages(versions.kv_caches(self.runner))}
         for module in self.model.modules():
             for value in vars(module).values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):

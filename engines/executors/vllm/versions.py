@@ -60,7 +60,8 @@ class Runner(Protocol):
     """vllm.v1.worker.gpu_model_runner.GPUModelRunner
     vllm.v1.worker.gpu.model_runner.GPUModelRunner"""
 
-    kv_caches: list[Tensor]
+    kv_caches: list[Tensor | list[Tensor]]
+    """Of each layer; those with a state (Mamba) have several."""
 
     def get_model(self) -> nn.Module: ...
 
@@ -171,6 +172,8 @@ def new_engine(arguments: dict[str, Any]) -> Engine:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise InvalidInputError(f"vLLM refuses these arguments of build(): {error}") from error
+    if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     return engine
 
@@ -242,9 +245,14 @@ def _not_loaded(info: Reloading) -> list[Tensor]:
     return [tensor.detach() for name, tensor in {**parameters, **buffers}.items() if name not in loaded]
 
 
+def kv_caches(runner: Runner) -> list[Tensor]:
+    """All of this worker's."""
+    return [one for cache in runner.kv_caches for one in ([cache] if isinstance(cache, Tensor) else cache)]
+
+
 def after_kv_cache_is_back(runner: Runner) -> None:
     """New memory may hold anything, NaN too. Up to 0.28 the scales of an FP8 cache are lost with it."""
-    for cache in runner.kv_caches:
+    for cache in kv_caches(runner):
         cache.zero_()
     if hasattr(runner, "post_kv_cache_wake_up"):
         runner.post_kv_cache_wake_up()

@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOssConfig", BASE | {"head_dim": 16, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
 }  # fmt: skip
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 PLACES = {"tp 1": (1, 0, False), "tp 2, first": (2, 0, False), "tp 2, second": (2, 1, False)}
 EXPERT_PLACES = {"ep 2, first": (2, 0, True), "ep 2, second": (2, 1, True)}
 
@@ -108,7 +109,7 @@ def recorded(config: Any, views: list[WeightView]) -> dict[str, Any]:
     manifest = describe(views, 1).manifest
     recording = record(*made.meta_model(config), manifest)
     plan = make_plan(recording)
-    real: Any = made.new_model(config, "cpu")
+    real: Any = made.new_model(config, DEVICE)
     for parameter in real.parameters():
         parameter.requires_grad_(False)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
 
     with rlcore.meta_device():
         module = Policy.from_pretrained(folder)
-    return rlcore.TrainEngine(module).build(devices="cpu:0", **options)
+    return rlcore.TrainEngine(module).build(devices=DEVICE, **options)
 
 
 def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
@@ -97,9 +98,9 @@ def test_requests_under_way_go_on_with_the_new_weights(
 ) -> None:
     old = infer.version
     (number,) = infer.submit([[1, 10, 1, 13]], GREEDY | {"max_tokens": 240})
-    for _ in range(1000):
-        if infer._call("progress")[0].get(number, 0) >= 10:
-            break
+    deadline = time.monotonic() + 60
+    while infer._call("progress")[0].get(number, 0) < 10:
+        assert time.monotonic() < deadline
     infer.pause("keep")
     train.shake(11)
     train.sync_weights(infer)
