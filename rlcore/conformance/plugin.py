@@ -111,7 +111,9 @@ def other_peer(device: Any, _peers: list[Peer]) -> Peer:
 
 
 def _alive(peers: list[Peer], device: Any, needed: int) -> list[Peer]:
-    peers[:] = [peer for peer in peers if peer.is_alive]
+    for peer in [peer for peer in peers if not peer.is_alive]:
+        peer.__exit__(None, None, None)  # closes its pipes
+        peers.remove(peer)
     while len(peers) < needed:
         peers.append(Peer(device.name))
     return peers

@@ -49,6 +49,7 @@ def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_no_micro_batch_waits_for_the_device(qwen2_folder: Path) -> None:
     from transformers import Qwen2ForCausalLM
 

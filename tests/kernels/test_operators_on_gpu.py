@@ -183,6 +183,7 @@ def test_on_another_stream() -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_forward_and_backward_are_captured_in_a_graph(dtype: torch.dtype) -> None:
     hidden, weight, targets, tokens = random_inputs(300, 64, 5000, dtype)
@@ -207,6 +208,7 @@ def test_forward_and_backward_are_captured_in_a_graph(dtype: torch.dtype) -> Non
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it imports inductor
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_calls_what_eager_code_calls(mode: str) -> None:
     hidden, weight, targets, _ = random_inputs(300, 64, 5000, torch.bfloat16)
