@@ -83,9 +83,6 @@ class Plan(Message, frozen=True):
     """Of all pieces, in the trainer's dtypes."""
     untouched: tuple[Destination, ...]
 
-    def pieces_of(self, rank: int) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.rank == rank]
-
     def fill(self, live: Mapping[str, Tensor]) -> None:
         """Write the constants into the live tensors."""
         for one in self.fills:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlcore.engines.sharding import local_part
+from rlcore.engines.sync.place import decoded
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
 
@@ -37,10 +38,7 @@ class Message(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def from_bytes(cls: type[_Message], data: bytes) -> _Message:
         """Raises SyncError for anything but what ``to_bytes`` wrote."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise SyncError(f"these {len(data)} bytes are no {cls.__name__} of a weight sync: {error}") from error
+        return decoded(data, cls, f"{cls.__name__} of a weight sync")
 
     @functools.cached_property
     def digest(self) -> str:
