@@ -22,6 +22,7 @@ import torch
 
 from rlcore.engines.offload.arena import BLOCK_BYTES, Arena
 from rlcore.engines.offload.cargo import Arrival, Departure, Parcel
+from rlcore.engines.offload.undo import undone_by
 from rlcore.errors import DeviceError
 from rlcore.types import OffloadReport
 
@@ -84,14 +85,8 @@ class Transfer:
             DeviceError: host or device memory does not do. Everything is where it was, or the message says otherwise.
         """
         self.begin()
-        try:
+        with undone_by(self._undo):
             self._move()
-        except BaseException as error:
-            where = self._undo()
-            if isinstance(error, DeviceError):
-                raise DeviceError(f"{error}. {where}") from error
-            error.add_note(where)
-            raise
 
     def begin(self) -> None:
         """Raises DeviceError, before anything moves, where the host has not enough memory."""

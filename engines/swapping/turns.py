@@ -13,24 +13,18 @@ from functools import partial
 from typing import Any
 
 from rlcore.engines.offload.transfer import Grant, Progress
+from rlcore.engines.offload.undo import undone_by
 from rlcore.engines.swapping.party import Arguments, Party, Reports, Site
-from rlcore.errors import DeviceError
 
 
 def take_turns(parties: Sequence[Party]) -> Reports:
     """After an error everything is where it was; the message or a note on it says so, or what is not."""
     with ThreadPoolExecutor(len(parties)) as threads:
         table = _Table(parties, threads)
-        try:
+        with undone_by(table.take_back):
             table.begin()
             table.play()
             ended = table.call("end_turns", lambda party: party.plans(was_reversed=False))
-        except BaseException as error:
-            where = table.take_back()
-            if isinstance(error, DeviceError):
-                raise DeviceError(f"{error}. {where}") from error
-            error.add_note(where)
-            raise
     return {step: reports for party, results in ended.items() for step, reports in party.reports(results).items()}
 
 
