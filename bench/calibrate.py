@@ -25,7 +25,7 @@ from rlcore.settings import Settings
 from rlcore.tensor_data import dtype_name
 
 _STALE = timedelta(days=7)
-_BUDGET_S: dict[Effort, float] = {"quick": 0.25, "standard": 1.0, "full": 3.0}
+_BUDGET_S: dict[Effort, float] = {"quick": 0.15, "standard": 0.5, "full": 1.0}
 """For each size of each limit."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The best of these is within a few per cent of the best of all: anchors of one H200, M x N x K.

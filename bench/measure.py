@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,10 +50,11 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
     """One result for each contender, in their order; whatever goes wrong is a status with its reason."""
     sampling = sampling or Sampling()
     monitor = Monitor(device)
+    device.activate()
     try:
         work = case.prepare(device)
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
-        return [_not_measured(case.name, "", {}, error)]
+        return [_not_measured(case.name, "", {}, _failure(error))]
     try:
         return _measure(case, work, device, sampling, monitor)
     finally:
@@ -67,8 +68,6 @@ def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: M
     for trial in trials:
         if work.num_runs is None:
             trial.attempt(trial.warm_up)
-            if not device.spec.is_host:
-                trial.attempt(trial.measure_memory)
     for trial in _in_turns(trials):
         trial.attempt(trial.sample)
         monitor.read()
@@ -115,7 +114,7 @@ class _Trial:
         self.own_samples: dict[str, list[float]] = {}
         """By the name of a clock beside the host's."""
         self.quantities: dict[str, list[Quantity]] = {}
-        self.error: Exception | None = None
+        self.failure: _Failure | None = None
         self._flush = flush
         self._output: Any = None
         self._own: dict[str, float] = {}
@@ -123,13 +122,16 @@ class _Trial:
 
     def attempt(self, step: Any) -> None:
         """Do a step unless an earlier one failed; a failure ends this contender, not the run."""
-        if self.error is not None:
+        if self.failure is not None:
             return
         try:
             step()
         except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
-            self.error = error
+            # The error itself is not kept: its frames hold the memory that the next contender needs.
+            self.failure = _failure(error)
+        if self.failure is not None:
             self._output = None
+            self.device.memory.empty_cache()
 
     @property
     def wants_more(self) -> bool:
@@ -137,7 +139,7 @@ class _Trial:
             enough = self.num_runs
         else:
             enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
-        return self.error is None and len(self.samples) < enough
+        return self.failure is None and len(self.samples) < enough
 
     @property
     def is_cold(self) -> bool:
@@ -150,7 +152,7 @@ class _Trial:
         self._spent_s = 0.0  # compiling is not measuring
         recent: list[float] = []
         while not recent or not (self._is_stable(recent) or self._has_warmed_up_long_enough):
-            recent = [*recent[-2:], self._timed(1)]
+            recent = [*recent[-2:], self._timed(1) if recent else self._timed_with_memory()]
             self.num_warmup += 1
         if self.contender.seconds is None:
             self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
@@ -176,17 +178,20 @@ class _Trial:
             for name, quantity in self.contender.quantities(self._output).items():
                 self.quantities.setdefault(name, []).append(quantity)
 
-    def measure_memory(self) -> None:
-        """At the peak of one run, beyond what was there before it: inputs are not counted, its output is."""
+    def _timed_with_memory(self) -> float:
+        """Also what one run takes at its peak beyond what was there before: inputs are not counted, its output is."""
+        if self.device.spec.is_host:
+            return self._timed(1)
         memory = self.device.memory
         self._output = None
         self.device.synchronize()
         before = memory.stats().allocated_bytes
         memory.reset_peak()
-        self._timed(1)
+        seconds = self._timed(1)
         extra = memory.stats().peak_allocated_bytes - before
         if extra > 0:
             self.quantities["extra_memory"] = [Quantity(extra, "B")]
+        return seconds
 
     def measure_energy(self, monitor: Monitor) -> None:
         """Of one run, from many in a row: the counters move about ten times a second."""
@@ -250,8 +255,8 @@ def _processor_s() -> float:
 
 def _result(case: Case, work: Work, trial: _Trial, monitor: Monitor) -> CaseResult:
     name, params = trial.contender.implementation, {**work.params, **trial.contender.params}
-    if trial.error is not None:
-        return _not_measured(case.name, name, params, trial.error)
+    if trial.failure is not None:
+        return _not_measured(case.name, name, params, trial.failure)
     telemetry = monitor.telemetry()
     return CaseResult(
         name=case.name,
@@ -278,13 +283,20 @@ def _limits(work: Work) -> dict[str, int]:
     return found if work.flops is None or dtype is None else {f"product/{dtype}": work.flops, **found}
 
 
-def _not_measured(case: str, implementation: str, params: dict[str, int | float | str], error: Exception) -> CaseResult:
+class _Failure(NamedTuple):
+    status: Status
+    reason: str
+
+
+def _failure(error: Exception) -> _Failure:
+    return _Failure(_status(error), f"{type(error).__name__}: {error}".strip(": \n"))
+
+
+def _not_measured(
+    case: str, implementation: str, params: dict[str, int | float | str], failure: _Failure
+) -> CaseResult:
     return CaseResult(
-        name=case,
-        implementation=implementation,
-        status=_status(error),
-        params=params,
-        reason=f"{type(error).__name__}: {error}".strip(": \n"),
+        name=case, implementation=implementation, status=failure.status, params=params, reason=failure.reason
     )
 
 

@@ -39,17 +39,17 @@ class Plan:
 
 PLANS: dict[Effort, Plan] = {
     "quick": Plan(
-        effort="quick", rounds=2, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.3, max_warmup=5)
+        effort="quick", rounds=2, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.2, max_warmup=5)
     ),
     "standard": Plan(
         effort="standard",
         rounds=3,
-        sampling=Sampling(min_samples=4, max_samples=10, budget_s=2.0, energy_s=1.0),
+        sampling=Sampling(min_samples=3, max_samples=10, budget_s=1.0),
     ),
     "full": Plan(
         effort="full",
-        rounds=5,
-        sampling=Sampling(min_samples=6, max_samples=10, budget_s=4.0, energy_s=2.0),
+        rounds=3,
+        sampling=Sampling(min_samples=3, max_samples=10, budget_s=2.0, energy_s=0.5),
     ),
 }
 

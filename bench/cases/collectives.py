@@ -72,7 +72,7 @@ class _Rank:
             calls[op]()
             device.synchronize()
             seconds.append(time.perf_counter() - started)
-        return _Timed(seconds[1:], torch.equal(received.cpu(), _expected(op, numel, size)))
+        return _Timed(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
 
     def close(self) -> None:
         pass

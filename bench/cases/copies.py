@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -91,15 +92,23 @@ def _prepare_peers(device: Any) -> Work:
         raise UnsupportedError("a link between devices", f"there is one {device.spec.name} device")
     devices = [get_device(f"{device.spec.name}:{index}") for index in range(device.count())]
     pattern = torch.arange(_PAIR_BYTES // 8, dtype=torch.int64)
-    sources, targets = ([pattern.to(one.torch_device) for one in devices] for _ in range(2))
+    sources, targets = ([pattern.to(one.torch_device, copy=True) for one in devices] for _ in range(2))
+    streams = {(way, one.index): one.streams.new() for way in range(2) for one in devices}
 
-    def seconds(copy: Callable[[], Any], *involved: Any) -> float:
+    def copy(*pairs: tuple[int, int]) -> None:
+        """From the first of each pair to the second; a stream on either side for each, or they would queue."""
+        for way, (i, j) in enumerate(pairs):
+            with devices[i].streams.use(streams[way, i]), devices[j].streams.use(streams[way, j]):
+                targets[j].copy_(sources[i], non_blocking=True)
+
+    def seconds(*pairs: tuple[int, int]) -> float:
+        involved = [devices[index] for index in pairs[0]]
         found = []
         for _ in range(_REPEATS + 1):
             for one in involved:
                 one.synchronize()
             started = time.perf_counter()
-            copy()
+            copy(*pairs)
             for one in involved:
                 one.synchronize()
             found.append(time.perf_counter() - started)
@@ -107,15 +116,10 @@ def _prepare_peers(device: Any) -> Work:
 
     def run() -> dict[str, Quantity]:
         rates = {}
-        for i, first in enumerate(devices):
-            for j, second in enumerate(devices):
-                if i == j:
-                    continue
-                one_way = functools.partial(_copy, (targets[j], sources[i]))
-                rates[f"{i}_to_{j}"] = Quantity(_PAIR_BYTES / seconds(one_way, first, second), "B/s")
-                if i < j:
-                    both = functools.partial(_copy, (targets[j], sources[i]), (targets[i], sources[j]))
-                    rates[f"{i}_and_{j}"] = Quantity(2 * _PAIR_BYTES / seconds(both, first, second), "B/s")
+        for i, j in itertools.permutations(range(len(devices)), 2):
+            rates[f"{i}_to_{j}"] = Quantity(_PAIR_BYTES / seconds((i, j)), "B/s")
+            if i < j:
+                rates[f"{i}_and_{j}"] = Quantity(2 * _PAIR_BYTES / seconds((i, j), (j, i)), "B/s")
         return rates
 
     contender = Contender(
@@ -125,11 +129,6 @@ def _prepare_peers(device: Any) -> Work:
         quantities=dict,
     )
     return Work(contenders=(contender,), params={"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
-
-
-def _copy(*pairs: tuple[Tensor, Tensor]) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
 
 
 to_device_case = Case(

@@ -26,7 +26,8 @@ def _prepare(device: Any) -> Work:
         return _contender(name, passes * 4 * numel, lambda: write(target), check)
 
     def check_sum(total: Tensor) -> None:
-        expect(float(total) == numel, f"ones sum up to {float(total)}, not {numel}")
+        # Partial sums above 2 ** 24 are rounded where their sizes are no powers of two.
+        expect(abs(float(total) - numel) <= numel * 2**-20, f"ones sum up to {float(total)}, not {numel}")
 
     return Work(
         contenders=(

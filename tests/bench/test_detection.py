@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from steady_cases import PLANTED, cases
+from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 
 from rlcore.bench.case import Case
 from rlcore.bench.compare import Comparison, compare
@@ -20,47 +20,65 @@ from rlcore.bench.measure import Sampling
 from rlcore.bench.result import CaseResult, Record
 from rlcore.bench.runner import Run
 
-ROUNDS = 30
+ROUNDS, GPU_ROUNDS = 30, 10
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=2, stable_spread=1.0)
+THRICE = Sampling(min_samples=3, max_samples=3, max_warmup=10)
 SCRIPT = str(Path(__file__).with_name("steady_cases.py"))
 SIDES = ("before", "after")
 
 
-def taken_in_turns(path: Path, slowdown: float) -> Comparison:
+def taken_in_turns(
+    path: Path, device: str, of: list[Case], *, slowdown: float, sampling: Sampling, rounds: int
+) -> Comparison:
     with (
-        Isolated("cpu", (sys.executable, SCRIPT, "0")) as a,
-        Isolated("cpu", (sys.executable, SCRIPT, str(slowdown))) as b,
+        Isolated(device, (sys.executable, SCRIPT, "0")) as a,
+        Isolated(device, (sys.executable, SCRIPT, str(slowdown))) as b,
     ):
         order = itertools.cycle(([0, 1], [1, 0]))
 
         def both(case: Case) -> list[CaseResult]:
-            found = {side: (a, b)[side].run_case(case, ONCE) for side in next(order)}
+            found = {side: (a, b)[side].run_case(case, sampling) for side in next(order)}
             return [
-                msgspec.structs.replace(result, implementation=SIDES[side]) for side in (0, 1) for result in found[side]
+                msgspec.structs.replace(result, implementation=f"{SIDES[side]} {result.implementation}")
+                for side in (0, 1)
+                for result in found[side]
             ]
 
-        # One run holds both sides, as two contenders.
-        record = Run(record=a.new_record("full"), path=path, run=both, rounds=ROUNDS).cases(list(cases().values()))
+        # One run holds both sides, each of its contenders twice.
+        record = Run(record=a.new_record("full"), path=path, run=both, rounds=rounds).cases(of)
     return compare(*(side_of(record, side) for side in SIDES), names=SIDES)
 
 
 def side_of(record: Record, side: str) -> Record:
     mine = [
-        msgspec.structs.replace(case, implementation="torch") for case in record.cases if case.implementation == side
+        msgspec.structs.replace(case, implementation=case.implementation.removeprefix(f"{side} "))
+        for case in record.cases
+        if case.implementation.startswith(f"{side} ")
     ]
     return msgspec.structs.replace(record, cases=mine)
 
 
 def shown(found: Comparison) -> str:
-    rows = [(row.case, row.verdict, row.difference) for row in found.rows]
-    return "\n".join(f"{case} {verdict} {difference}" for case, verdict, difference in rows)
+    rows = [(row.case, row.implementation, row.median_a, row.verdict, row.difference) for row in found.rows]
+    return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_planted_slowdown_of_10_percent_is_found_with_30_samples_and_nothing_else_is(tmp_path: Path) -> None:
-    found = taken_in_turns(tmp_path / "both.json", slowdown=0.1)
+    path, all_cases = tmp_path / "both.json", list(cases().values())
+    found = taken_in_turns(path, "cpu", all_cases, slowdown=0.1, sampling=ONCE, rounds=ROUNDS)
     print(shown(found))
     verdicts = {row.case: row.verdict for row in found.rows}
     assert verdicts.pop(PLANTED) == "slower"
     assert sum(verdict != "about equal" for verdict in verdicts.values()) <= 0.05 * len(verdicts)
+
+
+@pytest.mark.gpu
+def test_planted_slowdown_of_3_percent_is_found_on_a_gpu_with_30_samples_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "both.json"
+    found = taken_in_turns(path, "cuda", [gpu_case()], slowdown=0.03, sampling=THRICE, rounds=GPU_ROUNDS)
+    print(shown(found))
+    assert {row.implementation for row in found.rows if row.verdict == "slower"} == PLANTED_ON_GPU
+    assert {row.verdict for row in found.rows} == {"slower", "about equal"}
+    assert all(row.median_a > 1e-3 for row in found.rows if row.implementation in PLANTED_ON_GPU)

@@ -111,6 +111,30 @@ def test_copy_that_does_nothing_is_refused() -> None:
         copies._check_again(lambda: None, [target], pattern, get_device("cpu"))
 
 
+class TwoHosts:
+    """FAKE: two slots of the host as if they were accelerators with a link. Proves nothing about one."""
+
+    spec = dataclasses.replace(get_device("cpu").spec, is_host=False)
+
+    def count(self) -> int:
+        return 2
+
+
+def test_peer_matrix_has_each_pair_one_way_and_both_ways_and_a_missing_copy_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copies, "_PAIR_BYTES", 1 << 12)
+    (contender,) = copies._prepare_peers(TwoHosts()).contenders
+    rates = contender.run()
+    assert {name: quantity.unit for name, quantity in rates.items()} == dict.fromkeys(
+        ("0_to_1", "1_to_0", "0_and_1"), "B/s"
+    )
+    contender.check(rates)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking=False: self)
+    with pytest.raises(AssertionError, match=r"^other bytes arrived$"):
+        contender.check(rates)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["copies/to_device", "copies/to_host", "copies/both_ways"])
 def test_copies_pass_on_a_gpu(name: str) -> None:

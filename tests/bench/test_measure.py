@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,7 @@ class Accelerator:
         host = get_device("cpu")
         self.spec = dataclasses.replace(host.spec, is_host=False)
         self.streams, self.synchronize, self.torch_device = host.streams, host.synchronize, host.torch_device
-        self.telemetry, self.processes = host.telemetry, host.processes
+        self.telemetry, self.processes, self.activate = host.telemetry, host.processes, host.activate
         self.memory, self.taken, self.peak = self, 1000, 0
 
     def stats(self) -> MemoryStats:
@@ -120,6 +121,9 @@ class Accelerator:
 
     def reset_peak(self) -> None:
         self.peak = self.taken
+
+    def empty_cache(self) -> None:
+        self.taken = 1000
 
 
 def test_accelerators_have_times_of_their_own_clock_and_extra_memory() -> None:
@@ -148,6 +152,23 @@ def test_limits_are_flops_of_the_dtype_and_bytes_of_memory_unless_the_case_says_
     assert limits(params={}, flops=8, bytes=16) == {"memory": 16}
     assert limits(params={}, bytes=16, limits={"to_host/pinned": 16}) == {"to_host/pinned": 16}
     assert limits(params={}) == {}
+
+
+def test_what_a_failed_contender_held_is_there_for_the_next() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.ones(8)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("no room for one more")
+
+    def check(is_free: bool) -> None:
+        assert is_free
+
+    after = Contender(implementation="after", run=lambda: held[-1]() is None, check=check)
+    first, second = run_case(case_of(contender(fail), after), get_device("cpu"), QUICK)
+    assert (first.status, first.reason) == ("oom", "OutOfMemoryError: no room for one more")
+    assert (second.status, second.reason) == ("pass", "")
 
 
 def test_slow_runs_are_sampled_less() -> None:
