@@ -7,7 +7,7 @@ Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438), over 
 and the discounted return R_t = reward_t + gamma R_t+1, with nothing after the last token. Tokens that do not count
 (prompts, what a tool answered, padding) are as if deleted: rewards and values pass over them undiscounted, and
 whatever they hold has no influence. That is verl 0.9.1's treatment of several turns; checked against deletion in the
-tests.
+tests. They get 0 themselves.
 
 Both are linear recurrences a_t = x_t + c_t a_t+1 in which c_t is 0 at the last token of a sequence, and 1 (with x_t =
 0) where a token does not count. Composing neighbours, (c, x) o (c', x') = (c c', x + c x'), halves the problem: one
@@ -58,7 +58,7 @@ def gae_reference(
             if mask_T[t]:
                 advantage = rewards_T[t] + gamma * next_value - values_T[t] + gamma * lam * advantage
                 next_value = values_T[t]
-            advantages_T[t], returns_T[t] = advantage, advantage + next_value
+                advantages_T[t], returns_T[t] = advantage, advantage + next_value
     return advantages_T, returns_T
 
 
@@ -83,16 +83,17 @@ def discounted_return_reference(
 def gae_scan(
     values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch, any device; two scans."""
+    """Plain torch, any device; one scan, of what a token passes on: gamma (V_t + lam A_t)."""
     tokens = check_tokens("gae", mask_T, cu_seqlens, {"values": values_T, "rewards": rewards_T})
     (values_T, rewards_T), mask_T, cu_seqlens = tokens
     is_last_T = _is_last(cu_seqlens, len(mask_T))
-    # the value of the first token at or after t that counts
-    ahead_T = _reverse_scan(_factor(mask_T, is_last_T, 0.0, values_T.dtype), values_T)
-    next_value_T = _shifted(ahead_T).masked_fill(is_last_T, 0.0)
-    delta_T = torch.where(mask_T, rewards_T + gamma * next_value_T - values_T, 0.0)
-    advantages_T = _reverse_scan(_factor(mask_T, is_last_T, gamma * lam, values_T.dtype), delta_T)
-    return advantages_T, advantages_T + ahead_T
+    surprise_T = rewards_T - values_T
+    passed_T = _reverse_scan(
+        _factor(mask_T, is_last_T, gamma * lam, values_T.dtype), gamma * (values_T + lam * surprise_T)
+    )
+    taken_T = _shifted(passed_T).masked_fill(is_last_T, 0.0)
+    advantages_T = torch.where(mask_T, surprise_T + taken_T, 0.0)
+    return advantages_T, advantages_T + values_T
 
 
 def discounted_return_scan(rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
@@ -158,8 +159,7 @@ def gae(
         implementation: run this one or raise; None chooses.
 
     Returns:
-        ``(advantages, returns)``; at a token that does not count those of the next one in its sequence that does, or
-        0. Whitening is up to the caller: ``masked_whiten``.
+        ``(advantages, returns)``; 0 at tokens that do not count. Whitening is up to the caller: ``masked_whiten``.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value outside the above; values or rewards that are not finite

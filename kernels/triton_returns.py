@@ -2,19 +2,15 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """``gae`` and ``discounted_return`` in Triton: two reads and one write of the tokens, however long a sequence is.
 
-With the pair (A, V) of the advantage and of the value of the next token that counts, a token is a linear map of the
-pair after it,
+What a counted token passes on is C = gamma (V + lam A), and it takes the same from the next one, n, and no more:
 
-    A_t = alpha A + beta V + x      V_t = kappa V + y
+    A_t = r_t - V_t + C_n      C_t = c C_n + x,   c = gamma lam,   x = gamma V_t + gamma lam (r_t - V_t)
 
-                  alpha      beta   x          kappa  y
-    it counts     gamma lam  gamma  r_t - v_t  0      v_t
-    it does not   1          0      0          1      0
-
-and the last token of a sequence has alpha = beta = kappa = 0. A run of tokens is a map of the same form. One kernel
-finds the role of each token and the map of each block of tokens; another composes the maps of the blocks behind its
-own, as far as something still reaches it from there, and applies them. No block waits for another, and the order of
-all sums is fixed.
+A token that does not count has c = 1 and x = 0, and the last one of a sequence c = 0. A run of tokens is a map (c, x)
+of the same form. One kernel finds the role of each token and the map of each block of tokens; another composes the
+maps of the blocks behind its own, as far as something still reaches it from there, and applies them. Within a block
+16 tokens are composed by a thread, and the threads' maps by a scan. No block waits for another, and the order of all
+sums is fixed.
 
 A discounted return is an advantage with lam = 1 and values of 0.
 
@@ -32,20 +28,14 @@ from rlcore.kernels.operands import check_values, is_checked_on_device
 from rlcore.kernels.returns import check_tokens
 
 _TILE = {"BLOCK": 2048, "WAYS": 256, "num_warps": 4}
+_RUN = tl.constexpr(16)
+"""Tokens of a thread in such a block: ``_split`` twice."""
 
 
 @triton.jit
-def _composed(
-    later_alpha, later_beta, later_x, later_kappa, later_y, alpha, beta, x, kappa, y,
-):  # fmt: skip
+def _composed(later_c, later_x, c, x):
     """The map of a token (or run) applied to that of the run behind it."""
-    return (
-        alpha * later_alpha,
-        alpha * later_beta + beta * later_kappa,
-        alpha * later_x + beta * later_y + x,
-        kappa * later_kappa,
-        kappa * later_y + y,
-    )
+    return c * later_c, c * later_x + x
 
 
 @triton.jit
@@ -60,8 +50,13 @@ def _narrowed(edges, low, size, bound, WAYS: tl.constexpr):
 
 
 @triton.jit
-def _is_last(edges, E, t, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
-    """Whether a sequence ends behind each token: bisection among the edges in this block."""
+def _repeated(x, COUNT: tl.constexpr):
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], COUNT]), [x.shape[0] * COUNT])
+
+
+@triton.jit
+def _is_last(edges, E, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
+    """1 where a sequence ends behind a token of this block: of each run the edges in turn, after a bisection."""
     low = 0
     high = 0
     low_size = E
@@ -69,18 +64,28 @@ def _is_last(edges, E, t, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
     while (low_size > 0) | (high_size > 0):
         low, low_size = _narrowed(edges, low, low_size, first, WAYS)
         high, high_size = _narrowed(edges, high, high_size, first + BLOCK, WAYS)
-    at = tl.zeros([BLOCK], tl.int32) + low
+    begin = tl.arange(0, BLOCK // _RUN) * _RUN
+    at = tl.zeros([BLOCK // _RUN], tl.int32) + low
     size = high - low
     while size > 0:
         half = tl.cdiv(size, 2)
-        at += tl.where(tl.load(edges + at + half - 1) <= t, half, 0)
+        at += tl.where(tl.load(edges + at + half - 1) <= first + begin, half, 0)
         size -= half
-    return tl.load(edges + at, mask=at < high, other=0) == t + 1
+    is_behind = tl.zeros([BLOCK // _RUN], tl.int32)  # a bit for each token of the run
+    num_left = high - low
+    while num_left > 0:
+        edge = tl.load(edges + at, mask=at < high, other=first) - first
+        place = tl.minimum(edge, 2 * BLOCK).to(tl.int32) - begin - 1
+        is_inside = (place >= 0) & (place < _RUN)
+        is_behind |= tl.where(is_inside, 1 << place, 0)
+        num_left = tl.sum(is_inside.to(tl.int32), 0)
+        at += 1
+    return _repeated(is_behind, _RUN) >> (tl.arange(0, BLOCK) % _RUN) & 1
 
 
 @triton.jit
 def _split(x):
-    """Every fourth token, from the first to the fourth on."""
+    """Every fourth entry, from the first to the fourth on."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0] // 4, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -95,37 +100,28 @@ def _joined(x0, x1, x2, x3):
 
 
 @triton.jit
-def _token_map(r, v, role, gamma, decay):
-    is_counted = role % 2 == 1
-    is_last = role > 1
-    r = tl.where(is_counted, r, 0.0)
-    v = tl.where(is_counted, v, 0.0)
-    alpha = tl.where(is_last, 0.0, tl.where(is_counted, decay, 1.0))
-    beta = tl.where(is_counted & (is_last == 0), gamma, 0.0)
-    kappa = tl.where(is_counted | is_last, 0.0, 1.0)
-    return alpha, beta, r - v, kappa, v
+def _fours(c, x):
+    """The maps of four neighbours each."""
+    c0, c1, c2, c3 = _split(c)
+    x0, x1, x2, x3 = _split(x)
+    return c0 * c1 * (c2 * c3), x0 + c0 * (x1 + c1 * (x2 + c2 * x3))
 
 
 @triton.jit
-def _behind_token(later, token):
-    """``_composed`` of two tuples."""
-    return _composed(later[0], later[1], later[2], later[3], later[4], token[0], token[1], token[2], token[3], token[4])
+def _within_fours(c, x, behind):
+    """What stands behind each entry, from what stands behind each four."""
+    _, c1, c2, c3 = _split(c)
+    _, x1, x2, x3 = _split(x)
+    behind2 = x3 + c3 * behind
+    behind1 = x2 + c2 * behind2
+    return _joined(x1 + c1 * behind1, behind1, behind2, behind)
 
 
 @triton.jit
-def _maps(r, v, role, gamma, decay):
-    """Of each of four neighbours the map of it and those of the four behind it; of each four and all behind it.
-
-    Four are composed within a thread, since a scan across threads is ten times as slow.
-    """
-    r0, r1, r2, r3 = _split(r)
-    v0, v1, v2, v3 = _split(v)
-    role0, role1, role2, role3 = _split(role)
-    map3 = _token_map(r3, v3, role3, gamma, decay)
-    map2 = _behind_token(map3, _token_map(r2, v2, role2, gamma, decay))
-    map1 = _behind_token(map2, _token_map(r1, v1, role1, gamma, decay))
-    map0 = _behind_token(map1, _token_map(r0, v0, role0, gamma, decay))
-    return map0, map1, map2, map3, tl.associative_scan(map0, 0, _composed, reverse=True)
+def _token_maps(r, v, role, gamma, decay):
+    is_counted = (role & 1) != 0
+    c = tl.where(role > 1, 0.0, tl.where(is_counted, decay, 1.0))
+    return c, tl.where(is_counted, gamma * v + decay * (r - v), 0.0)
 
 
 @triton.jit
@@ -135,21 +131,24 @@ def _block_kernel(
 ):  # fmt: skip
     j = tl.program_id(0)
     first = j.to(tl.int64) * BLOCK
-    t = first + tl.arange(0, BLOCK)
-    is_counted = t < T
+    i = tl.arange(0, BLOCK)
+    is_token = i < tl.minimum(T - first, BLOCK).to(tl.int32)
+    is_counted = is_token
     if mask is not None:
-        is_counted = tl.load(mask + t, mask=t < T, other=0) != 0
-    r = tl.load(rewards + t, mask=t < T, other=0.0).to(tl.float32)
+        is_counted = tl.load(mask + first + i, mask=is_token, other=0) != 0
+    r = tl.load(rewards + first + i, mask=is_token, other=0.0).to(tl.float32)
     v = tl.zeros([BLOCK], tl.float32)
     if values is not None:
-        v = tl.load(values + t, mask=t < T, other=0.0).to(tl.float32)
-    is_last = _is_last(edges, E, t, first, BLOCK, WAYS)
+        v = tl.load(values + first + i, mask=is_token, other=0.0).to(tl.float32)
+    is_last = _is_last(edges, E, first, BLOCK, WAYS)
     role = is_counted.to(tl.int8) + is_last.to(tl.int8) * 2
-    tl.store(roles + t, role, mask=t < T)
-    _, _, _, _, maps = _maps(r, v, role, gamma, decay)
-    four = tl.arange(0, BLOCK // 4)
-    for field in tl.static_range(5):
-        tl.store(blocks + field * J + j + four, maps[field], mask=four == 0)
+    tl.store(roles + first + i, role, mask=is_token)
+    maps = _token_maps(r, v, role, gamma, decay)
+    maps = _fours(maps[0], maps[1])
+    maps = tl.associative_scan(_fours(maps[0], maps[1]), 0, _composed, reverse=True)
+    run = tl.arange(0, BLOCK // _RUN)
+    for field in tl.static_range(2):
+        tl.store(blocks + field * J + j + run, maps[field], mask=run == 0)
     is_wrong = is_counted & ((tl.abs(r) < float("inf")) & (tl.abs(v) < float("inf")) == 0)
     num_wrong = tl.sum(is_wrong.to(tl.int32), 0)
     for start in range(j * WAYS, E, J * WAYS):  # the programs share the edges
@@ -162,36 +161,20 @@ def _block_kernel(
 
 
 @triton.jit
-def _behind(blocks, J, WAYS: tl.constexpr):
-    """(A, V) behind this block."""
-    alpha, beta, x, kappa, y = 1.0, 0.0, 0.0, 1.0, 0.0
-    start = tl.program_id(0) + 1
-    while (start < J) & ((alpha != 0.0) | (beta != 0.0) | (kappa != 0.0)):
-        j = start + tl.arange(0, WAYS)
-        is_block = j < J
-        later_alpha = tl.load(blocks + j, mask=is_block, other=1.0)
-        later_beta = tl.load(blocks + J + j, mask=is_block, other=0.0)
-        later_x = tl.load(blocks + 2 * J + j, mask=is_block, other=0.0)
-        later_kappa = tl.load(blocks + 3 * J + j, mask=is_block, other=1.0)
-        later_y = tl.load(blocks + 4 * J + j, mask=is_block, other=0.0)
-        later = later_alpha, later_beta, later_x, later_kappa, later_y
+def _behind(blocks, j, J, WAYS: tl.constexpr):
+    """C behind block j."""
+    c = tl.load(blocks + j + 1, mask=j + 1 < J, other=0.0)
+    x = tl.load(blocks + J + j + 1, mask=j + 1 < J, other=0.0)
+    start = j + 2
+    while (start < J) & (c != 0.0):
+        j_W = start + tl.arange(0, WAYS)
+        later = tl.load(blocks + j_W, mask=j_W < J, other=1.0), tl.load(blocks + J + j_W, mask=j_W < J, other=0.0)
         maps = tl.associative_scan(later, 0, _composed, reverse=True)
         is_first = tl.arange(0, WAYS) == 0
-        alpha, beta, x, kappa, y = _composed(
-            tl.sum(tl.where(is_first, maps[0], 0.0), 0),
-            tl.sum(tl.where(is_first, maps[1], 0.0), 0),
-            tl.sum(tl.where(is_first, maps[2], 0.0), 0),
-            tl.sum(tl.where(is_first, maps[3], 0.0), 0),
-            tl.sum(tl.where(is_first, maps[4], 0.0), 0),
-            alpha, beta, x, kappa, y,
-        )  # fmt: skip
+        x += c * tl.sum(tl.where(is_first, maps[1], 0.0), 0)
+        c *= tl.sum(tl.where(is_first, maps[0], 0.0), 0)
         start += WAYS
-    return x, y
-
-
-@triton.jit
-def _applied(map, a, v):
-    return map[0] * a + map[1] * v + map[2], map[3] * v + map[4]
+    return x
 
 
 @triton.jit
@@ -199,34 +182,34 @@ def _token_kernel(
     values, rewards, roles, blocks, is_valid_J, advantages, returns, is_valid, T, J, gamma, decay,
     BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    role = tl.load(roles + t, mask=t < T, other=2)
-    r = tl.load(rewards + t, mask=t < T, other=0.0).to(tl.float32)
+    j = J - 1 - tl.program_id(0)  # backwards: what the other kernel read last is still in the cache
+    first = j.to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    is_token = i < tl.minimum(T - first, BLOCK).to(tl.int32)
+    role = tl.load(roles + first + i, mask=is_token, other=2)
+    r = tl.load(rewards + first + i, mask=is_token, other=0.0).to(tl.float32)
     v = tl.zeros([BLOCK], tl.float32)
     if values is not None:
-        v = tl.load(values + t, mask=t < T, other=0.0).to(tl.float32)
-    map0, map1, map2, map3, maps = _maps(r, v, role, gamma, decay)
-    a_block, v_block = _behind(blocks, J, WAYS)
-    four = tl.arange(0, BLOCK // 4)
-    behind = tl.minimum(four + 1, BLOCK // 4 - 1)
-    is_end = four == BLOCK // 4 - 1
-    a = tl.where(is_end, a_block, tl.gather(maps[0] * a_block + maps[1] * v_block + maps[2], behind, 0))
-    v = tl.where(is_end, v_block, tl.gather(maps[3] * v_block + maps[4], behind, 0))
-    a0, v0 = _applied(map0, a, v)
-    a1, v1 = _applied(map1, a, v)
-    a2, v2 = _applied(map2, a, v)
-    a3, v3 = _applied(map3, a, v)
-    advantage = _joined(a0, a1, a2, a3)
-    if returns is None:
-        tl.store(advantages + t, tl.where(role % 2 == 1, advantage, 0.0), mask=t < T)
-    else:
-        tl.store(advantages + t, advantage, mask=t < T)
-        tl.store(returns + t, _joined(a0 + v0, a1 + v1, a2 + v2, a3 + v3), mask=t < T)
+        v = tl.load(values + first + i, mask=is_token, other=0.0).to(tl.float32)
+    tokens = _token_maps(r, v, role, gamma, decay)
+    fours = _fours(tokens[0], tokens[1])
+    maps = tl.associative_scan(_fours(fours[0], fours[1]), 0, _composed, reverse=True)
+    behind_block = _behind(blocks, j, J, WAYS)
+    run = tl.arange(0, BLOCK // _RUN)
+    behind = tl.gather(maps[0] * behind_block + maps[1], tl.minimum(run + 1, BLOCK // _RUN - 1), 0)
+    behind = tl.where(run == BLOCK // _RUN - 1, behind_block, behind)
+    behind = _within_fours(fours[0], fours[1], behind)
+    behind = _within_fours(tokens[0], tokens[1], behind)
+    is_counted = (role & 1) != 0
+    a = tl.where(is_counted, r - v + tl.where(role > 1, 0.0, behind), 0.0)
+    tl.store(advantages + first + i, a, mask=is_token)
+    if returns is not None:
+        tl.store(returns + first + i, tl.where(is_counted, a + v, 0.0), mask=is_token)
     if tl.program_id(0) == 0:
         num_wrong = 0
         for start in range(0, J, WAYS):
-            j = start + tl.arange(0, WAYS)
-            num_wrong += tl.sum((tl.load(is_valid_J + j, mask=j < J, other=1) == 0).to(tl.int32), 0)
+            block = start + tl.arange(0, WAYS)
+            num_wrong += tl.sum((tl.load(is_valid_J + block, mask=block < J, other=1) == 0).to(tl.int32), 0)
         tl.store(is_valid, num_wrong == 0)
 
 
@@ -259,16 +242,16 @@ def _advantages(
     num_tokens = len(rewards_T)
     num_blocks = max(triton.cdiv(num_tokens, _TILE["BLOCK"]), 1)
     advantages_T = torch.empty_like(rewards_T, dtype=torch.float32)
-    blocks_5J = advantages_T.new_empty(5, num_blocks)
+    blocks_2J = advantages_T.new_empty(2, num_blocks)
     flags = advantages_T.new_empty(num_blocks + 1, dtype=torch.bool)
     is_valid_J, is_valid = flags[1:], flags[0]
     roles_T = advantages_T.new_empty(num_tokens, dtype=torch.int8)
-    sizes = num_tokens, num_blocks, gamma, decay
+    numbers = num_tokens, num_blocks, gamma, decay
     _block_kernel[(num_blocks,)](
-        values_T, rewards_T, mask_T, cu_seqlens, roles_T, blocks_5J, is_valid_J, len(cu_seqlens), *sizes, **_TILE
+        values_T, rewards_T, mask_T, cu_seqlens, roles_T, blocks_2J, is_valid_J, len(cu_seqlens), *numbers, **_TILE
     )
     _token_kernel[(num_blocks,)](
-        values_T, rewards_T, roles_T, blocks_5J, is_valid_J, advantages_T, returns_T, is_valid, *sizes, **_TILE
+        values_T, rewards_T, roles_T, blocks_2J, is_valid_J, advantages_T, returns_T, is_valid, *numbers, **_TILE
     )
     check_values(is_valid, lambda: f"{op}: its inputs must be finite, and cu_seqlens rise from 0 to the tokens")
     return advantages_T

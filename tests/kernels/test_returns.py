@@ -51,15 +51,10 @@ def test_gae_is_the_paper_s_sum_over_what_is_left_when_masked_tokens_are_deleted
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_masked_token_holds_what_the_next_counted_one_of_its_sequence_does(implementation: str) -> None:
+def test_a_masked_token_gets_zeros(implementation: str) -> None:
     values, rewards, mask = random_tokens()
     found = gae(values, rewards, mask, gamma=GAMMA, lam=LAM, implementation=implementation, **SHAPE)
-    for tokens in sequences():
-        for entry in found:
-            carried = 0.0
-            for t in reversed(range(tokens.start, tokens.stop)):
-                carried = entry[t].item() if mask[t] else carried
-                assert entry[t].item() == pytest.approx(carried, abs=1e-12)
+    assert not found.advantages[~mask].any() and not found.returns[~mask].any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
