@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.placement import choose_devices
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
@@ -52,6 +54,7 @@ class Engine(ABC):
         colocate_with: Engine | Iterable[Engine] | None = None,
         not_colocate_with: Engine | Iterable[Engine] | None = None,
         acceptable_node_ips: Sequence[str] | None = None,
+        python: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         onload: bool = True,
@@ -68,6 +71,8 @@ class Engine(ABC):
             colocate_with: share the devices of these engines, in turns.
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
+            python: another interpreter for the workers, such as "envs/vllm/bin/python", where this version of rlcore is
+                installed. What they are sent is plain data and import paths; code does not travel.
             onload: False leaves the engine in host memory until ``onload()``.
             host_memory_bytes: the most host memory that everything offloaded from one device of this process may take,
                 besides the limits of the control group; None keeps what an earlier build said.
@@ -86,7 +91,8 @@ class Engine(ABC):
         num_devices = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
-        launcher = choose_launcher(launcher or current().launcher, num_devices, owns_process=owns_process)
+        is_apart = owns_process or python is not None
+        launcher = choose_launcher(launcher or current().launcher, num_devices, owns_process=is_apart)
         places = choose_devices(num_devices, devices, colocate_with, not_colocate_with, acceptable_node_ips)
         self._start = partial(
             start_workers,
@@ -97,11 +103,22 @@ class Engine(ABC):
             timeout_s=timeout_s,
             devices_each=tensor_parallel_size if drives_replica else 1,
             owns_process=owns_process,
+            python=self._checked_interpreter(python),
         )
         self._options = executor_options
         self._host_memory = host_memory_bytes, reserve_host_bytes
         self._bring_up(onload)
         return self
+
+    def _checked_interpreter(self, python: str | os.PathLike[str] | None) -> str:
+        if python is None:
+            return ""
+        if self._executor_class.runs_user_code:
+            raise UnsupportedError(
+                f"python= for the executor {self._executor_name!r}",
+                "its workers run your module, and code does not travel to another interpreter; inference engines can",
+            )
+        return checked_interpreter(python)
 
     def _bring_up(self, onload: bool) -> None:
         self._group = self._start()

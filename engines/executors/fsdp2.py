@@ -46,6 +46,7 @@ class Fsdp2Worker(Worker):
     """Owns its shards of the module on one device."""
 
     runs_on_many_devices = True
+    runs_user_code = True
     module: TrainModule
 
     def __init__(self, context: WorkerContext) -> None:

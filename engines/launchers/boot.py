@@ -19,8 +19,11 @@ from rlcore.errors import StateError
 from rlcore.settings import Settings
 
 
-def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
-    """Serve the parent at the other end of the socket ``descriptor``; write stacks to ``stack_descriptor``."""
+def main(descriptor: int, stack_descriptor: int, parent: int, *, is_parents_python: bool) -> None:
+    """Serve the parent at the other end of the socket ``descriptor``; write stacks to ``stack_descriptor``.
+
+    Of a parent with another interpreter nothing is unpickled: its calls are plain data.
+    """
     faulthandler.enable(stack_descriptor)
     faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
     _leave_guard(parent)
@@ -31,9 +34,10 @@ def main(descriptor: int, stack_descriptor: int, parent: int) -> None:
     logging.getLogger("rlcore").setLevel(Settings.from_env().log_level)
 
     from rlcore.engines.launchers.child import Child
-    from rlcore.engines.launchers.wire import Channel
+    from rlcore.engines.launchers.plain import load_plain_call
+    from rlcore.engines.launchers.wire import Channel, load_call
 
-    Child(Channel(socket.socket(fileno=descriptor))).run()
+    Child(Channel(socket.socket(fileno=descriptor)), load_call if is_parents_python else load_plain_call).run()
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown can hang in a library's exit handlers; everything of ours is closed.

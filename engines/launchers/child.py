@@ -8,21 +8,27 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers.wire import Channel, Envelope, dump_answer, load_call
+from rlcore.engines.launchers.wire import Channel, Envelope, dump_answer
 from rlcore.engines.launchers.worker import WorkerContext, describe
 
 
 class Child:
-    """The workers of one device, of one or several engines. Their methods run on the main thread."""
+    """The workers of one device, of one or several engines. Their methods run on the main thread.
 
-    def __init__(self, channel: Channel) -> None:
+    Args:
+        load_call: reads a call, as the parent wrote it.
+    """
+
+    def __init__(self, channel: Channel, load_call: Callable[..., Any]) -> None:
         self._channel = channel
+        self._load_call = load_call
         self._messages: queue.SimpleQueue[tuple[Envelope, list[Any]]] = queue.SimpleQueue()
         self._workers: dict[int, Any] = {}
         self._contexts: dict[int, WorkerContext] = {}
@@ -49,7 +55,7 @@ class Child:
 
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
         try:
-            method, args, kwargs = load_call(envelope.body, tensors, self._workers)
+            method, args, kwargs = self._load_call(envelope.body, tensors, self._workers)
             value = self._execute(envelope, method, args, kwargs)
             body, out = dump_answer(value, f"{method}()", is_annotated="." not in method)
             self._channel.send("result", self._call, body, tensors=out)

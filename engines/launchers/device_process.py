@@ -30,7 +30,9 @@ import msgspec
 
 from rlcore.engines.launchers import boot, living
 from rlcore.engines.launchers.endings import crash, how_it_ended
+from rlcore.engines.launchers.interpreter import environment_for
 from rlcore.engines.launchers.logs import forward_logs
+from rlcore.engines.launchers.plain import dump_plain_call
 from rlcore.engines.launchers.wire import Channel, Kind, dump_call, load_answer
 from rlcore.engines.launchers.worker import Current, Failure, WorkerContext, raised
 from rlcore.errors import InvalidInputError, WorkerDiedError
@@ -43,13 +45,19 @@ _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[4])
 from rlcore.engines.launchers.boot import main
-main(*map(int, sys.argv[1:4]))
+main(*map(int, sys.argv[1:4]), is_parents_python=True)
 """
+_PROGRAM_ELSEWHERE = """\
+import sys
+from rlcore.engines.launchers.boot import main
+main(*map(int, sys.argv[1:4]), is_parents_python=False)
+"""
+"""Another interpreter has its own packages, and its own way to them."""
 _STACK_DUMP_S = 1.0
 _LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
 
-_processes: dict[tuple[str, str], DeviceProcess] = {}
-"""(device, owner) -> child; the one that workers of a device share has no owner."""
+_processes: dict[tuple[str, str, str], DeviceProcess] = {}
+"""(device, owner, other interpreter) -> child; the one that workers of a device share has no owner."""
 joining = threading.RLock()
 """Held while workers join or leave a child, so that none joins one that is about to end."""
 
@@ -67,11 +75,16 @@ class Pending:
 
 
 class DeviceProcess:
-    """A child process, its socket, and the calls it has not answered yet."""
+    """A child process, its socket, and the calls it has not answered yet.
 
-    def __init__(self, device_name: str, environment: dict[str, str], owner: str = "") -> None:
+    Args:
+        python: another interpreter that runs it; "" is this one.
+    """
+
+    def __init__(self, device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> None:
         self.device_name = device_name
-        self._owner = owner
+        self._place = device_name, owner, python
+        self._dump_call = dump_plain_call if python else dump_call
         self.parent = os.getpid()
         self._pending: dict[int, Pending] = {}  # in the order in which they run: the first runs now
         self._first_since = 0.0
@@ -89,7 +102,7 @@ class DeviceProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             undo.callback(ours.close)
             with theirs:
-                self._popen = self._spawn(theirs.fileno(), environment)
+                self._popen = self._spawn(theirs.fileno(), environment, python)
             undo.callback(self._popen.__exit__, None, None, None)
             undo.callback(self._popen.kill)
             self._record = living.announce(self.pid, device_name, []).path
@@ -100,15 +113,15 @@ class DeviceProcess:
         self._transmitter = self._thread(self._transmit)
         self._thread(self._watch)
 
-    def _spawn(self, descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        arguments = [
-            str(descriptor),
-            str(self._stacks),
-            str(self.parent),
-            json.dumps([os.fspath(entry) for entry in sys.path]),
-        ]
+    def _spawn(self, descriptor: int, environment: dict[str, str], python: str) -> subprocess.Popen[bytes]:
+        numbers = [str(descriptor), str(self._stacks), str(self.parent)]
+        if python:
+            command = [python, "-P", "-c", _PROGRAM_ELSEWHERE, *numbers]
+            environment = environment_for(python, environment)
+        else:
+            command = [sys.executable, "-c", _PROGRAM, *numbers, json.dumps([os.fspath(entry) for entry in sys.path])]
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *arguments],
+            command,
             pass_fds=(descriptor, self._stacks),
             env=environment | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
             stdin=subprocess.DEVNULL,
@@ -150,7 +163,7 @@ class DeviceProcess:
         self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: Pending
     ) -> Callable[[], Future[Any]]:
         """What queues a call. Its tensors must stay as they are until it is answered."""
-        body, tensors = dump_call((pending.method, *arguments))
+        body, tensors = self._dump_call((pending.method, *arguments))
         return lambda: self._queue(kind, worker, body, tensors, pending)
 
     def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: Pending) -> Future[Any]:
@@ -295,9 +308,8 @@ class DeviceProcess:
 
     def _retire(self) -> None:
         """The next worker of the device gets a new process."""
-        place = self.device_name, self._owner
-        if _processes.get(place) is self:
-            del _processes[place]
+        if _processes.get(self._place) is self:
+            del _processes[self._place]
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end if it is to end; False if it still lives then."""
@@ -328,11 +340,11 @@ def _answer(pending: Pending, kind: Kind, body: bytes, tensors: list[Any]) -> No
             pending.future.set_result(value)
 
 
-def process_for(device_name: str, environment: dict[str, str], owner: str = "") -> DeviceProcess:
+def process_for(device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> DeviceProcess:
     """The child for a device, or for one worker of it, started with ``environment`` if there is none."""
-    place = device_name, owner
+    place = device_name, owner, python
     if place not in _processes or not _processes[place].is_alive:
-        _processes[place] = DeviceProcess(device_name, environment, owner)
+        _processes[place] = DeviceProcess(device_name, environment, owner, python)
     return _processes[place]
 
 

@@ -56,10 +56,12 @@ def start_workers(
     timeout_s: float,
     devices_each: int = 1,
     owns_process: bool = False,
+    python: str = "",
 ) -> WorkerGroup:
     """Start one worker a device, or one for ``devices_each`` of them, and wait until all are ready.
 
     A worker of several devices needs a process of its own, where they are the first and the others follow.
+    ``python`` is another interpreter for them.
 
     Raises:
         InvalidInputError: this launcher cannot run so many workers, or torchrun's variables are absent.
@@ -76,7 +78,7 @@ def start_workers(
             )
         return _start_inline(worker_class, WorkerContext(engine, 0, 1, device_names[0], next(_numbers)), timeout_s)
     shares = [tuple(device_names[at : at + devices_each]) for at in range(0, world_size, devices_each)]
-    return _start_processes(worker_class, engine, shares, timeout_s, owns_process)
+    return _start_processes(worker_class, engine, shares, timeout_s, owns_process, python)
 
 
 def _start_inline(worker_class: Any, context: WorkerContext, timeout_s: float) -> WorkerGroup:
@@ -85,8 +87,8 @@ def _start_inline(worker_class: Any, context: WorkerContext, timeout_s: float) -
     return group
 
 
-def _start_processes(
-    worker_class: Any, engine: str, shares: list[tuple[str, ...]], timeout_s: float, owns_process: bool
+def _start_processes(  # noqa: PLR0917
+    worker_class: Any, engine: str, shares: list[tuple[str, ...]], timeout_s: float, owns_process: bool, python: str
 ) -> WorkerGroup:
     store, number = str(new_store()), next(_numbers)
     environment = _environment([name for share in shares for name in share]) | os.environ
@@ -97,7 +99,9 @@ def _start_processes(
             for rank, devices in enumerate(shares):
                 local, order = _in_front(devices) if owns_process else ("", {})
                 context = WorkerContext(engine, rank, len(shares), devices[0], number, devices, local, store)
-                worker = ProcessWorker(worker_class, context, environment | order, timeout_s, owns_process=owns_process)
+                worker = ProcessWorker(
+                    worker_class, context, environment | order, timeout_s, owns_process=owns_process, python=python
+                )
                 group.workers.append(worker)
                 started.append(worker.started)
         group.wait_until_started(started)
@@ -119,12 +123,13 @@ def _environment(device_names: list[str]) -> dict[str, str]:
 def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """What a process calls the first of these, where they are numbered first; and the variable that makes it so.
 
-    It sees the others too: what it is to read may lie on them.
+    It sees the others too, where they can come after these: what it is to read may lie on them.
     """
     kind = device_names[0].partition(":")[0]
+    facts = launch(kind)
     first = [get_device(name).index for name in device_names]
     others = [index for index in range(get_device(device_names[0]).count()) if index not in first]
-    order = launch(kind).worker_environment([*first, *others])
+    order = facts.worker_environment(first if facts.spec.visible_devices_rise else [*first, *others])
     return (f"{kind}:0" if order else ""), order
 
 

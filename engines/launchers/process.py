@@ -29,6 +29,7 @@ class ProcessWorker:
         timeout_s: float,
         *,
         owns_process: bool = False,
+        python: str = "",
     ) -> None:
         self.context = context
         self._worker_class = worker_class
@@ -36,7 +37,7 @@ class ProcessWorker:
         self._closed: Future[Any] | None = None
         with joining:
             owner = f"worker {context.rank} of engine {context.number}" if owns_process else ""
-            self._process = process_for(context.device_name, environment, owner)
+            self._process = process_for(context.device_name, environment, owner, python)
             self._number, self.started = self._process.start(worker_class, context, timeout_s)
 
     @property

@@ -31,7 +31,7 @@ from rlcore.tensor_data import dtype_name
 Kind = Literal["start", "call", "close", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
 # A smaller tensor travels inside the message: that is cheaper, and whoever keeps it keeps no segment.
-_SHARED_BYTES = 64 << 10
+SHARED_BYTES = 64 << 10
 _TENSOR, _SMALL_TENSOR, _TUPLE = 1, 2, 3  # msgpack extension codes
 
 
@@ -151,8 +151,8 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._seen[id(obj)][1]
 
     def _left_out(self, tensor: Tensor) -> tuple[str, int | bytes]:
-        if tensor.nbytes < _SHARED_BYTES:
-            return "small", _inlined(tensor)
+        if tensor.nbytes < SHARED_BYTES:
+            return "small", inlined(tensor)
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
 
@@ -174,18 +174,18 @@ class _CallUnpickler(pickle.Unpickler):
         if kind != "small":
             return self._left_out[kind][content]
         if id(content) not in self._small:  # pickle gives the same bytes object where the same was put in
-            self._small[id(content)] = _from_inlined(content)
+            self._small[id(content)] = from_inlined(content)
         return self._small[id(content)]
 
 
-def _inlined(tensor: Tensor) -> bytes:
+def inlined(tensor: Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it.
     values = ctypes.string_at(plain.data_ptr(), plain.nbytes)
     return msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape), values))
 
 
-def _from_inlined(data: bytes | memoryview) -> Tensor:
+def from_inlined(data: bytes | memoryview) -> Tensor:
     dtype, shape, values = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
     flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
     # A clone, as torch cannot resize the storage of a buffer that Python owns.
@@ -272,8 +272,8 @@ class _AnswerWriter:
             layout = f" of layout {obj.layout} on {obj.device}" if isinstance(obj, Tensor) else ""
             raise TypeError(f"{type(obj).__name__}{layout}")
         tensor = obj.detach().cpu()
-        if tensor.nbytes < _SHARED_BYTES:
-            return msgspec.msgpack.Ext(_SMALL_TENSOR, _inlined(tensor))
+        if tensor.nbytes < SHARED_BYTES:
+            return msgspec.msgpack.Ext(_SMALL_TENSOR, inlined(tensor))
         self.tensors.append(tensor)
         return msgspec.msgpack.Ext(_TENSOR, len(self.tensors).to_bytes(4, "little"))
 
@@ -288,7 +288,7 @@ class _Extensions:
         if code == _TENSOR:
             return self._tensors[int.from_bytes(data, "little") - 1]
         if code == _SMALL_TENSOR:
-            return _from_inlined(data)
+            return from_inlined(data)
         return tuple(msgspec.msgpack.decode(data, ext_hook=self))
 
 

@@ -1,0 +1,60 @@
+"""Another interpreter than the user's, which runs workers: an environment of its own, with the same rlcore."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import rlcore
+from rlcore.errors import InvalidInputError
+
+_LONGEST_S = 60.0
+
+
+def checked_interpreter(python: str | os.PathLike[str]) -> str:
+    """Its path, which may be given as a name that is on the PATH.
+
+    Raises:
+        InvalidInputError: it is no Python, or has not this version of rlcore; says what to do.
+    """
+    given = os.path.expanduser(os.fspath(python))
+    found = shutil.which(given)
+    if found is None:
+        raise InvalidInputError(f"python={given!r} is no program; give the bin/python of an environment")
+    path = os.path.abspath(found)  # a link is how an environment's python finds its packages: it is not followed
+    _check(path)
+    return path
+
+
+@functools.cache
+def _check(python: str) -> None:
+    command = [python, "-P", "-c", "import rlcore; print(rlcore.__version__)"]
+    wanted = f"install rlcore {rlcore.__version__} there: {python} -m pip install 'rlcore=={rlcore.__version__}'"
+    try:
+        told = subprocess.run(
+            command,
+            env=environment_for(python, os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InvalidInputError(f"python={python!r} does not run: {error}") from error
+    if told.returncode:
+        reason = (told.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise InvalidInputError(f"python={python!r} cannot import rlcore ({reason}); {wanted}")
+    if (version := told.stdout.strip()) != rlcore.__version__:
+        raise InvalidInputError(f"python={python!r} has rlcore {version}, and this is {rlcore.__version__}; {wanted}")
+
+
+def environment_for(python: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` as activating the interpreter's environment leaves it."""
+    folder = str(Path(python).parent)
+    kept = {name: value for name, value in environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    return kept | {"PATH": os.pathsep.join(filter(None, (folder, environ.get("PATH", ""))))}
