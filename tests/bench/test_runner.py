@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,34 @@ def test_full_disk_ends_the_run_and_what_was_done_survives(tmp_path: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [found.name for found in read(path).cases] == ["a", "b"]
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_runner as t
+from rlcore.bench.result import read
+path = Path({folder!r}, "out.json")
+try:
+    t.a_run(path, lambda case: [t.passed(case.name, *[0.123456789] * 2000)]).cases([*map(t.case, "abcdefgh")])
+except t.BenchError as error:
+    print([found.name for found in read(path).cases], sorted(one.name for one in path.parent.iterdir()), error)
+"""
+
+
+def test_disk_that_fills_up_ends_the_run_and_what_was_done_survives(tmp_path: Path) -> None:
+    """On a file system of 256 KiB, mounted where no other process sees it."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=256k none {tmp_path}"
+    if subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("needs a user namespace in which a small file system can be mounted (unshare --user --mount)")
+    code = FULL_DISK.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    shell = [*alone, "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=True)
+    names, files, message = re.fullmatch(r"(\[.*?\]) (\[.*?\]) (.*)\n", done.stdout).groups()  # type: ignore[union-attr]
+    assert names in ("['a']", "['a', 'b']", "['a', 'b', 'c']") and files == "['out.json']"
+    assert message == f"cannot write the benchmark record {tmp_path / 'out.json'}: No space left on device"
 
 
 def test_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
