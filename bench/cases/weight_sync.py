@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -38,28 +39,10 @@ _HOST_SHRINK = 8
 """Sizes on a host are divided by it."""
 
 
-class _Sizes(NamedTuple):
-    vocab: int
-    hidden: int
-    inner: int
-    q: int
-    kv: int
-    layers: int
-    experts: int
-
-    def shrunk(self, by: int) -> _Sizes:
-        vocab, hidden, inner, q, kv = (size // by for size in self[:5])
-        return _Sizes(vocab, hidden, inner, q, kv, self.layers, self.experts)
-
-
-_QWEN2_7B = _Sizes(vocab=152064, hidden=3584, inner=18944, q=3584, kv=512, layers=28, experts=0)
-_QWEN3_30B_A3B = _Sizes(vocab=151936, hidden=2048, inner=768, q=4096, kv=512, layers=48, experts=128)
-
-
 class _Layer(nn.Module):
     """Fused, in bfloat16; the trainer's and the engine's alike differ only in what they are called."""
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         stack = (sizes.experts,) if sizes.experts else ()
         shapes = {
@@ -80,7 +63,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 class _Model(nn.Module):
     """What the engine holds."""
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.embed, self.head = _parameter(sizes.vocab, sizes.hidden), _parameter(sizes.vocab, sizes.hidden)
@@ -117,7 +100,7 @@ class _Model(nn.Module):
 class _Trainer(TrainModule):
     """Holds the same tensors, and names every weight as a checkpoint does: experts one by one."""
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.model = _Model(sizes)
 
@@ -179,7 +162,7 @@ class _Engine:
 
     def build(self, sizes: tuple[int, ...]) -> None:
         with torch.device(self._device.torch_device):
-            self._model = _Model(_Sizes(*sizes))
+            self._model = _Model(ModelSizes(*sizes))
         self._receiver = Receiver(_Target(self._model, self._device))
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
@@ -211,7 +194,7 @@ class _Both(NamedTuple):
 
 
 @contextlib.contextmanager
-def _started(device: Any, sizes: _Sizes) -> Iterator[_Both]:
+def _started(device: Any, sizes: ModelSizes) -> Iterator[_Both]:
     with torch.device(device.torch_device):
         trainer = _Trainer(sizes)
     for parameter in trainer.parameters():
@@ -237,7 +220,7 @@ class _Timed(NamedTuple):
     nbytes: int
 
 
-def _timed(device: Any, sizes: _Sizes, make: Callable[[_Both], Callable[[], object]]) -> _Timed:
+def _timed(device: Any, sizes: ModelSizes, make: Callable[[_Both], Callable[[], object]]) -> _Timed:
     """Rounds in a steady state, the trainer's weights being changed before each."""
     with _started(device, sizes) as both:
         once = make(both)
@@ -277,8 +260,8 @@ def _per_tensor(device: Any) -> Callable[[_Both], Callable[[], object]]:
     return make
 
 
-def _prepare(sizes: _Sizes, device: Any) -> Work:
-    sizes = sizes.shrunk(_HOST_SHRINK) if device.spec.is_host else sizes
+def _prepare(sizes: ModelSizes, device: Any) -> Work:
+    sizes = sizes.divided(_HOST_SHRINK) if device.spec.is_host else sizes
 
     def check(done: _Timed) -> None:
         expect(set(done.corners) == {done.value}, f"the engine holds {set(done.corners)}, not {done.value}")
@@ -293,7 +276,7 @@ def _prepare(sizes: _Sizes, device: Any) -> Work:
         )
 
     routes: list[Route] = ["packed", "direct"]
-    names = sizes.layers * (5 + 3 * max(1, sizes.experts)) + 2
+    names = sizes.layers * (5 + 3 * sizes.mlps) + 2
     contenders = [contender(route, _by_route(route)) for route in routes]
     if not sizes.experts:  # it would take minutes
         contenders.append(contender("per_tensor", _per_tensor(device)))
@@ -311,7 +294,7 @@ def _quantities(done: _Timed) -> Mapping[str, Quantity]:
     }
 
 
-def _plain_copy(device: Any, sizes: _Sizes) -> Contender:
+def _plain_copy(device: Any, sizes: ModelSizes) -> Contender:
     """One copy of as many bytes within the device: what no sync can be faster than."""
 
     def run() -> _Timed:
@@ -343,13 +326,13 @@ def _plain_copy(device: Any, sizes: _Sizes) -> Contender:
 dense_case = Case(
     name="weight_sync/dense",
     description="new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
-    prepare=lambda device: _prepare(_QWEN2_7B, device),
+    prepare=lambda device: _prepare(QWEN2_7B, device),
     estimate_s=90.0,
 )
 experts_case = Case(
     name="weight_sync/experts",
     description="new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
-    prepare=lambda device: _prepare(_QWEN3_30B_A3B, device),
+    prepare=lambda device: _prepare(QWEN3_30B_A3B, device),
     effort="full",
     estimate_s=300.0,
 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.strided_copy import Copies, StridedPiece
@@ -23,25 +24,7 @@ from rlcore.tensor_data import dtype_name
 _ALIGNMENT = 256
 _NUM_CHECKED = 200
 _ON_HOST = 16
-"""By which every size is divided where the device is the host."""
-
-
-class _Model(NamedTuple):
-    vocab: int
-    hidden: int
-    inner: int
-    q: int
-    kv: int
-    layers: int
-    experts: int = 1
-
-    def divided(self, by: int) -> _Model:
-        vocab, hidden, inner, q, kv = (size // by for size in self[:5])
-        return _Model(vocab, hidden, inner, q, kv, layers=2, experts=min(self.experts, 4))
-
-
-_QWEN2_7B = _Model(vocab=152064, hidden=3584, inner=18944, q=3584, kv=512, layers=28)
-_QWEN3_30B_A3B = _Model(vocab=151936, hidden=2048, inner=768, q=4096, kv=512, layers=48, experts=128)
+"""By which every width is divided where the device is the host."""
 
 
 class _Move(NamedTuple):
@@ -54,7 +37,7 @@ class _Move(NamedTuple):
     """In elements of the engine's memory."""
 
 
-def _moves(model: _Model, size: int) -> Iterator[_Move]:
+def _moves(model: ModelSizes, size: int) -> Iterator[_Move]:
     """All weights, to the first of ``size`` shares."""
     offset = 0
     for rows, columns, dim in _weights(model):
@@ -63,7 +46,7 @@ def _moves(model: _Model, size: int) -> Iterator[_Move]:
         offset += kept_rows * kept
 
 
-def _weights(model: _Model) -> Iterator[tuple[int, int, int]]:
+def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
     """[rows, columns] in the order of the fused tensors, and along which a share is cut; norms whole."""
     hidden = model.hidden
     yield model.vocab, hidden, 0
@@ -71,7 +54,7 @@ def _weights(model: _Model) -> Iterator[tuple[int, int, int]]:
     for _ in range(model.layers):
         yield from ((rows, hidden, 0) for rows in (model.q, model.kv, model.kv))
         yield hidden, model.q, 1
-        for _ in range(model.experts):
+        for _ in range(model.mlps):
             yield from ((model.inner, hidden, 0), (model.inner, hidden, 0), (hidden, model.inner, 1))
         yield from ((1, hidden, 2), (1, hidden, 2))
 
@@ -79,7 +62,7 @@ def _weights(model: _Model) -> Iterator[tuple[int, int, int]]:
 class _Sync:
     """Both memories and the pieces between them."""
 
-    def __init__(self, device: Any, model: _Model, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, device: Any, model: ModelSizes, dtype: torch.dtype, size: int) -> None:
         moves = [move if move.rows else move._replace(rows=1) for move in _moves(model, size)]
         numels = [math.prod((move.rows, move.columns)) for move in moves]
         self.numel = sum(move.rows * move.kept for move in moves)
@@ -142,8 +125,12 @@ def _plain_copy(sync: _Sync) -> Contender:
     return Contender(implementation="device_copy", run=run, check=check, params=params)
 
 
-def _prepare(model: _Model, dtype: torch.dtype, size: int, device: Any) -> Work:
-    sync = _Sync(device, model.divided(_ON_HOST) if device.spec.is_host else model, dtype, size)
+def _for_host(model: ModelSizes) -> ModelSizes:
+    return model.divided(_ON_HOST)._replace(layers=2, experts=min(model.experts, 4))
+
+
+def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Any) -> Work:
+    sync = _Sync(device, _for_host(model) if device.spec.is_host else model, dtype, size)
     found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
     return Work(
         contenders=(*(contender for contender in found if contender), _plain_copy(sync)),
@@ -152,7 +139,7 @@ def _prepare(model: _Model, dtype: torch.dtype, size: int, device: Any) -> Work:
     )
 
 
-def _case(name: str, what: str, model: _Model, dtype: torch.dtype, size: int) -> Case:
+def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int) -> Case:
     return Case(
         name=f"weight_sync/copies/{name}",
         description=f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
@@ -161,7 +148,7 @@ def _case(name: str, what: str, model: _Model, dtype: torch.dtype, size: int) ->
     )
 
 
-dense_case = _case("7b", "Qwen2.5-7B shapes in bfloat16", _QWEN2_7B, torch.bfloat16, 1)
-cast_case = _case("7b_float32", "Qwen2.5-7B shapes from float32", _QWEN2_7B, torch.float32, 1)
-share_case = _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", _QWEN2_7B, torch.bfloat16, 2)
-experts_case = _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", _QWEN3_30B_A3B, torch.bfloat16, 1)
+dense_case = _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1)
+cast_case = _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1)
+share_case = _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2)
+experts_case = _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rlcore.bench.cases import weight_sync
+from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.registry import get_device
 
-TINY = weight_sync._Sizes(vocab=24, hidden=8, inner=6, q=8, kv=4, layers=1, experts=2)
+TINY = ModelSizes(vocab=24, hidden=8, inner=6, q=8, kv=4, layers=1, experts=2)
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +45,8 @@ def test_experts_are_named_one_by_one_and_planned_as_one() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "names", "gigabytes"), [(weight_sync._QWEN2_7B, 226, 15.2), (weight_sync._QWEN3_30B_A3B, 18674, 61.0)]
-)
-def test_the_shapes_are_those_of_the_models(sizes: weight_sync._Sizes, names: int, gigabytes: float) -> None:
+@pytest.mark.parametrize(("sizes", "names", "gigabytes"), [(QWEN2_7B, 226, 15.2), (QWEN3_30B_A3B, 18674, 61.0)])
+def test_the_shapes_are_those_of_the_models(sizes: ModelSizes, names: int, gigabytes: float) -> None:
     with torch.device("meta"):
         trainer = weight_sync._Trainer(sizes)
     assert sum(1 for _ in trainer.weight_views()) == names

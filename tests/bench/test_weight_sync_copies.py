@@ -7,6 +7,7 @@ import torch
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import weight_sync_copies
+from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.bench.measure import Sampling, run_case
 from rlcore.kernels.strided_copy import ViewCopies
 from rlcore.registry import get_device
@@ -45,10 +46,8 @@ def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.
         contender.check(contender.run())
 
 
-@pytest.mark.parametrize(
-    ("model", "names"), [(weight_sync_copies._QWEN2_7B, 254), (weight_sync_copies._QWEN3_30B_A3B, 18722)]
-)
-def test_the_shapes_are_those_of_the_models(model: weight_sync_copies._Model, names: int) -> None:
+@pytest.mark.parametrize(("model", "names"), [(QWEN2_7B, 254), (QWEN3_30B_A3B, 18722)])
+def test_the_shapes_are_those_of_the_models(model: ModelSizes, names: int) -> None:
     moves = list(weight_sync_copies._moves(model, 1))
     assert len(moves) == names  # without norms of heads, biases and routers
     numel = sum(move.rows * move.kept for move in moves)
