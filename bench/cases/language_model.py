@@ -39,7 +39,7 @@ class Size:
         return {("model" if key == "name" else key): getattr(self, key) for key in shown} | {"dtype": dtype}
 
 
-_ACCELERATOR = Size("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, torch.bfloat16, 16, 8, 128, 256)
+_ACCELERATOR = Size("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, torch.bfloat16, 16, 8, 128, 64)
 _HOST = Size("qwen2-tiny", 128, 512, 2, 2, 2, 512, torch.float32, 4, 4, 16, 24)
 
 
@@ -47,13 +47,18 @@ def size_on(device: Any) -> Size:
     return _HOST if device.spec.is_host else _ACCELERATOR
 
 
-def config(size: Size) -> Any:
+def transformers_class(name: str) -> Any:
     """Raises MissingDependencyError without transformers."""
     try:
-        from transformers import Qwen2Config
+        import transformers
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for="this case", extra="hf") from error
-    return Qwen2Config(
+    return getattr(transformers, name)
+
+
+def config(size: Size) -> Any:
+    """Raises MissingDependencyError without transformers."""
+    return transformers_class("Qwen2Config")(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -73,15 +78,17 @@ def config(size: Size) -> Any:
 class Folder:
     """A model folder that is removed by ``close``."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, device: Any) -> None:
+        """The numbers are drawn on ``device``: half a billion take a host many seconds."""
         made = config(size)
         from transformers import Qwen2ForCausalLM
 
         self._folder = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
         self.path = Path(self._folder.name)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), device.torch_device:
             torch.manual_seed(0)
             Qwen2ForCausalLM(made).to(size.dtype).save_pretrained(self.path)
+        device.memory.empty_cache()
 
     def close(self) -> None:
         self._folder.cleanup()

@@ -50,7 +50,7 @@ def _num_parameters(size: Size) -> int:
 def _prepare_train_step(device: Any) -> Work:
     size = size_on(device)
     config(size)  # transformers is there
-    folder = Folder(size)
+    folder = Folder(size, device)
     train = TrainEngine(_module(folder))
     train.build(devices=device.name)
     batch = train_batch(size)
@@ -77,7 +77,7 @@ def _prepare_train_step(device: Any) -> Work:
 def _prepare_rollout(device: Any) -> Work:
     size = size_on(device)
     config(size)
-    folder = Folder(size)
+    folder = Folder(size, device)
     infer = InferenceEngine(folder.path)
     infer.build(devices=device.name)
     asked, options = prompts(size), _sampling(size)
@@ -135,7 +135,7 @@ class _Loop:
 
     def __init__(self, device: Any, size: Size) -> None:
         self.device, self.size = device, size
-        self.folder = Folder(size)
+        self.folder = Folder(size, device)
         self.train, self.infer = TrainEngine(_module(self.folder)), InferenceEngine(self.folder.path)
         self.train.build(devices=device.name, onload=False)
         self.infer.build(colocate_with=self.train, dtype=dtype_name(size.dtype))
