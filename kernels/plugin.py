@@ -18,8 +18,8 @@ _TRITON = (
     ("linear_logprob", "tiled", 30, "linear_tiled:linear_logprob_tiled", "tiled_refusal"),
     ("linear_loss", "tiled", 30, "linear_tiled:linear_loss_tiled", "tiled_refusal"),
     ("group_advantage", "triton", 20, "triton_advantages:group_advantage_triton", "groups_refusal"),
-    ("gae", "triton", 20, "triton_returns:gae_triton", "rows_refusal"),
-    ("discounted_return", "triton", 20, "triton_returns:discounted_return_triton", "rows_refusal"),
+    ("gae", "triton", 20, "triton_returns:gae_triton", "scans_refusal"),
+    ("discounted_return", "triton", 20, "triton_returns:discounted_return_triton", "scans_refusal"),
     ("strided_copy", "triton", 20, "triton_strided_copy:TritonCopies", "copies_refusal"),
 )
 """Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import torch
 
 from rlcore.kernels.dispatch import Query
+from rlcore.kernels.programs import limits
 
 _WARP_LANES = 32
 _TILED_ARCH = 90
@@ -26,7 +28,12 @@ def rows_refusal(query: Query) -> str | None:
 
 def copies_refusal(query: Query) -> str | None:
     """Of copies, which compute nothing."""
-    return _absence(query.device_type)
+    return _needs_threads(query) or _absence(query.device_type)
+
+
+def scans_refusal(query: Query) -> str | None:
+    """Of implementations that look for the ends of sequences token by token."""
+    return _needs_threads(query) or rows_refusal(query)
 
 
 def groups_refusal(query: Query) -> str | None:
@@ -37,6 +44,9 @@ def groups_refusal(query: Query) -> str | None:
         return "a group of so many rewards is too long for one program"
     if "reinforce++" in query.options:
         return "it sees one group at a time, and the whitening is over all"
+    found = limits(query.device_type)
+    if found is not None and not found.has_float64:
+        return f"it sums in float64, which programs of {query.device_type!r} do not have"
     return rows_refusal(query)
 
 
@@ -54,6 +64,12 @@ def tiled_refusal(query: Query) -> str | None:
     return None if arch == _TILED_ARCH else f"its tiles were laid out for architecture {_TILED_ARCH}, not {arch}"
 
 
+def _needs_threads(query: Query) -> str | None:
+    if limits(query.device_type) is None:
+        return None
+    return f"each of its threads reads an address of its own, and programs of {query.device_type!r} work on whole tiles"
+
+
 @functools.cache
 def _absence(device_type: str) -> str | None:
     """Why no kernel can be built for ``device_type``; TRITON_INTERPRET=1 runs them on the CPU."""
@@ -64,6 +80,8 @@ def _absence(device_type: str) -> str | None:
     found = _driver_device_type()
     if found != device_type:
         return f"triton builds for {found or 'no device here'}, not for {device_type!r}"
+    if limits(device_type) is not None:  # its tiles are cut to them
+        return None
     lanes = _target().warp_size
     return None if lanes == _WARP_LANES else f"its tiles are laid out for warps of {_WARP_LANES} lanes, not {lanes}"
 
@@ -71,6 +89,8 @@ def _absence(device_type: str) -> str | None:
 def _interprets() -> bool:
     import triton
 
+    if not hasattr(triton, "knobs"):  # before 3.4, of which some vendors' builds are
+        return os.environ.get("TRITON_INTERPRET") == "1"
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -78,10 +98,10 @@ def _driver_device_type() -> str | None:
     from triton.runtime import driver
 
     try:
-        found: str = driver.active.get_active_torch_device().type
+        module: str = driver.active.get_device_interface().__name__  # torch.cuda, or the vendor's own
     except RuntimeError:  # "0 active drivers"
         return None
-    return found
+    return module.rpartition(".")[2]
 
 
 def _target() -> Any:

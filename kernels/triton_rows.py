@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlcore.kernels.logit_task import LogitTask
+from rlcore.kernels.programs import columns, launches, limits
 from rlcore.kernels.rows import Rows, RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 
@@ -36,6 +37,30 @@ LEAST = tl.constexpr(-200.0)
 # The fastest of ten and of eight on one H200 for 16384 x 151936 bfloat16 logits: 1.22 ms with entropy, 2.52 ms.
 _STATISTICS_TILE = {"LANES": 1024, "RUN": 8, "num_warps": 8}
 _GRADIENT_TILE = {"BLOCK": 2048, "num_warps": 2}
+_COLUMN_BYTES = 48
+"""Of all tensors that either kernel holds of one column, at most: with a softcap, a mask and wide logits."""
+
+
+def statistics_tile(device_type: str) -> dict[str, int]:
+    """One lane where tiles are limited: a mask of one run is a length, and a compiler need not read what it hides."""
+    if (found := limits(device_type)) is None:
+        return _STATISTICS_TILE
+    return {"LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
+
+
+def gradient_tile(device_type: str) -> dict[str, int]:
+    if (found := limits(device_type)) is None:
+        return _GRADIENT_TILE
+    return {"BLOCK": columns(found, _COLUMN_BYTES)}
+
+
+@triton.jit
+def _program(first):
+    """The number of this program among those of all launches."""
+    number = tl.program_id(0)
+    if first is not None:
+        number += first
+    return number
 
 
 @triton.jit
@@ -47,10 +72,10 @@ def _tanh(x):
 @triton.jit
 def _statistics_kernel(
     logits, keep, target, is_ignored, sharpness_T, logprob, entropy, peak, total,
-    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness, softcap,
+    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness, softcap, first,
     WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)  # T * V overflows int32 at 2^31 elements
+    t = _program(first).to(tl.int64)  # T * V overflows int32 at 2^31 elements
     if tl.load(is_ignored + t) != 0:
         tl.store(logprob + t, 0.0)
         if WITH_ENTROPY:
@@ -101,11 +126,12 @@ def _statistics_kernel(
 def _gradient_kernel(
     logits, keep, target, is_ignored, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
     stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness, softcap,
-    BLOCK: tl.constexpr,
+    first, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(V, BLOCK)
-    t = (tl.program_id(0) // num_blocks).to(tl.int64)
-    v = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    program = _program(first)
+    t = (program // num_blocks).to(tl.int64)
+    v = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
     out = gradient + (t // rows_per_entry) * out_stride_n + (t % rows_per_entry) * out_stride_t + v * out_stride_v
     g = 0.0
@@ -151,12 +177,12 @@ def row_statistics(
     rows_per_entry, (stride_n, stride_t, stride_v) = _row_layout(logits)
     logprob_T, peak_T, total_T = (logits.new_empty(rows.target.shape, dtype=torch.float32) for _ in range(3))
     entropy_T = torch.empty_like(logprob_T) if with_entropy else None
-    if logprob_T.numel():
-        _statistics_kernel[(len(logprob_T),)](
+    for launch in launches(len(logprob_T), logits.device.type):
+        _statistics_kernel[(launch.num_programs,)](
             logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
             logprob_T, entropy_T, peak_T, total_T,
             stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows), softcap,
-            WITH_ENTROPY=with_entropy, **_STATISTICS_TILE,
+            launch.first, WITH_ENTROPY=with_entropy, **statistics_tile(logits.device.type),
         )  # fmt: skip
     return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
 
@@ -175,13 +201,13 @@ def row_gradient(
     """dz, written to ``out`` (which may be ``logits``); exact zeros in rows that are ignored or whose upstream is 0."""
     rows_per_entry, strides = _row_layout(logits)
     V = logits.shape[-1]
-    num_programs = len(rows.target) * triton.cdiv(V, _GRADIENT_TILE["BLOCK"])
-    if num_programs:
-        _gradient_kernel[(num_programs,)](
+    tile = gradient_tile(logits.device.type)
+    for launch in launches(len(rows.target) * triton.cdiv(V, tile["BLOCK"]), logits.device.type):
+        _gradient_kernel[(launch.num_programs,)](
             logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
             statistics.entropy, statistics.peak, statistics.total, _dense(g_logprob_T), _dense(g_entropy_T), out,
             *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), softcap,
-            **_GRADIENT_TILE,
+            launch.first, **tile,
         )  # fmt: skip
     return out
 

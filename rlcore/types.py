@@ -24,6 +24,23 @@ def check_import_path(path: str, what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramLimits:
+    """What a program of a kernel may take on a device whose programs work on whole tiles, without threads."""
+
+    tile_bytes: int
+    """Of all tensors that a program holds at one time."""
+    num_programs: int
+    """The most that one launch may have."""
+    has_float64: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("tile_bytes", "num_programs"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                raise InvalidInputError(f"ProgramLimits.{field} must be a whole number of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """What a plugin registers for one kind of device."""
 
@@ -51,6 +68,8 @@ class DeviceSpec:
     """Entry of ``torch.version`` that must be set, such as "hip", where vendors share a torch type."""
     is_host: bool = False
     """It is the host's processor and memory, not an accelerator beside them."""
+    program_limits: ProgramLimits | None = None
+    """Of kernels in Triton; None where a program has threads, and a compiler that finds room for its tile."""
 
     def __post_init__(self) -> None:
         for field in ("name", "torch_type"):

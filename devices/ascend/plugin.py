@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from rlcore.hookspecs import RegisterDevice, hookimpl
-from rlcore.types import DeviceSpec
+from rlcore.types import DeviceSpec, ProgramLimits
+
+_BUFFER_BYTES = 192 << 10
+"""Unified buffer of a core, Atlas A2. The compiler keeps two of each tile, so that one is loaded beside the other."""
 
 
 @hookimpl
@@ -20,5 +23,6 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
             visible_devices_rise=True,
             ray_resource="NPU",
+            program_limits=ProgramLimits(tile_bytes=_BUFFER_BYTES // 2, num_programs=65_535, has_float64=False),
         )
     )

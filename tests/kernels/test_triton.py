@@ -13,7 +13,9 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["interpreted_triton.py", "interpreted_scans.py", "test_strided_copy.py"])
+@pytest.mark.parametrize(
+    "name", ["interpreted_triton.py", "interpreted_scans.py", "interpreted_limits.py", "test_strided_copy.py"]
+)
 def test_kernels_pass_under_the_interpreter(name: str, run_python: Callable[..., Any]) -> None:
     tests = Path(__file__).with_name(name)
     result = run_python(["-m", "pytest", "-q", str(tests)], env={"TRITON_INTERPRET": "1"})

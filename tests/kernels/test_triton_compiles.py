@@ -8,153 +8,77 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from rlcore.kernels import (  # noqa: E402
-    triton_advantages,
-    triton_returns,
-    triton_rows,
-    triton_strided_copy,
-    triton_tiles,
+from rlcore.kernels import triton_tiles  # noqa: E402
+from tests.kernels.triton_cases import (  # noqa: E402
+    NONE,
+    OPTIONS,
+    PORTABLE,
+    Case,
+    arguments,
+    fixed,
+    launched,
+    portable_files,
 )
-from rlcore.kernels.copy_words import Kind  # noqa: E402
 
-OPTIONS = ("num_warps", "num_stages")
 TILES = triton_tiles._PRODUCT
 HIDDEN = f"tensordesc<bf16[{TILES['BT']},{TILES['BH']}]>"
 WEIGHT = f"tensordesc<bf16[{TILES['BV']},{TILES['BH']}]>"
 STORED = f"[{TILES['BT']},{TILES['BV']}]>"
-FLOATS, NONE = "*fp32", None
+_PRODUCT = {"hidden": HIDDEN, "weight": WEIGHT, "NUM_PROGRAMS": 132}
 
-
-def copies(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> Any:
-    options = triton_strided_copy.compile_options(Kind(source, destination, lanes, num_dims))
-    given = {name: value for name, value in options.items() if name not in OPTIONS}
-    types = {"table": "*i64", "first_rows": "*i32", "num_tiles": "i32"}
-    return triton_strided_copy._copy_kernel, types | given, {"num_warps": options["num_warps"]}
-
-
-# Argument types in order, by name; None is an argument that is not given, numbers are compile-time constants.
-KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
-    "statistics of rows": (
-        triton_rows._statistics_kernel,
-        {"logits": "*bf16", "keep": NONE, "target": "*i64", "is_ignored": "*i1", "sharpness_T": NONE,
-         "sharpness": "fp32", "softcap": NONE, "stride_v": 1, "stride_n": "i64", "stride_t": "i64",
-         "WITH_ENTROPY": True},
-        triton_rows._STATISTICS_TILE,
-    ),
-    "gradient of rows": (
-        triton_rows._gradient_kernel,
-        {"logits": "*bf16", "keep": NONE, "target": "*i64", "is_ignored": "*i1", "sharpness_T": NONE,
-         "gradient": "*bf16", "sharpness": "fp32", "softcap": NONE, "stride_v": 1, "out_stride_v": 1, "stride_n": "i64",
-         "stride_t": "i64", "out_stride_n": "i64", "out_stride_t": "i64"},
-        triton_rows._GRADIENT_TILE,
-    ),
-    "statistics of capped rows": (
-        triton_rows._statistics_kernel,
-        {"logits": FLOATS, "keep": NONE, "target": "*i64", "is_ignored": "*i1", "sharpness": "fp32",
-         "softcap": "fp32", "stride_v": 1, "stride_n": "i64", "stride_t": "i64", "WITH_ENTROPY": True},
-        triton_rows._STATISTICS_TILE,
-    ),
-    "gradient of capped rows": (
-        triton_rows._gradient_kernel,
-        {"logits": FLOATS, "keep": NONE, "target": "*i64", "is_ignored": "*i1", "gradient": "*bf16",
-         "sharpness": "fp32", "softcap": "fp32", "stride_v": 1, "out_stride_v": 1, "stride_n": "i64",
-         "stride_t": "i64", "out_stride_n": "i64", "out_stride_t": "i64"},
-        triton_rows._GRADIENT_TILE,
-    ),
-    "statistics of tiles": (
+TILED = {
+    "statistics of tiles": Case(
         triton_tiles._statistics_kernel,
-        {"hidden": HIDDEN, "weight": WEIGHT, "bias": NONE, "exponentials": NONE, "IS_EDGE": False,
-         "NUM_PROGRAMS": 132},
-        TILES,
+        _PRODUCT | {"bias": NONE, "exponentials": NONE, "IS_EDGE": False},
+        fixed(**TILES),
     ),
-    "exponentials of tiles": (
+    "exponentials of tiles": Case(
         triton_tiles._statistics_kernel,
-        {"hidden": HIDDEN, "weight": WEIGHT, "bias": NONE, "exponentials": f"tensordesc<fp16{STORED}",
-         "IS_EDGE": False, "NUM_PROGRAMS": 132},
-        TILES,
+        _PRODUCT | {"bias": NONE, "exponentials": f"tensordesc<fp16{STORED}", "IS_EDGE": False},
+        fixed(**TILES),
     ),
-    "exponentials of tiles at the edge with bias": (
+    "exponentials of tiles at the edge with bias": Case(
         triton_tiles._statistics_kernel,
-        {"hidden": HIDDEN, "weight": WEIGHT, "exponentials": f"tensordesc<fp16{STORED}", "IS_EDGE": True,
-         "NUM_PROGRAMS": 132},
-        TILES,
+        _PRODUCT | {"exponentials": f"tensordesc<fp16{STORED}", "IS_EDGE": True},
+        fixed(**TILES),
     ),
-    "gradient of tiles": (
-        triton_tiles._dlogits_kernel,
-        {"hidden": HIDDEN, "weight": WEIGHT, "bias": NONE, "dlogits": f"tensordesc<bf16{STORED}",
-         "NUM_PROGRAMS": 132},
-        TILES,
+    "gradient of tiles": Case(
+        triton_tiles._dlogits_kernel, _PRODUCT | {"bias": NONE, "dlogits": f"tensordesc<bf16{STORED}"}, fixed(**TILES)
     ),
-    "merge of tiles": (
+}
+"""The copy engine's tiles are for Hopper, and so far only there: see target.tiled_refusal."""
+
+KERNELS = PORTABLE | TILED | {
+    "merge of tiles": Case(
         triton_tiles._merge_kernel,
         {"hidden": "*bf16", "weight": "*bf16", "bias": NONE, "target": "*i64", "is_ignored": "*i1"},
-        triton_tiles._MERGE,
+        fixed(**triton_tiles._MERGE),
     ),
-    "exponentials to gradient": (
+    "exponentials to gradient": Case(
         triton_tiles._exponentials_to_dlogits_kernel,
         {"exponentials": "*fp16", "dlogits": "*bf16"},
-        triton_tiles._IN_PLACE,
+        fixed(**triton_tiles._IN_PLACE),
     ),
-    "scaled": (triton_tiles._scaled_kernel, {"out": "*bf16"}, {"BLOCK": triton_tiles._SCALED_BLOCK, "num_warps": 8}),
-    "advantages of groups": (
-        triton_advantages._advantage_kernel,
-        {"lengths": NONE, "is_valid": "*i1", "epsilon": "fp32", "LEAVES_OUT": False,
-         "NORMALISES": True},
-        {"BP": 128, "BN": 16, "num_warps": 4},
+    "scaled": Case(
+        triton_tiles._scaled_kernel, {"out": "*bf16"}, fixed(BLOCK=triton_tiles._SCALED_BLOCK, num_warps=8)
     ),
-    "blocks of a scan": (
-        triton_returns._block_kernel,
-        {"mask": "*i1", "edges": "*i64", "roles": "*i8", "is_valid_J": "*i1", "gamma": "fp32", "decay": "fp32"},
-        triton_returns._TILE,
-    ),
-    "tokens of a scan": (
-        triton_returns._token_kernel,
-        {"roles": "*i8", "is_valid_J": "*i1", "is_valid": "*i1", "gamma": "fp32", "decay": "fp32"},
-        triton_returns._TILE,
-    ),
-    "copies": copies(torch.int32, torch.int32, 4, 1),
-    "copies of columns": copies(torch.int32, torch.int32, 4, 2),
-    "copies of four dimensions": copies(torch.int16, torch.int16, 1, 4),
-    "copies that cast": copies(torch.float32, torch.bfloat16, 8, 2),
-    "gradient of targets": (
-        triton_tiles._target_kernel,
-        {"dlogits": "*bf16", "target": "*i64"},
-        {"BT": triton_tiles._TARGET_ROWS},
+    "gradient of targets": Case(
+        triton_tiles._target_kernel, {"dlogits": "*bf16", "target": "*i64"}, fixed(BT=triton_tiles._TARGET_ROWS)
     ),
 }  # fmt: skip
-INTEGERS = {
-    "T",
-    "V",
-    "H",
-    "J",
-    "rows_per_entry",
-    "stride",
-    "hidden_stride",
-    "weight_stride",
-    "first_v",
-    "num_v",
-    "num_elements",
-    "E",
-    "P",
-    "N",
-}
-# The copy engine's tiles are for Hopper, and so far only there: see target.tiled_refusal.
-TILED = {name for name, (kernel, _, _) in KERNELS.items() if "tensordesc" in str(KERNELS[name][1])}
 CASES = [(name, arch) for name in KERNELS for arch in ((90, 100) if name in TILED else (80, 90, 100))]
 
 
 def compiled(name: str, arch: int) -> Any:
-    kernel, given, options = KERNELS[name]
-    types = {argument: given.get(argument, "i32" if argument in INTEGERS else FLOATS) for argument in kernel.arg_names}
-    assert given.keys() <= types.keys()
-    types |= {argument: value for argument, value in options.items() if argument not in OPTIONS}
+    case = KERNELS[name]
+    tile = case.tile("cuda")
+    types = arguments(case, tile)
     constants = {argument: value for argument, value in types.items() if not isinstance(value, str)}
     signature = {argument: "constexpr" if argument in constants else kind for argument, kind in types.items()}
     # As a launch would find them: pointers and sizes are multiples of 16.
@@ -163,9 +87,17 @@ def compiled(name: str, arch: int) -> Any:
         for position, kind in enumerate(signature.values())
         if kind.startswith("*") or kind in ("i32", "i64")
     }
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
-    taken = {option: options[option] for option in OPTIONS if option in options}
+    names = case.kernel.arg_names
+    source = ASTSource(case.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    taken = {option: tile[option] for option in OPTIONS if option in tile}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=taken)
+
+
+def test_every_kernel_is_compiled() -> None:
+    named = {(kernel.__module__.rpartition(".")[2], kernel.__name__) for kernel, _, _ in KERNELS.values()}
+    assert named == {(file, name) for file, names in launched().items() for name in names}
+    portable = {kernel.__module__.rpartition(".")[2] for kernel, _, _ in PORTABLE.values()}
+    assert portable == launched().keys() & portable_files()
 
 
 def resources(cubin: bytes, tmp_path: Path) -> dict[str, int]:
