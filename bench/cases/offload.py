@@ -7,9 +7,11 @@ change places beside one after the other, and the five of a PPO step that take t
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +82,17 @@ def _set_bytes(device: Any, share: float, *, num_sets: int = 1) -> int:
         return _BYTES_ON_HOST
     gc.collect()
     arena_of(device).trim()  # of an earlier case
-    room = min((limit.room_bytes for limit in cgroup_limits()), default=1 << 62)
-    return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room / num_sets))
+    return min(int(share * device.properties().total_bytes), int(_HOST_SHARE * room_of_host() / num_sets))
 
 
-class _Link:
+def room_of_host() -> int:
+    """Bytes that this process may still take: of its control groups, and of the machine, which a run must not fill."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert available is not None
+    return min([int(available[1]) * 1024, *(limit.room_bytes for limit in cgroup_limits())])
+
+
+class Link:
     """One copy between host memory of exact size and the device, each way."""
 
     def __init__(self, device: Any) -> None:
@@ -141,7 +149,7 @@ def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
 
 
 def _prepare_cycle(device: Any) -> Work:
-    link, one = _Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
+    link, one = Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
     first = one.resident.offload()
     one.resident.onload()
 
@@ -159,7 +167,7 @@ def _prepare_cycle(device: Any) -> Work:
 
 
 def _prepare_first(device: Any) -> Work:
-    link, one = _Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
+    link, one = Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
     nbytes = one.resident.device_bytes
     arena = arena_of(device)
 
@@ -204,7 +212,7 @@ def _report(moved: int, seconds: float) -> OffloadReport:
 
 
 def _prepare_swap(device: Any) -> Work:
-    link = _Link(device)
+    link = Link(device)
     nbytes = _set_bytes(device, _SWAP_SHARE)
     here, away = _Set(device, nbytes), _Set(device, nbytes)
     places = [here.resident, away.resident]
@@ -238,7 +246,7 @@ def _prepare_swap(device: Any) -> Work:
 
 
 def _prepare_five(device: Any) -> Work:
-    link = _Link(device)
+    link = Link(device)
     nbytes = _set_bytes(device, _SWAP_SHARE, num_sets=3)  # two that train, and three that have a third of that
     sets = []
     for trains in (True, True, False, False, False):

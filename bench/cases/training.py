@@ -1,0 +1,344 @@
+"""A step of the train engine beside a plain loop of torch's FSDP2, and packed lengths that differ beside equal ones.
+
+Both train the same model from the same weights on the same tokens, with the same packed attention, compiled blocks,
+recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them. Each
+contender is built, warmed up, timed and closed before the next, so that each has the devices to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn
+from rlcore.bench.cases.dense_model import policy as make_policy
+from rlcore.bench.cases.language_model import transformers_class
+from rlcore.engines.launchers.launch import choose_launcher, start_workers
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.train import TrainEngine
+from rlcore.errors import UnsupportedError
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.nn import meta_device
+
+_TOKENS, _HOST_TOKENS = 8192, 256
+"""Of each device and step."""
+_PER_DEVICE = 8
+"""Sequences of equal length."""
+_UNEVEN = (
+    (4096, 2048, 1024, 512, 256, 128, 64, 64),
+    (3072, 2048, 1536, 768, 384, 192, 128, 64),
+    (4096, 1024, 1024, 1024, 512, 256, 128, 64, 64),
+)
+"""Lengths that come to as many tokens; those on a host are a part of them."""
+_CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
+_WARM_UP, _STEPS = 3, 6
+_TIMEOUT_S = 600.0
+_TOLERANCE = 2e-2
+"""Between two losses of bfloat16 models, in nats a token: advantages are of the order of 1."""
+
+
+class _Steps(NamedTuple):
+    """What one contender did."""
+
+    loss: float
+    """Of the first step."""
+    seconds: list[float]
+    """Of each step after those that warm up."""
+    first_s: float
+    """Of the first step, which compiles."""
+    build_s: float
+    peak_bytes: int
+    """Of the device that held the most, parameters and optimizer states included."""
+
+
+Step = Callable[[Mapping[str, Tensor]], float]
+
+
+def _batch(lengths: Sequence[int], num_devices: int, vocabulary: int) -> dict[str, Tensor]:
+    """Packed: sequences of these lengths for each device."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    every = torch.tensor([length for length in lengths for _ in range(num_devices)])
+    total = int(every.sum())
+    return {
+        "input_ids": torch.randint(vocabulary, (total,), generator=generator),
+        "cu_seqlens": torch.cat([torch.zeros(1), every.cumsum(0)]).to(torch.int32),
+        "old_logprobs": torch.full((total,), -float(torch.tensor(vocabulary).log())),
+        "advantages": torch.randn(total, generator=generator),
+    }
+
+
+def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, list[float]]:
+    """The loss of the first step, and the seconds of every one; ``step`` waits for its own end."""
+    losses, seconds = [], []
+    for batch in batches:
+        started = time.perf_counter()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - started)
+    return losses[0], seconds
+
+
+# ------------------------------------------------------------------------------------------------- the engine
+
+
+class _Job(NamedTuple):
+    """What all contenders of a case have in common."""
+
+    device_names: list[str]
+    dense: Dense
+    compute_dtype: torch.dtype
+    recomputes: bool
+    compiles: bool
+
+
+def _engine_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+    started = time.perf_counter()
+    device_type = job.device_names[0].partition(":")[0]
+    engine = TrainEngine(make_policy(job.dense, job.compute_dtype, device_type))
+    engine.build(
+        devices=job.device_names,
+        data_parallel_size=len(job.device_names),
+        compute_dtype=str(job.compute_dtype).removeprefix("torch."),
+        activation_checkpointing=job.recomputes,
+        compile=job.compiles,
+        timeout_s=_TIMEOUT_S,
+    )
+    with engine:
+        build_s = time.perf_counter() - started
+        loss_fn = ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH)
+
+        def step(batch: Mapping[str, Tensor]) -> float:
+            most = len(batch["input_ids"]) // len(job.device_names)
+            return engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=most)["loss"]
+
+        loss, warm = _times(step, batches[:_WARM_UP])
+        engine.call("reset_peak")
+        _, seconds = _times(step, batches[_WARM_UP:])
+        peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
+    return _Steps(loss, seconds, warm[0], build_s, peak)
+
+
+# --------------------------------------------------------------------------------------------- the plain loop
+
+
+class _Scored(nn.Module):
+    """A causal language model that gives the logits of every token of a packed batch."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        from rlcore.packed.attention import packed_hidden_states  # transformers is an extra
+
+        logits: Tensor = self.model.lm_head(packed_hidden_states(self.model.model, input_ids, cu_seqlens))
+        return logits
+
+
+def _ppo(logits_TV: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    all_TV = logits_TV.float().log_softmax(-1)
+    logprob_T = all_TV.gather(1, tokens["targets"][:, None]).squeeze(1)
+    with torch.no_grad():
+        entropy = -(tokens["weight"] * (all_TV.exp() * all_TV).sum(1)).sum()
+    ratio_T = (logprob_T - tokens["old_logprobs"]).exp()
+    clipped_T = ratio_T.clamp(1 - _CLIP_LOW, 1 + _CLIP_HIGH)
+    gain_T = torch.minimum(ratio_T * tokens["advantages"], clipped_T * tokens["advantages"])
+    return -(tokens["weight"] * gain_T).sum(), entropy
+
+
+class _Plain:
+    """One rank of the loop that FSDP2's own tutorial has, with all that makes it fast."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._device = context.device
+
+    def close(self) -> None:
+        pass
+
+    def run(self, job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+        started = time.perf_counter()
+        scored, optimizer = self._build(job)
+        build_s = time.perf_counter() - started
+        loss_fn = torch.compile(_ppo) if job.compiles else _ppo
+
+        def step(batch: Mapping[str, Tensor]) -> float:
+            tokens = self._tokens(batch)
+            logits_TV = scored(tokens["input_ids"], tokens["cu_seqlens"])
+            loss, entropy = loss_fn(logits_TV, tokens)
+            del logits_TV
+            (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]  # FSDP takes the mean
+            torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics = torch.stack([loss.detach(), entropy])
+            dist.all_reduce(metrics)
+            return float(metrics[0])
+
+        loss, warm = _times(step, batches[:_WARM_UP])
+        self._device.memory.reset_peak()
+        _, seconds = _times(step, batches[_WARM_UP:])
+        return _Steps(loss, seconds, warm[0], build_s, self._device.memory.stats().peak_allocated_bytes)
+
+    def _build(self, job: _Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._context.process_group(_TIMEOUT_S)
+        with meta_device():
+            model = transformers_class("Qwen2ForCausalLM")._from_config(job.dense.config())
+        weights = Drawn(model, job.compute_dtype, self._device.type)
+        policy = MixedPrecisionPolicy(param_dtype=job.compute_dtype, reduce_dtype=torch.float32)
+        for block in model.model.layers:
+            if job.recomputes:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            if job.compiles:
+                block.forward = torch.compile(block.forward)
+            fully_shard(block, mp_policy=policy)
+        scored = _Scored(model.float())
+        fully_shard(scored, mp_policy=policy)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
+        scored.to_empty(device=self._device.torch_device)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+            for name, parameter in model.named_parameters():
+                whole = weights[name][...].float()
+                local = parameter.to_local()
+                local.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
+        return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
+
+    def _tokens(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the batch, on its device; ``cu_seqlens`` stays on the host."""
+        bounds = batch["cu_seqlens"].tolist()
+        rank, size = self._context.rank, self._context.world_size
+        own = list(itertools.pairwise(bounds))[rank::size]  # of each length one
+        rows = torch.cat([torch.arange(start, end) for start, end in own])
+        ends = torch.tensor([end - start for start, end in own]).cumsum(0)
+        weight = torch.ones(len(rows))
+        weight[ends - 1] = 0.0  # nothing follows
+        given = {
+            "input_ids": batch["input_ids"][rows],
+            "weight": weight / (bounds[-1] - len(bounds) + 1),
+            **{name: batch[name][rows].roll(-1) for name in ("old_logprobs", "advantages")},
+        }
+        given["targets"] = given["input_ids"].roll(-1)
+        cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        return {name: tensor.to(self._device.torch_device) for name, tensor in given.items()} | {
+            "cu_seqlens": cu_seqlens
+        }
+
+
+def _plain_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+    number = len(job.device_names)
+    launcher = choose_launcher(None, number)
+    group = start_workers(_Plain, "the plain loop", job.device_names, launcher=launcher, timeout_s=_TIMEOUT_S)
+    try:
+        found: list[_Steps] = group.call("run", [((job, batches), {})] * number)
+    finally:
+        group.stop()
+    slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
+    return found[0]._replace(seconds=slowest, peak_bytes=max(one.peak_bytes for one in found))
+
+
+# ------------------------------------------------------------------------------------------------------ cases
+
+
+def _prepare(dense: Dense, device: Any) -> Work:
+    is_host = device.spec.is_host
+    if is_host and dense is not QWEN_1_5B:
+        raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")
+    model, tokens = (TINY, _HOST_TOKENS) if is_host else (dense, _TOKENS)
+    num_devices = 1 if is_host else device.count()
+    job = _Job(
+        device_names=[f"{device.spec.name}:{index}" for index in range(num_devices)],
+        dense=model,
+        compute_dtype=torch.float32 if is_host else torch.bfloat16,
+        # A 7B with its optimizer leaves one device of 141 GB no room for the activations of 8k tokens.
+        recomputes=dense is QWEN_7B and num_devices == 1,
+        compiles=not is_host,
+    )
+    model.config()  # transformers is there
+    count = _WARM_UP + _STEPS
+    even = [_batch([tokens // _PER_DEVICE] * _PER_DEVICE, num_devices, model.vocabulary)] * count
+    uneven = [
+        _batch([length * tokens // _TOKENS for length in lengths], num_devices, model.vocabulary)
+        for lengths in (_UNEVEN * count)[:count]
+    ]
+    first_losses: dict[str, float] = {}
+
+    def contender(name: str, run: Callable[[_Job, Any], _Steps], batches: list[dict[str, Tensor]]) -> Contender:
+        lengths = "equal" if batches is even else "uneven"
+
+        def run_alone() -> _Steps:
+            gc.collect()
+            device.memory.empty_cache()
+            torch.compiler.reset()  # blocks of all contenders are one function to it, which it compiles a few times
+            return run(job, batches)
+
+        def check(done: _Steps) -> None:
+            expected = first_losses.setdefault(lengths, done.loss)
+            expect(abs(done.loss - expected) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {expected}")
+
+        return Contender(
+            implementation=name,
+            run=run_alone,
+            check=check,
+            seconds=lambda done: statistics.median(done.seconds),
+            quantities=lambda done: _quantities(done, tokens, is_counted=not is_host),
+            params={"lengths": lengths},
+            limits={}
+            if is_host
+            else {f"product/{str(job.compute_dtype).removeprefix('torch.')}": 6 * model.num_multiplied * tokens},
+        )
+
+    contenders = [contender("torch FSDP2", _plain_steps, even), contender("engine", _engine_steps, even)]
+    if dense is not QWEN_7B:  # a question of attention, and one model answers it
+        contenders.append(contender("engine", _engine_steps, uneven))
+    return Work(
+        contenders=tuple(contenders),
+        params={
+            "model": model.name,
+            "tokens": tokens,
+            "devices": num_devices,
+            "dtype": str(job.compute_dtype).removeprefix("torch."),
+            "recompute": str(job.recomputes),
+        },
+        num_runs=1,
+    )
+
+
+def _quantities(done: _Steps, tokens: int, *, is_counted: bool) -> dict[str, Quantity]:
+    rates = sorted(tokens / seconds for seconds in done.seconds)
+    found = {
+        "tokens_a_device": Quantity(statistics.median(rates), "token/s"),
+        "slowest_step": Quantity(rates[0], "token/s"),
+        "fastest_step": Quantity(rates[-1], "token/s"),
+        "first_step": Quantity(done.first_s, "s"),
+        "build": Quantity(done.build_s, "s"),
+    }
+    return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
+
+
+dense_1_5b_case = Case(
+    name="train/dense_1.5b",
+    description="a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
+    prepare=functools.partial(_prepare, QWEN_1_5B),
+    effort="full",
+    estimate_s=90.0,
+)
+dense_7b_case = Case(
+    name="train/dense_7b",
+    description="a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
+    prepare=functools.partial(_prepare, QWEN_7B),
+    effort="full",
+    estimate_s=150.0,
+)

@@ -1,0 +1,95 @@
+"""The cases of the train engine pass on a host at its sizes, and refuse what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlcore.bench.case import load_cases
+from rlcore.bench.measure import run_case
+from rlcore.registry import get_device
+
+pytest.importorskip("transformers")
+
+trainer_offload = pytest.importorskip("rlcore.bench.cases.trainer_offload")
+training = pytest.importorskip("rlcore.bench.cases.training")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_WARM_UP", 1)
+    monkeypatch.setattr(training, "_STEPS", 1)
+    monkeypatch.setattr(trainer_offload, "_TRAINING_CYCLES", 2)
+    monkeypatch.setattr(trainer_offload, "_CYCLES", 1)
+
+
+CONTENDERS = {
+    "train/dense_1.5b": [("torch FSDP2", "equal"), ("engine", "equal"), ("engine", "uneven")],
+    "train/materialize": [("engine", None)],
+    "offload/trainer": [("engine", None)],
+    "offload/training": [("no offload", None), ("offload after each step", None)],
+}
+SLOW = ("offload/training", "train/materialize")
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONTENDERS])
+def test_case_passes_on_a_host(name: str) -> None:
+    results = run_case(load_cases()[name], get_device("cpu"))
+    assert [(one.implementation, one.params.get("lengths"), one.status, one.reason) for one in results] == [
+        (contender, lengths, "pass", "") for contender, lengths in CONTENDERS[name]
+    ]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = load_cases()["train/dense_1.5b"].prepare(get_device("cpu"))
+    plain, engine, _ = work.contenders
+    plain.check(plain.run())
+    clip = training.ppo_clip
+    monkeypatch.setattr(training, "ppo_clip", lambda **options: _other_loss(clip(**options)))
+    with pytest.raises(AssertionError, match="the loss is"):
+        engine.check(engine.run())
+
+
+def _other_loss(loss_fn: Any) -> Any:
+    def other(*args: Any) -> Any:
+        value, stats = loss_fn(*args)
+        return value + 0.1, stats
+
+    return other
+
+
+def test_a_model_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    materialize = pytest.importorskip("rlcore.bench.cases.materialize")
+    work = load_cases()["train/materialize"].prepare(get_device("cpu"))
+    try:
+        found, sums = work.contenders[0].run()
+        with pytest.raises(AssertionError, match="a parameter sums up to"):
+            work.contenders[0].check((found, [sums[0] + 1, *sums[1:]]))
+    finally:
+        work.close()
+    assert materialize._NUM_RUNS > 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_offload_that_brings_other_values_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlcore.engines.offload.cargo import Departure
+
+    has_left = Departure.has_left
+
+    def spoil(self: Departure, parcel: Any) -> None:
+        parcel.block.tensor[:4] += 1
+        has_left(self, parcel)
+
+    monkeypatch.setattr(Departure, "has_left", spoil)
+    trainer = load_cases()["offload/trainer"].prepare(get_device("cpu")).contenders[0]
+    with pytest.raises(AssertionError, match="other values came back"):
+        trainer.check(trainer.run())
+    training_work = load_cases()["offload/training"].prepare(get_device("cpu"))
+    without, moved = training_work.contenders
+    without.check(without.run())
+    with pytest.raises(AssertionError, match=r"the losses are .* and without offload"):
+        moved.check(moved.run())
