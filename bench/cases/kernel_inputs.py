@@ -33,7 +33,7 @@ class Size:
     dtype: torch.dtype
 
 
-HOST = Size(256, 32_000, 256, torch.float32)
+HOST = Size(256, 16_000, 256, torch.float32)
 """Under a second a run on two cores; there it stands for the first of the sizes below, and there are no others."""
 HEADS = {
     "8b": Size(8192, 151_936, 4096, torch.bfloat16),
