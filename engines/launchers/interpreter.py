@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import rlcore
 from rlcore.errors import InvalidInputError
 
 _LONGEST_S = 60.0
@@ -32,8 +32,9 @@ def checked_interpreter(python: str | os.PathLike[str]) -> str:
 
 @functools.cache
 def _check(python: str) -> None:
-    command = [python, "-P", "-c", "import rlcore; print(rlcore.__version__)"]
-    wanted = f"install rlcore {rlcore.__version__} there: {python} -m pip install 'rlcore=={rlcore.__version__}'"
+    command = [python, "-P", "-c", "import importlib.metadata, rlcore; print(importlib.metadata.version('rlcore'))"]
+    ours = importlib.metadata.version("rlcore")
+    wanted = f"install rlcore {ours} there: {python} -m pip install 'rlcore=={ours}'"
     try:
         told = subprocess.run(
             command,
@@ -49,8 +50,8 @@ def _check(python: str) -> None:
     if told.returncode:
         reason = (told.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise InvalidInputError(f"python={python!r} cannot import rlcore ({reason}); {wanted}")
-    if (version := told.stdout.strip()) != rlcore.__version__:
-        raise InvalidInputError(f"python={python!r} has rlcore {version}, and this is {rlcore.__version__}; {wanted}")
+    if (version := told.stdout.strip()) != ours:
+        raise InvalidInputError(f"python={python!r} has rlcore {version}, and this is {ours}; {wanted}")
 
 
 def environment_for(python: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm import ascend, versions
 from rlcore.engines.offload.cargo import Departure
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.offload.storages import bytes_of
 from rlcore.types import OffloadReport
+
+
+def _memory() -> Any:
+    """Whose allocator it is."""
+    return ascend if ascend.is_installed() else versions
 
 
 class MappedRegion:
@@ -38,15 +43,15 @@ class MappedRegion:
     def resize_(self, nbytes: int) -> None:
         """0 gives the memory to the driver; anything else takes as much as there was."""
         if nbytes and self._allocation.is_asleep:
-            versions.map_memory(self._allocation)
+            _memory().map_memory(self._allocation)
         elif not nbytes and not self._allocation.is_asleep:
             self._synchronize()
-            versions.unmap_memory(self._allocation)
+            _memory().unmap_memory(self._allocation)
 
 
 @bytes_of.register
 def _(storage: MappedRegion, start: int, nbytes: int) -> Tensor:
-    found = torch._C._construct_storage_from_data_pointer(storage.address + start, storage.device, nbytes)
+    found = _memory().storage_at(storage.address + start, storage.device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
 
 
@@ -64,7 +69,7 @@ class MappedResident(Resident):
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def _storages(self) -> list[Any]:
-        return [MappedRegion(allocation, self.device) for allocation in versions.allocations(self._tag)]
+        return [MappedRegion(allocation, self.device) for allocation in _memory().allocations(self._tag)]
 
     @property
     def device_bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlcore.engines.executors.vllm import ascend
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -124,7 +125,10 @@ def prepare() -> str:
         import vllm
     except ImportError as error:
         raise MissingDependencyError("vllm", needed_for="the vllm executor", extra="vllm") from error
-    check_version(vllm.__version__)
+    if ascend.is_installed():
+        ascend.prepare(vllm.__version__)
+    else:
+        check_version(vllm.__version__)
     _keep_weights_plain()
     version: str = vllm.__version__
     return version
@@ -210,6 +214,11 @@ def unmap_memory(allocation: Allocation) -> None:
 
     unmap_and_release(allocation.handle)
     allocation.is_asleep = True
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """Memory of somebody else's."""
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 @contextlib.contextmanager

@@ -207,12 +207,12 @@ def test_a_trainer_runs_the_users_code_and_takes_no_other_interpreter(qwen2_fold
         module = Policy.from_pretrained(qwen2_folder)
     with (
         rlcore.TrainEngine(module) as train,
-        pytest.raises(UnsupportedError, match="python= for the executor 'fsdp2'.*code does not travel"),
+        pytest.raises(UnsupportedError, match=r"python= for the executor 'fsdp2'.*code does not travel"),
     ):
         train.build(devices="cpu", python=other_python)
 
 
 def test_another_launcher_is_refused(qwen2_folder: Path, other_python: str) -> None:
     engine = rlcore.InferenceEngine(qwen2_folder)
-    with pytest.raises(UnsupportedError, match="launcher 'inline' for .*processes of their own"):
+    with pytest.raises(UnsupportedError, match=r"launcher 'inline' for .*processes of their own"):
         engine.build(devices="cpu", launcher="inline", python=other_python)

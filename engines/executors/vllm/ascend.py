@@ -1,0 +1,106 @@
+"""What the executor takes from vllm-ascend, vLLM's plugin for NPUs, where it does otherwise than vLLM.
+
+Declared: held against the wheels (``tests/devices/ascend/vllm_contract.py``), never run. Weights arrive through
+rlcore's own extension as everywhere; vllm-ascend's weight transfer is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from rlcore.engines.executors.vllm.versions import Allocation
+
+OLDEST, NEWEST = (0, 23), (0, 26)
+_FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"
+
+
+class NpuAllocator(Protocol):
+    """vllm_ascend.device_allocator.camem.CaMemAllocator"""
+
+    pointer_to_data: dict[int, NpuAllocation]
+
+
+class NpuAllocation(Protocol):
+    """vllm_ascend.device_allocator.camem.AllocationData"""
+
+    handle: tuple[int, int, int, int]
+    tag: str
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Then it is vLLM's platform."""
+    return importlib.util.find_spec("vllm_ascend") is not None
+
+
+def prepare(vllm_version: str) -> None:
+    """Set its environment, before an engine is made.
+
+    Raises:
+        UnsupportedError: a version that was not held against the code, or of another vLLM.
+        InvalidInputError: weights are to be kept in the vendor's order, in which nothing can be synced.
+    """
+    check_versions(importlib.metadata.version("vllm-ascend"), vllm_version)
+    if os.environ.setdefault(_FORMAT_SWITCH, "0") != "0":
+        raise InvalidInputError(
+            f"{_FORMAT_SWITCH}={os.environ[_FORMAT_SWITCH]} keeps weights in the vendor's order (FRACTAL_NZ), into "
+            "which no weight can be synced; unset it, or set it to 0"
+        )
+
+
+def check_versions(version: str, vllm_version: str) -> None:
+    """Each is made for the vLLM of the same number."""
+    own, theirs = _minor(version), _minor(vllm_version)
+    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    if own is None or not OLDEST <= own <= NEWEST:
+        raise UnsupportedError(f"vllm-ascend {version}", f"the vllm executor was held against {oldest} to {newest}")
+    if own != theirs:
+        number = ".".join(map(str, own))
+        raise UnsupportedError(f"vllm-ascend {version} beside vLLM {vllm_version}", f"it is made for vLLM {number}")
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def allocations(tag: str) -> list[Allocation]:
+    """Device memory that its allocator has under a tag; its addresses stay when it is unmapped."""
+    from vllm_ascend.device_allocator.camem import CaMemAllocator  # type: ignore[import-not-found]
+
+    allocator: NpuAllocator = CaMemAllocator.get_instance()
+    found: list[Any] = [allocation for allocation in allocator.pointer_to_data.values() if allocation.tag == tag]
+    for allocation in found:  # they do not say whether they are mapped; rlcore alone unmaps them
+        vars(allocation).setdefault("is_asleep", False)
+    return found
+
+
+def map_memory(allocation: Allocation) -> None:
+    from vllm_ascend.device_allocator.camem import create_and_map
+
+    create_and_map(allocation.handle)
+    allocation.is_asleep = False
+
+
+def unmap_memory(allocation: Allocation) -> None:
+    from vllm_ascend.device_allocator.camem import unmap_and_release
+
+    unmap_and_release(allocation.handle)
+    allocation.is_asleep = True
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """Memory of somebody else's. Of torch's own making it would lack what torch_npu's operators ask of a storage."""
+    import torch_npu  # type: ignore[import-not-found]
+
+    return torch_npu._C._construct_storage_from_data_pointer(address, device, nbytes)

@@ -1,0 +1,148 @@
+"""What rlcore's vllm executor uses on NPUs is in vllm-ascend and in the vLLM beside it; what it refuses there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlcore
+from rlcore.engines.executors.vllm import ascend, regions
+from rlcore.engines.launchers import launch
+from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
+from tests.devices.ascend import vllm_contract as contract
+
+RECORD: dict[str, Any] = json.loads(contract.RECORD.read_text())
+
+
+def test_the_record_reaches_from_the_oldest_to_the_newest_version() -> None:
+    minors = [tuple(map(int, version.split(".")[:2])) for version in RECORD]
+    assert (min(minors), max(minors)) == (ascend.OLDEST, ascend.NEWEST)
+    for one in RECORD.values():
+        assert len(one["wheels"]) == 2 and all(
+            re.fullmatch("[0-9a-f]{64}", digest) for digest in one["wheels"].values()
+        )
+
+
+@pytest.mark.parametrize("version", RECORD)
+def test_a_version_has_all_that_is_used(version: str) -> None:
+    names = {name: set(members) for name, members in RECORD[version]["names"].items()}
+    assert contract.vllm.lacking(contract.uses(), names.get) == [], "run vllm_contract.py again if a use is new"
+    assert RECORD[version]["switches"] == [ascend._FORMAT_SWITCH]
+
+
+def test_uses_are_collected_from_the_code() -> None:
+    found = contract.uses()
+    assert found["vllm_ascend.device_allocator.camem.CaMemAllocator"] == {"get_instance", "pointer_to_data"}
+    assert found["vllm_ascend.device_allocator.camem.AllocationData"] == {"handle", "tag"}
+    assert {"vllm_ascend.device_allocator.camem.create_and_map", contract.vllm.ARGUMENTS} <= found.keys()
+    assert {"model_runner", "rank", "device"} <= found["vllm_ascend.worker.worker.NPUWorker"]
+    assert not any("cumem" in name for name in found)
+
+
+def test_a_missing_member_is_seen() -> None:
+    names = {name: set(members) for name, members in RECORD["0.23.0"]["names"].items()}
+    names["vllm_ascend.device_allocator.camem.AllocationData"].remove("tag")
+    del names["vllm_ascend.worker.worker.NPUWorker"]
+    assert contract.vllm.lacking(contract.uses(), names.get) == [
+        "vllm_ascend.device_allocator.camem.AllocationData: tag",
+        "vllm_ascend.worker.worker.NPUWorker",
+    ]
+
+
+def test_its_weight_transfer_is_not_used() -> None:
+    """At some commits the packed way of its IPC engine decodes weights and loads none of them."""
+    for path in (contract.ASCEND, *contract.vllm.OURS.glob("[e-s]*.py")):
+        words = {str(n.value) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        words |= {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+        used = {"weight_transfer_config", "init_weight_transfer_engine", "update_weights", "npu_ipc"} & words
+        assert not used, path.name
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("version", "beside", "reason"),
+    [
+        ("0.22.1", "0.22.1", "vllm-ascend 0.22.1 is not supported: the vllm executor was held against 0.23 to 0.26"),
+        ("dev", "0.26.0", "vllm-ascend dev is not supported"),
+        ("0.23.0", "0.26.0", "vllm-ascend 0.23.0 beside vLLM 0.26.0 is not supported: it is made for vLLM 0.23"),
+    ],
+)
+def test_other_versions_are_refused(version: str, beside: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        ascend.check_versions(version, beside)
+
+
+@pytest.mark.parametrize("pair", [("0.23.0.post1", "0.23.0"), ("0.26.0rc1", "0.26.1+empty")])
+def test_pairs_are_accepted(pair: tuple[str, str]) -> None:
+    ascend.check_versions(*pair)
+
+
+def test_weights_in_the_vendors_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm-ascend": "0.23.0"}[name])
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    with pytest.raises(InvalidInputError, match="VLLM_ASCEND_ENABLE_NZ=1 keeps weights in the vendor's order"):
+        ascend.prepare("0.23.0")
+    monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ")
+    ascend.prepare("0.23.0")
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+def test_without_an_npu_it_does_not_start() -> None:
+    with pytest.raises(DeviceError, match="device 'npu' is not available here: torch_npu is not installed"):
+        rlcore.InferenceEngine("nowhere", executor="vllm").build(devices="npu:0")
+
+
+# ----------------------------------------------------------------------------------------------------- where it differs
+
+
+def test_its_allocations_learn_whether_they_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AllocationData(SimpleNamespace):
+        """As the wheel's dataclass, which has a handle and a tag."""
+
+    calls: list[Any] = []
+    allocator = SimpleNamespace(
+        pointer_to_data={
+            4096: AllocationData(handle=(0, 64, 4096, 7), tag="weights"),
+            8192: AllocationData(handle=(0, 32, 8192, 8), tag="kv_cache"),
+        }
+    )
+    camem = SimpleNamespace(
+        CaMemAllocator=SimpleNamespace(get_instance=lambda: allocator),
+        create_and_map=lambda handle: calls.append(("map", handle)),
+        unmap_and_release=lambda handle: calls.append(("unmap", handle)),
+    )
+    for name in ("vllm_ascend", "vllm_ascend.device_allocator", "vllm_ascend.device_allocator.camem"):
+        monkeypatch.setitem(sys.modules, name, camem)
+    monkeypatch.setattr(ascend, "is_installed", lambda: True)
+    device = SimpleNamespace(torch_device="npu:0", synchronize=lambda: calls.append("wait"))
+
+    def found() -> list[regions.MappedRegion]:
+        return [regions.MappedRegion(allocation, device) for allocation in ascend.allocations("weights")]
+
+    (region,) = found()
+    assert (region.nbytes(), region.address) == (64, 4096)
+    region.resize_(0)
+    region.resize_(0)
+    assert [one.nbytes() for one in found()] == [0]
+    region.resize_(64)
+    assert [one.nbytes() for one in found()] == [64]
+    assert calls == ["wait", ("unmap", (0, 64, 4096, 7)), ("map", (0, 64, 4096, 7))]
+
+
+def test_a_replica_sees_its_own_devices_where_numbers_have_to_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """npu:1 cannot be put before npu:0; and an NPU's memory is opened on that NPU only, so the others are no loss."""
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2,5,6")
+    device = SimpleNamespace(index=0, count=lambda: 3)
+    monkeypatch.setattr(launch, "get_device", lambda name: SimpleNamespace(index=int(name[-1]), count=device.count))
+    assert launch._in_front(("npu:1", "npu:2")) == ("npu:0", {"ASCEND_RT_VISIBLE_DEVICES": "5,6"})
+    with pytest.raises(InvalidInputError, match=r"takes rising numbers, and these indices give \['6', '5'\]"):
+        launch._in_front(("npu:2", "npu:1"))
