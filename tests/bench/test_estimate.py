@@ -33,7 +33,7 @@ def test_estimate_is_the_authors_until_it_was_measured() -> None:
     second = Durations("cpu:0", PLAN)
     assert 0.04 <= second.of(SLOW) < 1.0
     assert second.of(FAST) == 1.0 * PLAN.rounds
-    assert Durations("cuda:0", PLAN).of(SLOW) == Durations("cpu:0", PLANS["full"]).of(SLOW) * 3 / 5 == 180.0
+    assert Durations("cuda:0", PLAN).of(SLOW) == Durations("cpu:0", PLANS["quick"]).of(SLOW) * 3 / 2 == 180.0
 
 
 def test_damaged_or_missing_cache_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
