@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.rows import wide_dtype
 
 if TYPE_CHECKING:
@@ -98,11 +99,18 @@ class HeadGradients:
     """The gradients asked for, accumulated over chunks in the wide dtype.
 
     With a ``shard`` of the vocabulary that of the hidden states is summed over the ranks, while that of the weight is
-    computed.
+    computed. A product for that of the hidden states has ``product_rows``, or all of a chunk.
     """
 
-    def __init__(self, head: LinearHead, needs: Needs, num_rows: int, shard: VocabularyShard | None = None) -> None:
-        self._head, self._needs, self._shard = head, needs, shard
+    def __init__(
+        self,
+        head: LinearHead,
+        needs: Needs,
+        num_rows: int,
+        shard: VocabularyShard | None = None,
+        product_rows: int | None = None,
+    ) -> None:
+        self._head, self._needs, self._shard, self._product_rows = head, needs, shard, product_rows
         self._sums: list[Work] = []
         new = functools.partial(torch.zeros, dtype=head.wide, device=head.weight_VH.device)
         vocab_size, hidden_size = head.weight_VH.shape
@@ -118,9 +126,11 @@ class HeadGradients:
             self.bias_V.add_(dlogits_TV.sum(0, dtype=self._head.wide))
         operand_TV = dlogits_TV.to(self._head.operand)
         if self.hidden_TH is not None:
-            self.hidden_TH[rows] = self._head.product(operand_TV, self._head.weight_VH)
+            chunk_TH = self.hidden_TH[rows]
+            for run in row_chunks(len(operand_TV), self._product_rows or max(len(operand_TV), 1)):
+                chunk_TH[run] = self._head.product(operand_TV[run], self._head.weight_VH)
             if self._shard is not None:
-                self._sums.append(self._shard.sum_begun(self.hidden_TH[rows]))
+                self._sums.append(self._shard.sum_begun(chunk_TH))
         if not self._needs.weight:
             return
         factors = operand_TV.T, hidden_TH.to(self._head.operand)

@@ -25,7 +25,7 @@ from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
-from rlcore.kernels.loss_in_chunks import ChunkWork, LossOutput, LossTask, loss_in_chunks, sequence_entries
+from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, weighted_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
@@ -49,7 +49,7 @@ def linear_loss_reference(
     return LossOutput(total, statistics.result())
 
 
-class _HeadWork(ChunkWork):
+class _HeadWork(SummingWork):
     """Plain torch, on any device."""
 
     def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:

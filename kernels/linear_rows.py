@@ -17,7 +17,7 @@ from torch import Tensor
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals, rounded
-from rlcore.kernels.loss_in_chunks import ChunkWork, LossOutput, LossTask, loss_in_chunks
+from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks
 from rlcore.kernels.rows import RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_rows import row_gradient, row_statistics
@@ -82,7 +82,7 @@ def _room(head: LinearHead, logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.dtype == head.operand else torch.empty_like(logits_TV, dtype=head.operand)
 
 
-class _RowWork(ChunkWork):
+class _RowWork(SummingWork):
     """A chunk's logits, until its gradients are known."""
 
     dtype = torch.float32

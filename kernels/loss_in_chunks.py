@@ -2,7 +2,7 @@
 
 An implementation of ``linear_loss`` is a ``ChunkWork``: what it does with a chunk of rows before and after the
 loss function. The rest is here: the walk over chunks, the loss function and its two small gradients, the sums, and
-the autograd function whose backward only multiplies by the upstream scalar.
+the autograd function whose backward brings in the upstream scalar.
 
 Letters: T rows.
 """
@@ -10,7 +10,7 @@ Letters: T rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,15 @@ class LossTask(NamedTuple):
     """Of a sequence-level loss: its chunks end where sequences end."""
 
 
+class KnownGradients(NamedTuple):
+    """Gradients of the inputs but for a factor."""
+
+    saved: Sequence[Tensor | None]
+    """What autograd keeps for them."""
+    times: Callable[[Sequence[Tensor | None], Tensor], Sequence[Tensor | None]]
+    """Of ``saved`` and the factor, a scalar on their device: each gradient in the dtype of its input, rounded once."""
+
+
 class ChunkWork(ABC):
     dtype: torch.dtype
     """Of log-probabilities and loss."""
@@ -53,8 +62,25 @@ class ChunkWork(ABC):
         """Take in the gradients of what ``statistics`` last returned."""
 
     @abstractmethod
+    def gradients(self, inputs: HeadInputs) -> KnownGradients:
+        """Of all chunks; nothing is asked of this work after that."""
+
+
+class SummingWork(ChunkWork):
+    """One that adds up the gradients of its chunks."""
+
+    @abstractmethod
     def totals(self) -> Totals:
         """Of all chunks so far."""
+
+    def gradients(self, inputs: HeadInputs) -> KnownGradients:
+        scaled, dtypes = self.scaled, [None if x is None else x.dtype for x in inputs]
+
+        def times(totals: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+            pairs = zip(totals, dtypes, strict=True)
+            return [None if x is None or dtype is None else scaled(x, factor, dtype) for x, dtype in pairs]
+
+        return KnownGradients(self.totals(), times)
 
     @staticmethod
     def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,23 +111,19 @@ def sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients exist already."""
+    """A loss whose gradients are known already, but for a factor."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, work: ChunkWork, *inputs: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*work.totals())
-        ctx.scaled = work.scaled
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+    def forward(ctx: Any, loss: Tensor, work: ChunkWork, *inputs: Any) -> Tensor:
+        known = work.gradients(HeadInputs(*inputs))
+        ctx.save_for_backward(*known.saved)
+        ctx.times = known.times
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
-            None if total is None else ctx.scaled(total, upstream, dtype)
-            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
+        return (None, None, *ctx.times(ctx.saved_tensors, upstream))
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _SCALED_BLOCK = 4096
 _IN_PLACE = {"BV": TILE_V, "TILES": 16, "num_warps": 4}
 _TARGET_ROWS = 256
+_BUSY = 0.95
 _PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "GROUP": 16, "num_warps": 8, "num_stages": 3}
 
 
@@ -368,6 +369,13 @@ def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
     """One for each core, or for each tile if those are fewer."""
     num_tiles: int = triton.cdiv(num_rows, TILE_T) * triton.cdiv(num_columns, TILE_V)
     return min(_num_cores(device), num_tiles)
+
+
+def rows_of_a_wave(num_columns: int, device: torch.device) -> int | None:
+    """Rows of a product that is one tile of the device's library for each core; None where many were left idle."""
+    across = triton.cdiv(num_columns, TILE_V)
+    down = _num_cores(device) // across
+    return down * TILE_T if down * across >= _BUSY * _num_cores(device) else None
 
 
 @functools.cache

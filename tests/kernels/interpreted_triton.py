@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels import linear_tiled, triton_tiles
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.ops import (
     Logprobs,
@@ -168,6 +169,7 @@ def head_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
 def _tiles_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under the interpreter tiles are refused, as too slow for anything but these tests, which are in float32."""
     monkeypatch.setattr("rlcore.kernels.target.tiled_refusal", lambda query: None)
+    monkeypatch.setattr(linear_tiled, "rows_of_a_wave", lambda num_columns, device: 64)
     choose.cache_clear()
     yield
     choose.cache_clear()
@@ -269,20 +271,23 @@ def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) ->
     return -mean[index].exp(), {}
 
 
-@pytest.mark.parametrize("kind", ["tokens", "tokens in chunks", "sequences"])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["exponentials kept", "chunks"])
+@pytest.mark.parametrize("is_sequences", [False, True], ids=["tokens", "sequences"])
 @pytest.mark.usefixtures("_tiles_on_cpu")
-def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
+def test_linear_loss_in_tiles_matches_float64(
+    is_sequences: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_tiled, "_TiledWork" if is_kept else "_KeptWork", None)  # the other one
     inputs, targets, temperature = head_inputs()
     narrow, wide = [x.requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
     weight = torch.linspace(0, 2 / T, T).masked_fill(targets == -100, 0)
     g, g_bar = upstream(T)
     per_token = {"old_logprobs": g * 0.1 - 7, "ref_logprobs": g_bar * 0.1 - 7, "advantages": g_bar}
-    is_sequences = kind == "sequences"
     loss_fn = sequence_mean if is_sequences else combine(ppo_clip(), kl(coef=0.1), entropy_bonus(coef=0.01))
     options = {"token_weight": weight, "cu_seqlens": torch.tensor([0, 40, 100, T]) if is_sequences else None}
     found = linear_loss(
         *narrow[:2], targets, loss_fn, per_token=per_token, bias=narrow[2], temperature=temperature,
-        memory_budget_bytes=None if kind == "tokens" else 90_000, implementation="tiled", **options,
+        memory_budget_bytes=90_000 if is_kept else 60_000, implementation="tiled", **options,
     )  # fmt: skip
     want = linear_loss(
         *wide[:2], targets, loss_fn, per_token={k: v.double() for k, v in per_token.items()}, bias=wide[2],
@@ -292,9 +297,21 @@ def test_linear_loss_in_tiles_matches_float64(kind: str) -> None:
     assert found.stats.keys() == want.stats.keys()
     for name, value in found.stats.items():
         torch.testing.assert_close(value.double(), want.stats[name], rtol=1e-5, atol=1e-5)
-    got = torch.autograd.grad(found.loss * 3, narrow)
-    assert_gradients_close(got, torch.autograd.grad(want.loss * 3, wide))
-    assert not got[0][2].any()
+    true = torch.autograd.grad(want.loss * 3, wide)
+    for _ in range(2):  # exponentials that were kept are used up by the first
+        got = torch.autograd.grad(found.loss * 3, narrow, retain_graph=True)
+        assert_gradients_close(got, true)
+        assert not got[0][2].any()
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "rows"), [(4096, 1024), (2048, 2048), (896, 4224), (5120, None), (64, 132 * 128), (2**16, None)]
+)
+def test_a_wave_has_a_tile_for_almost_every_core(
+    num_columns: int, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_tiles, "_num_cores", lambda device: 132)
+    assert triton_tiles.rows_of_a_wave(num_columns, torch.device("cpu")) == rows
 
 
 @pytest.mark.usefixtures("_tiles_on_cpu")
