@@ -1,7 +1,7 @@
-"""The tables of README.md, made from the records in ``bench/results``, and the schema: ``make results``.
+"""The tables of README.md, made from the records in ``bench/results``, the pages and the schema: ``make results``.
 
 A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and has a column for each record
-``NAME-<machine>.json``; nothing in it is typed by hand.
+``NAME-<machine>.json``; nothing in it is typed by hand. The records ``full-<machine>.json`` make docs/report.html.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rlcore.bench.compare import device_of
+from rlcore.bench.limits import unit
+from rlcore.bench.report import Run, render
 from rlcore.bench.result import CaseResult, Record, json_schema, read
 from rlcore.bench.results_page import page
+from rlcore.bench.text import rate
 from rlcore.errors import BenchError
 
 _BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -44,10 +48,8 @@ def _table(name: str, results: Path) -> str:
 
 
 def _machine(record: Record) -> str:
-    system = record.system
-    return (
-        system.accelerator_model_name or f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
-    )
+    several = record.system.accelerators_per_node
+    return f"{several} x {device_of(record)}" if several > 1 else device_of(record)
 
 
 def _case(record: Record, name: str) -> CaseResult:
@@ -71,6 +73,27 @@ def _range(case: str, metric: str, form: Callable[[float], str]) -> Cell:
 
 def _median(case: str, metric: str, form: Callable[[float], str]) -> Cell:
     return lambda record: form(statistics.median(_case(record, case).samples(metric)))
+
+
+def _if_measured(case: str, metric: str, form: Callable[[float], str]) -> Cell:
+    """Of a run that need not have the case; what it has must have passed."""
+    cell = _median(case, metric, form)
+    return lambda record: cell(record) if any(found.name == case for found in record.cases) else "not measured"
+
+
+def _limit(name: str) -> Cell:
+    """What the machine was measured to reach."""
+
+    def cell(record: Record) -> str:
+        limits = record.calibration.limits if record.calibration else {}
+        return rate(limits[name], unit(name)) if name in limits else "not measured"
+
+    return cell
+
+
+def _model(record: Record) -> str:
+    found = next((case for case in record.cases if case.name == "rl/step"), None)
+    return str(found.params["model"]) if found else "not measured"
 
 
 def _control(record: Record) -> str:
@@ -108,9 +131,29 @@ def _gigabytes(per_second: float) -> str:
     return f"{per_second / 1e9:.1f} GB/s"
 
 
+def report(results: Path) -> str | None:
+    """docs/report.html of the records ``full-<machine>.json``; None while there are none."""
+    runs = [Run(path.stem.removeprefix("full-"), read(path)) for path in sorted(results.glob("full-*.json"))]
+    return render(runs) if runs else None
+
+
 _LEARNS = "quickstart/learns"
+_PRODUCT = "matrix product attained, {}"
 _MADE_WITH: dict[str, Cell] = {"made with": _software, "commit": _commit}
 _ROWS: dict[str, dict[str, Cell]] = {
+    "full": {
+        "model of the step of RL": _model,
+        "one step of RL, trainer and sampler in turns, median": _if_measured("rl/step", "time", _seconds),
+        "tokens trained a second, whole step": _if_measured("rl/step", "trained_tokens", "{:,.0f}".format),
+        "bubble: neither sampling, scoring nor training": _if_measured("rl/step", "bubble", _percent),
+        "tokens sampled a second": _if_measured("rollout/hf", "new_tokens", "{:,.0f}".format),
+        "one train step, median": _if_measured("train/step", "time", _seconds),
+        **{_PRODUCT.format(dtype): _limit(f"product/{dtype}") for dtype in ("float32", "bfloat16")},
+        "memory, read and written": _limit("memory"),
+        "host to device, pinned": _limit("to_device/pinned"),
+        "device to device": _limit("link"),
+        **_MADE_WITH,
+    },
     "quickstart": {
         "the whole command, five seeds": _range(_LEARNS, "time", _seconds),
         "processor time of it": _range(_LEARNS, "processor", _seconds),
@@ -147,10 +190,13 @@ _ROWS: dict[str, dict[str, Cell]] = {
 
 
 def main(readme: Path) -> None:
-    """Everything that is made from code and records: README's tables, docs/results.md, the schema."""
+    """Everything that is made from code and records: README's tables, the pages of docs, the schema."""
     root = readme.parent
-    readme.write_text(rewritten(readme.read_text(), root / "bench" / "results"))
-    (root / "docs" / "results.md").write_text(page(root / "bench" / "results"))
+    results = root / "bench" / "results"
+    readme.write_text(rewritten(readme.read_text(), results))
+    (root / "docs" / "results.md").write_text(page(results))
+    if (html := report(results)) is not None:
+        (root / "docs" / "report.html").write_text(html)
     (root / "bench" / "record.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
 
 

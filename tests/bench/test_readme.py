@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from records import a_record as full_record
 
-from rlcore.bench.readme import main, rewritten
+from rlcore.bench.readme import main, report, rewritten
 from rlcore.bench.result import CaseResult, Metric, Record, read, write
 from rlcore.bench.results_page import page
 from rlcore.errors import BenchError
@@ -42,6 +43,26 @@ def test_readme_lists_every_variable_and_no_other() -> None:
 
 def test_results_page_is_what_the_records_say() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == page(RESULTS), "run: make results"
+
+
+def test_report_is_what_the_records_of_full_runs_say() -> None:
+    made = ROOT / "docs" / "report.html"
+    assert (made.read_text() if made.exists() else None) == report(RESULTS), "run: make results"
+
+
+def test_full_runs_make_a_report_and_a_table_in_which_what_was_not_measured_is_said_to_be(tmp_path: Path) -> None:
+    assert report(tmp_path) is None
+    write(full_record(), tmp_path / "full-cpu.json")
+    two = full_record(20.0, accelerator_model_name="a GPU", accelerators_per_node=2)
+    links = [case for case in two.cases if case.name.startswith("collectives/")]
+    write(msgspec.structs.replace(two, cases=links), tmp_path / "full-gpu.json")
+    html = report(tmp_path)
+    assert html is not None and "<title>rlcore bench: cpu, gpu</title>" in html
+    lines = rewritten(EMPTY.replace("startup", "full"), tmp_path).splitlines()
+    assert lines[3].endswith(" | 2 x a GPU |")
+    assert "| tokens trained a second, whole step | 1,000 | not measured |" in lines
+    assert "| matrix product attained, bfloat16 | 100 GFLOP/s | 100 GFLOP/s |" in lines
+    assert "| device to device | not measured | not measured |" in lines
 
 
 def test_results_page_shows_what_has_no_number_with_the_reason(tmp_path: Path) -> None:
@@ -118,7 +139,9 @@ def test_case_that_did_not_pass_makes_no_table(tmp_path: Path) -> None:
 
 
 def test_unknown_table_and_missing_record_are_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"^no table 'speed' for the README; known: quickstart, startup, workers$"):
+    with pytest.raises(
+        BenchError, match=r"^no table 'speed' for the README; known: full, quickstart, startup, workers$"
+    ):
         rewritten(EMPTY.replace("startup", "speed"), tmp_path)
     with pytest.raises(BenchError, match=r"^no record startup-\*\.json in .*; make one with: rlcore bench run -o$"):
         rewritten(EMPTY, tmp_path)
