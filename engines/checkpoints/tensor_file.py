@@ -6,7 +6,6 @@ the devices hold.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import os
@@ -16,6 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
+
+from rlcore.tensor_data import host_bytes
 
 _PIECE_BYTES = 64 << 20
 _ALIGNMENT = 8
@@ -49,20 +50,13 @@ def write_tensors(
         with partial.open("wb") as opened:
             opened.write(_header(layouts, metadata))
             for piece in pieces:
-                opened.write(_memory(piece))
+                opened.write(host_bytes(piece))
             opened.flush()
             os.fsync(opened.fileno())
         partial.rename(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _memory(piece: Tensor) -> memoryview:
-    """Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it."""
-    if not piece.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr()))
 
 
 def _header(layouts: Mapping[str, Layout], metadata: Mapping[str, str]) -> bytes:
