@@ -14,7 +14,8 @@ from rlcore.atomic import write_file
 from rlcore.conformance.report import SCHEMA
 from rlcore.errors import InvalidInputError
 
-BEGIN, END = "<!-- members -->", "<!-- /members -->"
+MARK = "members"
+"""Where the table stands in a document: between <!-- members --> and <!-- /members -->."""
 
 
 def table(reports: list[dict[str, Any]]) -> str:
@@ -38,17 +39,18 @@ def table(reports: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *notes, "", *versions])
 
 
-def into(document: str, text: str) -> str:
-    """``document`` with ``text`` between the marks.
+def into(document: str, text: str, mark: str = MARK) -> str:
+    """``document`` with ``text`` between its lines <!-- mark --> and <!-- /mark -->.
 
     Raises:
         InvalidInputError: it does not have the marks.
     """
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, begin, rest = document.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise InvalidInputError(f"the document needs a line {BEGIN} and after it a line {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise InvalidInputError(f"the document needs a line {first} and after it a line {last}")
+    return f"{before}{first}\n{text}\n{last}{after}"
 
 
 def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
@@ -75,7 +77,7 @@ def _provenance(report: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rlcore.conformance.table", description=__doc__)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help=f"put it between {BEGIN} and {END} of this file")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="put it between the marks of this file")
     options = parser.parse_args(arguments)
     text = table([json.loads(path.read_text()) for path in options.reports])
     if options.into is None:

@@ -68,6 +68,7 @@ _ROWS = {
 }  # fmt: skip
 _OUT = {"gradient": "*bf16", "out_stride_v": 1, "out_stride_n": "i64", "out_stride_t": "i64"}
 _CAPPED = {"logits": FLOATS, "softcap": "fp32", "sharpness_T": FLOATS}
+_ALL = {"keep": "*i1", "first": "i32", "stride_v": "i64"}
 _statistics = functools.partial(Case, triton_rows._statistics_kernel, tile=triton_rows.statistics_tile)
 _gradient = functools.partial(Case, triton_rows._gradient_kernel, tile=triton_rows.gradient_tile)
 _NUMBERS = {"gamma": "fp32", "decay": "fp32"}
@@ -77,6 +78,8 @@ PORTABLE: dict[str, Case] = {
     "gradient of rows": _gradient(_ROWS | _OUT),
     "statistics of capped rows": _statistics(_ROWS | _CAPPED | {"WITH_ENTROPY": True}),
     "gradient of capped rows": _gradient(_ROWS | _OUT | _CAPPED),
+    "statistics of rows with all options": _statistics(_ROWS | _CAPPED | _ALL | {"WITH_ENTROPY": True}),
+    "gradient of rows with all options": _gradient(_ROWS | _OUT | _CAPPED | _ALL | {"out_stride_v": "i64"}),
     "advantages of groups": Case(
         triton_advantages._advantage_kernel,
         {"lengths": NONE, "is_valid": "*i1", "epsilon": "fp32", "LEAVES_OUT": False, "NORMALISES": True},
@@ -113,10 +116,15 @@ def launched(folder: Path = KERNELS) -> dict[str, set[str]]:
     return found
 
 
-def portable_files(folder: Path = KERNELS) -> set[str]:
+def portable_files() -> set[str]:
     """Files that the registered implementations rest on, those apart that are for one architecture alone."""
-    entries = [path.partition(":")[0] for _, _, _, path, when in plugin._TRITON if when != "tiled_refusal"]
-    reached: set[str] = set()
+    paths = [path for _, _, _, path, when in plugin._TRITON if when != "tiled_refusal"]
+    return set().union(*(reached_files(path.partition(":")[0]) for path in paths))
+
+
+def reached_files(entry: str, folder: Path = KERNELS) -> set[str]:
+    """A file and all that it imports."""
+    entries, reached = [entry], set()
     while entries:
         if (name := entries.pop()) not in reached:
             reached.add(name)
