@@ -111,7 +111,9 @@ def _headlines(runs: Sequence[Run]) -> list[_Headline]:
             run, "rl/step", "bubble", "{:.0%}".format
         ),
         "USD for a million tokens trained": _cost,
-        "tokens sampled a second": lambda run: _cell(run, "rollout/hf", "new_tokens", count),
+        "tokens sampled a second": lambda run: (
+            _cell(run, "rollout/hf", "new_tokens", count) or _cell(run, "rl/step", "new_tokens", count)
+        ),
         "one train step": lambda run: _cell(run, "train/step", "time", seconds),
         "what limits it": _limiter,
     }
@@ -125,7 +127,7 @@ def _headlines(runs: Sequence[Run]) -> list[_Headline]:
 
 def _cell(run: Run, case: str, metric: str, form: Callable[[float], str]) -> str | None:
     result = _find(run.record, case)
-    return form(_median(result, metric)) if result else None
+    return form(_median(result, metric)) if result and result.has(metric) else None
 
 
 def _cost(run: Run) -> str | None:

@@ -16,8 +16,7 @@ from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 
-_BYTES = 1 << 30
-_PAIR_BYTES = 1 << 28
+_BYTES = _PAIR_BYTES = 1 << 28
 _REPEATS = 5
 
 
@@ -133,21 +132,21 @@ def _prepare_peers(device: Any) -> Work:
 
 to_device_case = Case(
     name="copies/to_device",
-    description="1 GiB from the host to the device, from pinned and from pageable memory",
+    description="256 MiB from the host to the device, from pinned and from pageable memory",
     prepare=functools.partial(_prepare_host_copies, True),
     effort="quick",
     estimate_s=5.0,
 )
 to_host_case = Case(
     name="copies/to_host",
-    description="1 GiB from the device to the host, to pinned and to pageable memory",
+    description="256 MiB from the device to the host, to pinned and to pageable memory",
     prepare=functools.partial(_prepare_host_copies, False),
     effort="quick",
     estimate_s=5.0,
 )
 both_ways_case = Case(
     name="copies/both_ways",
-    description="1 GiB each way between device and pinned memory at once",
+    description="256 MiB each way between device and pinned memory at once",
     prepare=_prepare_both_ways,
     estimate_s=5.0,
 )

@@ -125,7 +125,7 @@ class _Step(NamedTuple):
     seconds: float
     phases: dict[str, float]
     num_tokens: int
-    """Trained on."""
+    """Sampled, and trained on."""
     parity: float
     """The greatest difference of log-probs, sampler and trainer."""
 
@@ -202,6 +202,7 @@ def _prepare_step(device: Any) -> Work:
             **{name: Quantity(seconds, "s") for name, seconds in done.phases.items()},
             "bubble": Quantity(bubble, "1"),
             "trained_tokens": Quantity(done.num_tokens / done.seconds, "token/s"),
+            "new_tokens": Quantity(done.num_tokens / done.phases["generate"], "token/s"),
         }
 
     contender = Contender(
@@ -218,14 +219,12 @@ train_step_case = Case(
     name="train/step",
     description="one optimizer step of a Qwen2 on uneven completions, through the train engine",
     prepare=_prepare_train_step,
-    effort="quick",
     estimate_s=6.0,
 )
 rollout_case = Case(
     name="rollout/hf",
     description="sampling completions of uneven lengths, through the inference engine",
     prepare=_prepare_rollout,
-    effort="quick",
     estimate_s=6.0,
 )
 step_case = Case(

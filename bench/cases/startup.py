@@ -39,13 +39,11 @@ import_case = Case(
     name="startup/import",
     description="import rlcore in a new process",
     prepare=_prepare_import,
-    effort="quick",
     estimate_s=3.0,
 )
 help_case = Case(
     name="startup/help",
     description="rlcore --help, from starting Python to its end",
     prepare=_prepare_help,
-    effort="quick",
     estimate_s=4.0,
 )

@@ -226,5 +226,6 @@ def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused() -> None:
     assert sum(phases.values()) == pytest.approx(found["time"], rel=0.1)
     useful = sum(phases[name] for name in ("generate", "old_logprob", "update"))
     assert found["bubble"] == pytest.approx(1 - useful / found["time"])
+    assert found["new_tokens"] * found["generate"] == pytest.approx(found["trained_tokens"] * found["time"])
     refuses("rl/step", 0, lambda done: done._replace(parity=0.5))
     refuses("rl/step", 0, lambda done: done._replace(parity=0.0))

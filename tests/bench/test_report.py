@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from records import a_record
+from records import STEP, a_record, result
 from typer.testing import CliRunner
 
 from rlcore.bench import charts
@@ -53,6 +53,13 @@ def text_of(page: str) -> str:
 )
 def test_page_says_what_the_records_say(page: str, sentence: str) -> None:
     assert sentence in text_of(page)
+
+
+def test_page_of_a_quick_run_has_the_tokens_sampled_from_the_step() -> None:
+    quick = msgspec.structs.replace(
+        a_record(), cases=[result("rl/step", "x", 6.5, **STEP, bubble=0.1, new_tokens=800.0)]
+    )
+    assert "tokens sampled a second 800 " in text_of(render([Run("quick", quick)]))
 
 
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
