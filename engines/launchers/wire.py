@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import io
 import pickle
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from rlcore.engines.launchers.shared import Housekeeping, Inbox, Outbox, Parcel
 from rlcore.errors import InvalidInputError
-from rlcore.tensor_data import dtype_name
+from rlcore.tensor_data import dtype_name, host_bytes
 
 Kind = Literal["start", "call", "close", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
@@ -180,9 +179,7 @@ class _CallUnpickler(pickle.Unpickler):
 
 def inlined(tensor: Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it.
-    values = ctypes.string_at(plain.data_ptr(), plain.nbytes)
-    return msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape), values))
+    return msgspec.msgpack.encode((dtype_name(tensor.dtype), tuple(tensor.shape), host_bytes(plain)))
 
 
 def from_inlined(data: bytes | memoryview) -> Tensor:
