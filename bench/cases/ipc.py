@@ -6,21 +6,17 @@ connection, and on a GPU for the mapping.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.launch import start_workers
+from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.types import IpcHandle
 
-_TIMEOUT_S = 120.0
 _NUM_RUNS = 5
 _NUM_HANDLES = 200
 _TENSOR_BYTES = 1 << 20
@@ -83,19 +79,6 @@ class _Exporter:
         pass
 
 
-@contextlib.contextmanager
-def _worker(kind: Any, device: Any) -> Iterator[WorkerGroup]:
-    group = start_workers(kind, "the bench", [device.name], launcher="process", timeout_s=_TIMEOUT_S)
-    try:
-        yield group
-    finally:
-        group.stop()
-
-
-def _ask(group: WorkerGroup, method: str, *args: Any) -> Any:
-    return group.call(method, [(args, {})] * len(group.workers))[0]
-
-
 class _Costs(NamedTuple):
     sums: list[float]
     open_s: float
@@ -108,16 +91,16 @@ def _measure(device: Any) -> _Costs:
         torch.full((_TENSOR_BYTES // 4,), float(number), device=device.torch_device) for number in range(_NUM_HANDLES)
     ]
     device.synchronize()
-    with _worker(_Importer, device) as group:
-        _ask(group, "open", [device.memory.export_ipc(tensors[0]).to_bytes()])
+    with worker_processes(_Importer, [device.name]) as group:
+        ask(group, "open", [device.memory.export_ipc(tensors[0]).to_bytes()])
         export_s, handles = [], []
         for tensor in tensors:
             started = time.perf_counter()
             handles.append(device.memory.export_ipc(tensor))
             export_s.append(time.perf_counter() - started)
-        opened = _ask(group, "open", [handle.to_bytes() for handle in handles])
+        opened = ask(group, "open", [handle.to_bytes() for handle in handles])
         for handle in handles:
-            device.memory.revoke(handle, timeout_s=_TIMEOUT_S)
+            device.memory.revoke(handle, timeout_s=TIMEOUT_S)
     return _Costs(
         opened.sums,
         statistics.median(export + import_ for export, import_ in zip(export_s, opened.seconds, strict=True)),
@@ -151,8 +134,8 @@ class _Copies(NamedTuple):
 
 
 def _copy(device: Any, nbytes: int) -> _Copies:
-    with _worker(_Exporter, device) as group:
-        handle = IpcHandle.from_bytes(_ask(group, "give", nbytes))
+    with worker_processes(_Exporter, [device.name]) as group:
+        handle = IpcHandle.from_bytes(ask(group, "give", nbytes))
         with device.memory.import_ipc(handle) as mapping:
             local, copy = mapping.tensor.clone(), torch.empty_like(mapping.tensor)
             seconds: dict[str, list[float]] = {"mapped": [], "local": []}

@@ -6,24 +6,23 @@ are, in the same run: what is left is rlcore's part.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 
-_TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
 _NUM_RUNS = 5
 _WARM_UP = 3
@@ -53,18 +52,8 @@ class _Worker:
         pass
 
 
-@contextlib.contextmanager
-def _started(device: Any, num_workers: int) -> Iterator[WorkerGroup]:
-    names = [f"{device.spec.name}:{index}" for index in range(num_workers)]
-    group = start_workers(_Worker, "the bench", names, launcher="process", timeout_s=_TIMEOUT_S)
-    try:
-        yield group
-    finally:
-        group.stop()
-
-
-def _ask(group: WorkerGroup, method: str, *args: Any) -> Any:
-    return group.call(method, [(args, {})] * len(group.workers))[0]
+def _started(device: Any, num_workers: int) -> AbstractContextManager[WorkerGroup]:
+    return worker_processes(_Worker, [f"{device.spec.name}:{index}" for index in range(num_workers)])
 
 
 class _Timed(NamedTuple):
@@ -85,7 +74,7 @@ def _median_of(number: int, function: Callable[[], Any]) -> _Timed:
 def _prepare_call(device: Any) -> Work:
     def run() -> _Timed:
         with _started(device, 1) as group:
-            return _median_of(1000, lambda: _ask(group, "echo", 7))
+            return _median_of(1000, lambda: ask(group, "echo", 7))
 
     def check(done: _Timed) -> None:
         expect(done.answer == 7, f"7 came back as {done.answer!r}")
@@ -99,7 +88,7 @@ def _prepare_sending(device: Any) -> Work:
 
     def run() -> _Timed:
         with _started(device, 1) as group:
-            return _median_of(10, lambda: _ask(group, "take", tensor))
+            return _median_of(10, lambda: ask(group, "take", tensor))
 
     def check(done: _Timed) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
@@ -111,8 +100,8 @@ def _prepare_sending(device: Any) -> Work:
 def _prepare_receiving(device: Any) -> Work:
     def run() -> _Timed:
         with _started(device, 1) as group:
-            _ask(group, "make", _TENSOR_BYTES // 4)
-            return _median_of(10, lambda: _ask(group, "give"))
+            ask(group, "make", _TENSOR_BYTES // 4)
+            return _median_of(10, lambda: ask(group, "give"))
 
     def check(done: _Timed) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
@@ -150,7 +139,7 @@ def _bare_imports(number: int) -> float:
         process.stdout.readline()
     seconds = time.perf_counter() - started
     for process in processes:
-        process.communicate(timeout=_TIMEOUT_S)
+        process.communicate(timeout=TIMEOUT_S)
     return seconds
 
 
@@ -160,7 +149,7 @@ def _prepare_start(num_workers: int, device: Any) -> Work:
         before_s = _bare_imports(num_workers)
         started = time.perf_counter()
         with _started(device, num_workers) as group:
-            answer = _ask(group, "echo", 7)
+            answer = ask(group, "echo", 7)
             seconds = time.perf_counter() - started
         return _Start(answer, seconds, (before_s + _bare_imports(num_workers)) / 2)
 
