@@ -16,6 +16,8 @@ from rlcore.settings import Settings
 
 _CHILD_S = 4.0
 """To start the process that forks the others."""
+_WHOLE_PROGRAM_S = 60.0
+"""A round that takes so long is a whole program's, whose case states its number of runs: it has no second one."""
 
 
 class Durations:
@@ -29,7 +31,8 @@ class Durations:
         self._spent: dict[str, float] = {}
 
     def of(self, case: Case) -> float:
-        return self._known.get(case.name, case.estimate_s * self._rounds)
+        rounds = 1 if case.estimate_s >= _WHOLE_PROGRAM_S else self._rounds
+        return self._known.get(case.name, case.estimate_s * rounds)
 
     def total(self, cases: Sequence[Case]) -> float:
         return _CHILD_S + sum(map(self.of, cases))

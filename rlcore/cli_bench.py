@@ -238,7 +238,8 @@ def _progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[
         task = bar.add_task("starting", total=sum(map(durations.of, cases)))
 
         def report(case: Case, results: list[CaseResult]) -> None:
-            bar.update(task, advance=durations.of(case) / rounds, description=case.name)
+            left = rounds if any(result.has("first_run") for result in results) else 1  # there is no other round of it
+            bar.update(task, advance=durations.of(case) / left, description=case.name)
             if case.name not in seen:
                 seen.add(case.name)
                 for result in results:

@@ -126,7 +126,7 @@ def test_kill_of_the_run_leaves_what_is_done_and_no_process(tmp_path: Path) -> N
         "    run.cases([t.CASES['faulty/right'], t.CASES['faulty/slow'], t.CASES['faulty/hangs']])\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)

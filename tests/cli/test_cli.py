@@ -252,7 +252,7 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: P
     command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file), "--quick"]
     options = {"env": os.environ | cache, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, **options) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
