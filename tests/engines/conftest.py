@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,3 +112,24 @@ def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     """ "inline", unless the test names others: ``@pytest.mark.parametrize("launcher", [...], indirect=True)``."""
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / "runtime"))
     return str(getattr(request, "param", "inline"))
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[..., None]:
+    """``torchrun(program, *arguments)`` on two ranks of this machine; all of them must succeed."""
+
+    def run(program: str, *arguments: object) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(program))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        done = subprocess.run(
+            [*command, str(script), *map(str, arguments)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run

@@ -31,7 +31,8 @@ from rlcore.errors import (
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import combine, kl, ppo_clip
 
-VOCAB = 21
+from .train_batches import VOCAB, padded_batch
+
 on_both_launchers = pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
 
 
@@ -68,21 +69,6 @@ def engine(policy: Any, qwen2_folder: Path, launcher: str) -> Iterator[rlcore.Tr
 
 def module_of(engine: rlcore.TrainEngine) -> Any:
     return engine.executors[0].workers[0].worker.module
-
-
-def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
-    """Padded sequences of these lengths, of which all but the first two tokens are trained on."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = len(lengths), max(lengths)
-    column = torch.arange(shape[1])[None]
-    attention_mask = column < torch.tensor(lengths)[:, None]
-    return {
-        "input_ids": torch.randint(VOCAB, shape, generator=generator),
-        "attention_mask": attention_mask,
-        "loss_mask": attention_mask & (column >= 2),
-        "old_logprobs": -torch.rand(shape, generator=generator) * 3,
-        "advantages": torch.randn(len(lengths), generator=generator),
-    }
 
 
 def weights_of(engine: rlcore.TrainEngine) -> dict[str, Tensor]:
@@ -250,7 +236,7 @@ def test_a_module_that_is_not_from_transformers_trains() -> None:
         module = Regression(weights)
     with rlcore.TrainEngine(module) as engine:
         engine.build(devices="cpu")
-        losses = [engine.train_batch(batch_of(), ppo_clip())["loss"] for _ in range(3)]
+        losses = [engine.train_batch(padded_batch(), ppo_clip())["loss"] for _ in range(3)]
         assert all(map(math.isfinite, losses)) and len(set(losses)) == 3
         own = module_of(engine)
         assert own.head.weight is own.embed.weight
@@ -273,7 +259,7 @@ def test_missing_and_unexpected_names_are_named() -> None:
 def test_log_probs_are_those_of_transformers(engine: rlcore.TrainEngine, qwen2_folder: Path) -> None:
     from transformers import Qwen2ForCausalLM
 
-    batch = batch_of()
+    batch = padded_batch()
     with torch.no_grad():
         logits = Qwen2ForCausalLM.from_pretrained(qwen2_folder)(batch["input_ids"]).logits / 0.7
     expected = torch.zeros(batch["input_ids"].shape)
@@ -284,7 +270,7 @@ def test_log_probs_are_those_of_transformers(engine: rlcore.TrainEngine, qwen2_f
 
 
 def test_packed_and_padded_batches_give_the_same(engine: rlcore.TrainEngine) -> None:
-    padded = batch_of()
+    padded = padded_batch()
     mask = padded["attention_mask"]
     packed = {name: padded[name][mask] for name in ("input_ids", "loss_mask")}
     packed["cu_seqlens"] = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
@@ -299,7 +285,7 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(policy: Any, qwen2_folde
         with rlcore.TrainEngine(module) as engine:
             engine.build(devices="cpu")
             loss_fn = combine(ppo_clip(), kl(kind="k3", coef=0.1))
-            batch = batch_of() | {"ref_logprobs": batch_of(seed=1)["old_logprobs"]}
+            batch = padded_batch() | {"ref_logprobs": padded_batch(seed=1)["old_logprobs"]}
             metrics = engine.train_batch(
                 batch, loss_fn, token_weights="seq-mean-token-mean", max_tokens_per_micro_batch=max_tokens
             )
@@ -317,7 +303,7 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(policy: Any, qwen2_folde
 
 @on_both_launchers
 def test_the_loss_is_the_weighted_sum_of_the_definition(engine: rlcore.TrainEngine) -> None:
-    batch = batch_of()
+    batch = padded_batch()
     mask = batch["loss_mask"]
     log_ratio = engine.forward_logprobs(batch)[mask] - batch["old_logprobs"][mask]
     advantage = batch["advantages"][:, None].expand(mask.shape)[mask]
@@ -331,7 +317,7 @@ def test_the_loss_is_the_weighted_sum_of_the_definition(engine: rlcore.TrainEngi
 @on_both_launchers
 def test_bad_batches_are_refused_and_nothing_changes(engine: rlcore.TrainEngine) -> None:
     before = weights_of(engine)
-    good = batch_of()
+    good = padded_batch()
     bad_token, bad_advantage, bad_shape = dict(good), dict(good), dict(good)
     bad_token["input_ids"] = good["input_ids"].clone()
     bad_token["input_ids"][2, 3] = VOCAB
@@ -354,7 +340,7 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: rlcore.TrainEngine)
 
 
 def test_nan_on_masked_tokens_does_not_matter(engine: rlcore.TrainEngine) -> None:
-    batch = batch_of()
+    batch = padded_batch()
     batch["old_logprobs"] = torch.where(batch["loss_mask"], batch["old_logprobs"], math.nan)
     assert math.isfinite(engine.train_batch(batch, ppo_clip())["loss"])
 
@@ -365,9 +351,9 @@ def test_an_infinite_gradient_is_refused_and_takes_no_step(engine: rlcore.TrainE
 
     before = weights_of(engine)
     with pytest.raises(rlcore.RlcoreError, match=r"the gradient norm of this batch is (nan|inf): no step was taken"):
-        engine.train_batch(batch_of(), explode)
+        engine.train_batch(padded_batch(), explode)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
-    assert math.isfinite(engine.train_batch(batch_of(), ppo_clip())["loss"])
+    assert math.isfinite(engine.train_batch(padded_batch(), ppo_clip())["loss"])
 
 
 def test_a_module_without_optimizer_cannot_train_but_scores(policy: Any, qwen2_folder: Path) -> None:
@@ -379,9 +365,9 @@ def test_a_module_without_optimizer_cannot_train_but_scores(policy: Any, qwen2_f
         module = Reference.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as engine:
         engine.build(devices="cpu")
-        assert engine.forward_logprobs(batch_of()).shape == (5, 12)
+        assert engine.forward_logprobs(padded_batch()).shape == (5, 12)
         with pytest.raises(StateError, match="train_batch needs an optimizer, and Reference has none"):
-            engine.train_batch(batch_of(), ppo_clip())
+            engine.train_batch(padded_batch(), ppo_clip())
         engine.meta()
         engine.onload()
         assert engine.state == {"weights": "empty", "optimizer": "loaded", "grads": "loaded"}
@@ -403,7 +389,7 @@ def test_after_offload_every_storage_has_zero_bytes_and_training_goes_on_bit_equ
                 if offloads:
                     assert_away(engine)
                     engine.onload()
-                found.append(engine.train_batch(batch_of(), ppo_clip())["loss"])
+                found.append(engine.train_batch(padded_batch(), ppo_clip())["loss"])
                 if offloads:
                     engine.offload()
         return found
@@ -449,8 +435,8 @@ def test_touching_what_is_away_raises_with_the_call_that_fixes_it(engine: rlcore
             use()
     calls: list[Callable[[], Any]] = [
         lambda: engine.total([1]),
-        lambda: engine.train_batch(batch_of(), ppo_clip()),
-        lambda: engine.forward_logprobs(batch_of()),
+        lambda: engine.train_batch(padded_batch(), ppo_clip()),
+        lambda: engine.forward_logprobs(padded_batch()),
         lambda: engine.save("unused"),
         lambda: engine.export("unused"),
         engine.state_dict,
@@ -461,15 +447,15 @@ def test_touching_what_is_away_raises_with_the_call_that_fixes_it(engine: rlcore
 
 
 def test_an_optimizer_that_is_away_is_guarded(engine: rlcore.TrainEngine) -> None:
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
     engine.offload("optimizer")
     for use in (module_of(engine).optimizer.step, module_of(engine).optimizer.state_dict):
         with pytest.raises(StateError, match=r"optimizer of this Policy are offloaded; call the engine's onload"):
             use()
     with pytest.raises(StateError, match=r"train_batch\(\) needs the optimizer of the train engine"):
-        engine.train_batch(batch_of(), ppo_clip())
+        engine.train_batch(padded_batch(), ppo_clip())
     engine.onload("optimizer")
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
 
 
 STATES = {
@@ -572,19 +558,19 @@ def test_resume_is_exact(policy: Any, qwen2_folder: Path, tmp_path: Path) -> Non
         return rlcore.TrainEngine(module).build(devices="cpu")
 
     with fresh() as first:
-        first.train_batch(batch_of(), ppo_clip())
+        first.train_batch(padded_batch(), ppo_clip())
         first.save(tmp_path / "checkpoint", {"step": 1})
         noise = torch.rand(3)
-        expected = [first.train_batch(batch_of(seed=seed), ppo_clip()) for seed in range(3)]
+        expected = [first.train_batch(padded_batch(seed=seed), ppo_clip()) for seed in range(3)]
     with fresh() as second:
         assert second.load(tmp_path / "checkpoint") == {"step": 1}
         assert torch.equal(torch.rand(3), noise)
-        assert [second.train_batch(batch_of(seed=seed), ppo_clip()) for seed in range(3)] == expected
+        assert [second.train_batch(padded_batch(seed=seed), ppo_clip()) for seed in range(3)] == expected
         second.meta()
         second.onload("weights")
         second.load(tmp_path / "checkpoint")
         second.onload()
-        assert second.train_batch(batch_of(seed=0), ppo_clip()) == expected[0]
+        assert second.train_batch(padded_batch(seed=0), ppo_clip()) == expected[0]
 
 
 def test_a_checkpoint_of_another_model_is_refused(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
@@ -636,7 +622,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(engine: rlcore.TrainEngine, 
 def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
     for _ in range(2):  # the second replaces the first
         engine.export(tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -654,7 +640,7 @@ def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path
 @on_both_launchers
 def test_state_dict_round_trip(engine: rlcore.TrainEngine) -> None:
     state = engine.state_dict()
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
     assert not torch.equal(engine.state_dict()["model.norm.weight"], state["model.norm.weight"])
     engine.load_state_dict(state)
     assert all(torch.equal(state[name], tensor) for name, tensor in engine.state_dict().items())
@@ -664,20 +650,20 @@ def test_state_dict_round_trip(engine: rlcore.TrainEngine) -> None:
 
 @on_both_launchers
 def test_restart_brings_the_last_checkpoint_back(engine: rlcore.TrainEngine, tmp_path: Path, launcher: str) -> None:
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
     engine.save(tmp_path / "checkpoint", {"step": 1})
     saved = engine.state_dict()
-    following = engine.train_batch(batch_of(seed=1), ppo_clip())
+    following = engine.train_batch(padded_batch(seed=1), ppo_clip())
     if launcher == "process":
         os.kill(engine.executors[0].workers[0].process_id, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"the worker of rank 0 \(cpu:0\) was killed by SIGKILL"):
-            engine.train_batch(batch_of(), ppo_clip())
+            engine.train_batch(padded_batch(), ppo_clip())
         with pytest.raises(StateError, match=r"train_step\(\) is refused: .* call restart\(\)"):
-            engine.train_batch(batch_of(), ppo_clip())
+            engine.train_batch(padded_batch(), ppo_clip())
     engine.restart()
     assert engine.state == {"weights": "loaded", "optimizer": "loaded", "grads": "loaded"}
     assert all(torch.equal(saved[name], tensor) for name, tensor in engine.state_dict().items())
-    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == following, "the optimizer's state too"
+    assert engine.train_batch(padded_batch(seed=1), ppo_clip()) == following, "the optimizer's state too"
 
 
 @on_both_launchers
@@ -710,7 +696,7 @@ def test_a_save_leaves_other_peoples_files(engine: rlcore.TrainEngine, tmp_path:
 
 def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
     engine.save(tmp_path)
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(padded_batch(), ppo_clip())
     before = weights_of(engine)
     module = module_of(engine)
     first, *rest = module.parameters()
@@ -727,18 +713,18 @@ def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Pa
 
 def test_options_out_of_range_are_refused(engine: rlcore.TrainEngine) -> None:
     with pytest.raises(InvalidInputError, match=r"max_grad_norm must be above 0, or None for no limit, got -1\.0"):
-        engine.train_batch(batch_of(), ppo_clip(), max_grad_norm=-1.0)
+        engine.train_batch(padded_batch(), ppo_clip(), max_grad_norm=-1.0)
     with pytest.raises(
         InvalidInputError, match="max_tokens_per_micro_batch must be a whole number of at least 1, got 0"
     ):
-        engine.forward_logprobs(batch_of(), max_tokens_per_micro_batch=0)
+        engine.forward_logprobs(padded_batch(), max_tokens_per_micro_batch=0)
 
 
 def test_dr_grpo_divides_by_the_longest_possible_response(engine: rlcore.TrainEngine) -> None:
     def value(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return logprob * 0 + 1, {}
 
-    batch = batch_of()
+    batch = padded_batch()
     metrics = engine.train_batch(batch, value, token_weights="seq-mean-token-sum-norm", max_length=100)
     trained = batch["loss_mask"].sum(1)
     assert metrics["loss"] == pytest.approx(float(trained.sum()) / 100 / int((trained > 0).sum()))

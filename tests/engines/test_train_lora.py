@@ -19,10 +19,11 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
+from .train_batches import assert_same_weights, packed_batch
+
 peft = pytest.importorskip("peft", reason="peft is not installed")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
-VOCAB = 21
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 WRAPPERS = ("base_model.", "base_layer", "_orig_mod", "_checkpoint_wrapped_module", ".default")
@@ -85,24 +86,6 @@ def build(dense: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFacto
         yield get
 
 
-def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "input_ids": torch.randint(VOCAB, (sum(lengths),), generator=generator),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
-        "advantages": torch.randn(len(lengths), generator=generator),
-    }
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name} {text}"
-        )
-
-
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -140,21 +123,21 @@ def test_only_adapters_train_and_merge_as_in_peft(
     assert_equal(sharded.state_dict(adapters="only"), fresh)
     assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in fresh.items())
     for _ in range(2):
-        expected = alone.train_batch(batch_of(), ppo_clip())
-        assert sharded.train_batch(batch_of(), ppo_clip()) == pytest.approx(expected, rel=rel, abs=rel / 20)
+        expected = alone.train_batch(packed_batch(), ppo_clip())
+        assert sharded.train_batch(packed_batch(), ppo_clip()) == pytest.approx(expected, rel=rel, abs=rel / 20)
     for what in sharded.what_trains():
         assert len(what["states"]) == len(fresh) and all("lora_" in name for name in what["states"])
 
     adapters, merged = sharded.state_dict(adapters="only"), sharded.state_dict()
-    assert_close(adapters, alone.state_dict(adapters="only"), atol=rel / 10)
+    assert_same_weights(adapters, alone.state_dict(adapters="only"), atol=rel / 10)
     assert not any(wrapper in name for name in merged for wrapper in WRAPPERS)
     assert_equal(sharded.state_dict(adapters="base"), base)
     assert any(not torch.equal(merged[name], base[name]) for name in base)
-    assert_close(merged, merged_by_peft(folder, adapters, tmp_path, **config))
+    assert_same_weights(merged, merged_by_peft(folder, adapters, tmp_path, **config))
 
     sharded.export(tmp_path / "export")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    ids = batch_of()["input_ids"][None, :12]
+    ids = packed_batch()["input_ids"][None, :12]
     scored = sharded.forward_logprobs({"input_ids": ids[0], "cu_seqlens": torch.tensor([0, 12])})
     with torch.no_grad():
         expected_TV = exported(ids).logits[0, :-1].log_softmax(-1)
@@ -165,10 +148,10 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     dense: Any, qwen2_folder: Path, build: Build, tmp_path: Path
 ) -> None:
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(packed_batch(), ppo_clip())
     engine.save(tmp_path / "checkpoint")
     merged = engine.state_dict()
-    expected = engine.train_batch(batch_of(seed=1), ppo_clip())
+    expected = engine.train_batch(packed_batch(seed=1), ppo_clip())
 
     files = [safe_open(file, framework="pt") for file in (tmp_path / "checkpoint").rglob("*.safetensors")]
     names = {name for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -178,35 +161,35 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     engine.onload("weights")
     engine.load(tmp_path / "checkpoint")
     assert_equal(engine.state_dict(), merged)
-    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
+    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
 
     other = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 1)
     other.load(tmp_path / "checkpoint")
-    assert_close(other.state_dict(), merged)
+    assert_same_weights(other.state_dict(), merged)
 
 
 @pytest.mark.slow
 def test_a_restart_goes_on_from_the_checkpoint(dense: Any, qwen2_folder: Path, build: Build, tmp_path: Path) -> None:
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(packed_batch(), ppo_clip())
     engine.save(tmp_path / "checkpoint")
     merged = engine.state_dict()
-    expected = engine.train_batch(batch_of(seed=1), ppo_clip())
+    expected = engine.train_batch(packed_batch(seed=1), ppo_clip())
     engine.restart()
     assert_equal(engine.state_dict(), merged)
-    assert engine.train_batch(batch_of(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
+    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_base_is_its_own_reference(dense: Any, qwen2_folder: Path, build: Build) -> None:
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
     engine.disable_adapters()
-    base = engine.forward_logprobs(batch_of())
+    base = engine.forward_logprobs(packed_batch())
     engine.enable_adapters()
     for _ in range(2):
-        assert engine.train_batch(batch_of(), ppo_clip())["grad_norm"] > 0
-    assert not torch.equal(engine.forward_logprobs(batch_of()), base)
+        assert engine.train_batch(packed_batch(), ppo_clip())["grad_norm"] > 0
+    assert not torch.equal(engine.forward_logprobs(packed_batch()), base)
     engine.disable_adapters()
-    assert torch.equal(engine.forward_logprobs(batch_of()), base)
+    assert torch.equal(engine.forward_logprobs(packed_batch()), base)
 
 
 def test_load_state_dict_takes_adapters(dense: Any, qwen2_folder: Path, build: Build) -> None:
@@ -234,7 +217,7 @@ def test_the_seed_of_the_program_is_that_of_the_adapters(dense: Any, qwen2_folde
 def test_what_is_frozen_is_kept_in_the_compute_dtype(dense: Any, qwen2_folder: Path, build: Build) -> None:
     module = lora_module(dense, qwen2_folder, target_modules=TARGETS)
     engine = build(module, 2, compute_dtype="bfloat16")
-    assert engine.train_batch(batch_of(), ppo_clip())["grad_norm"] > 0
+    assert engine.train_batch(packed_batch(), ppo_clip())["grad_norm"] > 0
     for what in engine.what_trains():
         assert (what["dtypes"], what["frozen dtypes"]) == (["torch.float32"], ["torch.bfloat16"])
 

@@ -23,9 +23,11 @@ from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import gae, ppo_clip, token_weights, value_loss
 from rlcore.weights.view import Adapters, WeightView, whole
 
+from .train_batches import VOCAB, assert_same_weights, packed_batch
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
-VOCAB, HIDDEN = 21, 8
+HIDDEN = 8
 Build = Callable[..., rlcore.TrainEngine]
 
 
@@ -43,26 +45,6 @@ def build(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
         get(own_module(own_folder), 2)
         yield get
-
-
-def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    place_T = torch.cat([torch.arange(length) for length in lengths])
-    return {
-        "input_ids": torch.randint(VOCAB, (sum(lengths),), generator=generator),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "loss_mask": place_T >= 2,
-        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
-        "advantages": torch.randn(len(lengths), generator=generator),
-    }
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name} {text}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------- a user's own
@@ -154,18 +136,18 @@ def test_a_module_of_ones_own_reads_and_gives_weights_as_its_views_say(
     alone, sharded = build(own_module(own_folder), 1), build(own_module(own_folder), 2)
     assert sharded.what_is_sharded() == [["", "mixers.0", "mixers.1"]] * 2, "as wrap_classes says"
     for engine in (alone, sharded):
-        assert_close(engine.state_dict(), file, atol=0)
+        assert_same_weights(engine.state_dict(), file, atol=0)
     for step in range(3):
-        expected = alone.train_batch(batch_of(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
-        found = sharded.train_batch(batch_of(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
+        expected = alone.train_batch(packed_batch(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
+        found = sharded.train_batch(packed_batch(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
         assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
     trained = sharded.state_dict()
-    assert_close(trained, alone.state_dict())
+    assert_same_weights(trained, alone.state_dict())
     assert not torch.equal(trained["policy.mixers.0.up"], file["policy.mixers.0.up"])
     sharded.export(tmp_path / "export")
-    assert_close(load_file(tmp_path / "export" / "model.safetensors"), trained, atol=0)
+    assert_same_weights(load_file(tmp_path / "export" / "model.safetensors"), trained, atol=0)
     sharded.load_state_dict(file)
-    assert_close(sharded.state_dict(), file, atol=0)
+    assert_same_weights(sharded.state_dict(), file, atol=0)
 
 
 class Changed(Own):
@@ -200,14 +182,14 @@ def test_eval_batch_is_the_loss_of_train_batch_and_changes_nothing(
     own_folder: Path, build: Build, workers: int, lengths: tuple[int, ...]
 ) -> None:
     engine = build(own_module(own_folder), workers)
-    batch, options = batch_of(lengths), {"max_tokens_per_micro_batch": 15, "temperature": 0.7}
+    batch, options = packed_batch(lengths), {"max_tokens_per_micro_batch": 15, "temperature": 0.7}
     before, beside = engine.state_dict(), engine.state_beside_weights()
     engine.offload("optimizer", "grads")
     evaluated = engine.eval_batch(batch, ppo_clip(), **options)
     assert engine.eval_batch(batch, ppo_clip(), **options) == evaluated
     engine.onload()
     assert engine.state_beside_weights() == beside
-    assert_close(engine.state_dict(), before, atol=0)
+    assert_same_weights(engine.state_dict(), before, atol=0)
     trained = engine.train_batch(batch, ppo_clip(), **options)
     assert evaluated.keys() == trained.keys() - {"grad_norm", "lr/optimizer"}
     assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-6, abs=1e-7)
@@ -217,7 +199,7 @@ def test_eval_batch_needs_the_weights(own_folder: Path, build: Build) -> None:
     engine = build(own_module(own_folder), 1)
     engine.offload("weights")
     with pytest.raises(StateError, match=r"eval_batch\(\)"):
-        engine.eval_batch(batch_of(), ppo_clip())
+        engine.eval_batch(packed_batch(), ppo_clip())
 
 
 # ------------------------------------------------------------------------------------------------- one that sees
@@ -273,12 +255,12 @@ def test_a_module_that_sees_trains_by_a_method_of_its_own(vision_folder: Path, b
     ids_NL = torch.cat([torch.tensor([[19, 18, 18, 18, 18, 20]] * 2), text], 1)
     arguments = [NeedParallel(one) for one in (ids_NL, pixels, grid_N3)]
     for engine in (alone, sharded):
-        assert_close(engine.state_dict(), file, atol=0)
+        assert_same_weights(engine.state_dict(), file, atol=0)
     for _ in range(2):
         expected = alone.call("see", *arguments, gather="mean")
         assert sharded.call("see", *arguments, gather="mean") == pytest.approx(expected, rel=1e-5)
     trained = sharded.state_dict()
-    assert_close(trained, alone.state_dict())
+    assert_same_weights(trained, alone.state_dict())
     moved = {name for name, tensor in trained.items() if not torch.equal(tensor, file[name])}
     assert any("visual" in name for name in moved), "gradients reach the vision tower"
     assert trained.keys() == file.keys()
@@ -343,7 +325,7 @@ def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> 
         found[workers] = values_NL, losses, engine.state_dict()
     torch.testing.assert_close(found[2][0], found[1][0])
     assert found[2][1] == pytest.approx(found[1][1], rel=1e-5)
-    assert_close(found[2][2], found[1][2])
+    assert_same_weights(found[2][2], found[1][2])
     assert {"score.weight", "score.bias"} < found[1][2].keys()
 
 
@@ -356,7 +338,7 @@ def partial_step(engine: rlcore.TrainEngine, *arguments: NeedParallel) -> Callab
 
 def test_phases_are_named_in_traces(own_folder: Path, tmp_path: Path) -> None:
     device = rlcore.get_device("cpu")
-    batch = batch_of()
+    batch = packed_batch()
     with rlcore.TrainEngine(own_module(own_folder)) as engine:
         engine.build(devices="cpu")
         device.profiler.start(tmp_path / "trace.json")

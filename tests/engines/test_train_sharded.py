@@ -32,9 +32,9 @@ from rlcore.errors import (
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import ppo_clip
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+from .train_batches import VOCAB, assert_same_weights, packed_batch
 
-VOCAB = 21
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
 
 class Place(NamedTuple):
@@ -132,31 +132,9 @@ def build(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFact
         yield get
 
 
-def batch_of(lengths: tuple[int, ...] = (12, 3, 7, 2, 9, 5, 14), seed: int = 0) -> dict[str, Tensor]:
-    """Packed sequences of these lengths, of which all but the first two tokens are trained on."""
-    generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    place_T = torch.cat([torch.arange(length) for length in lengths])
-    return {
-        "input_ids": torch.randint(VOCAB, (sum(lengths),), generator=generator),
-        "cu_seqlens": cu_seqlens.to(torch.int32),
-        "loss_mask": place_T >= 2,
-        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
-        "advantages": torch.randn(len(lengths), generator=generator),
-    }
-
-
 def assert_same_metrics(found: dict[str, float], expected: dict[str, float], rel: float = 2e-5) -> None:
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=rel, abs=rel / 20)
-
-
-def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------- values
@@ -170,7 +148,7 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], a
 )
 def test_steps_are_those_of_one_worker(build: Build, place: Place, lengths: tuple[int, ...], max_tokens: int) -> None:
     alone, sharded = build(1, place.device), build(place.workers, place.device)
-    batch = batch_of(lengths)
+    batch = packed_batch(lengths)
     options: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "max_grad_norm": 0.1}
     for _ in range(3):
         expected = alone.train_batch(batch, ppo_clip(), **options)
@@ -182,7 +160,7 @@ def test_steps_are_those_of_one_worker(build: Build, place: Place, lengths: tupl
 def test_log_probs_come_back_in_the_order_of_the_batch(build: Build, place: Place) -> None:
     alone, sharded = build(1, place.device), build(place.workers, place.device)
     for lengths in ((12, 3, 7, 2, 9, 5, 14), (6,)):
-        batch = batch_of(lengths)
+        batch = packed_batch(lengths)
         for options in ({}, {"max_tokens_per_micro_batch": 14}, {"temperature": 0.7, "top_p": 0.8, "top_k": 5}):
             found, expected = (engine.forward_logprobs(batch, **options) for engine in (sharded, alone))  # type: ignore[arg-type]
             torch.testing.assert_close(found, expected, rtol=place.rel, atol=place.rel)
@@ -190,7 +168,7 @@ def test_log_probs_come_back_in_the_order_of_the_batch(build: Build, place: Plac
 
 def test_a_failed_loss_leaves_nothing_behind(build: Build) -> None:
     alone, sharded = build(1), build(2)
-    batch = batch_of()
+    batch = packed_batch()
     seen: list[int] = []
 
     def fails_at_the_second(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
@@ -214,7 +192,7 @@ def test_an_infinite_gradient_is_refused_on_all_workers(build: Build) -> None:
         return logprob * torch.where(per_token["advantages"] == per_token["advantages"].max(), float("inf"), 1.0), {}
 
     with pytest.raises(RlcoreError, match="no step was taken"):
-        sharded.train_batch(batch_of(), explodes)
+        sharded.train_batch(packed_batch(), explodes)
     assert_same_weights(sharded.state_dict(), before, atol=0)
 
 
@@ -238,8 +216,8 @@ def test_wrappers_do_not_reach_names(build: Build) -> None:
 def test_each_layout_trains_alike(build: Build, layout: str) -> None:
     alone, sharded = build(1), build(2, **LAYOUTS[layout])
     for max_tokens in (16384, 15):
-        expected = alone.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
-        found = sharded.train_batch(batch_of(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
+        expected = alone.train_batch(packed_batch(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
+        found = sharded.train_batch(packed_batch(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
         assert_same_metrics(found, expected)
     assert_same_weights(sharded.state_dict(), alone.state_dict())
 
@@ -248,14 +226,14 @@ def test_each_layout_trains_alike(build: Build, layout: str) -> None:
 def test_two_replicas_of_two_shards(build: Build) -> None:
     alone, sharded = build(1), build(4, replicas=2)
     for lengths in ((12, 3, 7, 2, 9, 5, 14), (8, 3)):
-        expected = alone.train_batch(batch_of(lengths), ppo_clip())
-        assert_same_metrics(sharded.train_batch(batch_of(lengths), ppo_clip()), expected)
+        expected = alone.train_batch(packed_batch(lengths), ppo_clip())
+        assert_same_metrics(sharded.train_batch(packed_batch(lengths), ppo_clip()), expected)
     assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
 def test_one_worker_computes_in_bfloat16_as_several_do(build: Build) -> None:
     exact, alone, several = build(1), build(1, compute_dtype="bfloat16"), build(2, compute_dtype="bfloat16")
-    found = [engine.train_batch(batch_of(), ppo_clip()) for engine in (exact, alone, several)]
+    found = [engine.train_batch(packed_batch(), ppo_clip()) for engine in (exact, alone, several)]
     assert found[1]["loss"] != found[0]["loss"], "it is another precision"
     for metrics in found[1:]:
         assert metrics["loss"] == pytest.approx(found[0]["loss"], rel=0.05)
@@ -315,8 +293,8 @@ def test_a_module_that_is_not_from_transformers(build: Build, replicas: int) -> 
         assert torch.equal(first, second) == (replicas == 2), "of one draw"
         alone.load_state_dict(sharded.state_dict())
         for lengths in ((12, 3, 7, 2), (6,)):
-            expected = alone.train_batch(batch_of(lengths), ppo_clip())
-            assert_same_metrics(sharded.train_batch(batch_of(lengths), ppo_clip()), expected)
+            expected = alone.train_batch(packed_batch(lengths), ppo_clip())
+            assert_same_metrics(sharded.train_batch(packed_batch(lengths), ppo_clip()), expected)
         assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
@@ -342,12 +320,12 @@ def test_arguments_are_split_and_results_gathered(build: Build) -> None:
 
 def test_refusals(build: Build, policy: Any, qwen2_folder: Path) -> None:
     engine = build(2)
-    batch = batch_of()
+    batch = packed_batch()
     batch["input_ids"][13] = VOCAB
     with pytest.raises(InvalidInputError, match="input_ids of sequence 1 holds 21; the model's vocabulary is 0 to 20"):
         engine.train_batch(batch, ppo_clip())
     with pytest.raises(InvalidInputError, match="a sequence has 14 tokens; max_tokens_per_micro_batch is 13: raise it"):
-        engine.forward_logprobs(batch_of(), max_tokens_per_micro_batch=13)
+        engine.forward_logprobs(packed_batch(), max_tokens_per_micro_batch=13)
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with pytest.raises(InvalidInputError, match="replicas must be a whole number of at least 1, got 0"):
@@ -369,8 +347,8 @@ def test_offloads_between_steps_change_no_bit(build: Build, place: Place) -> Non
         engine.forget_steps()
         losses = []
         for seed, some in enumerate(lengths):
-            losses.append(engine.train_batch(batch_of(some, seed), ppo_clip()))
-            engine.forward_logprobs(batch_of(some, seed))  # leaves the root gathered, if nobody looks after it
+            losses.append(engine.train_batch(packed_batch(some, seed), ppo_clip()))
+            engine.forward_logprobs(packed_batch(some, seed))  # leaves the root gathered, if nobody looks after it
             if moves:
                 reports = engine.offload()
                 assert len(reports["weights"]) == place.workers
@@ -394,7 +372,7 @@ def stderr(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) 
 
 
 def next_steps(engine: rlcore.TrainEngine, seeds: tuple[int, ...] = (7, 8)) -> list[dict[str, float]]:
-    return [engine.train_batch(batch_of(seed=seed), ppo_clip()) for seed in seeds]
+    return [engine.train_batch(packed_batch(seed=seed), ppo_clip()) for seed in seeds]
 
 
 @pytest.mark.parametrize(("written", "read"), [(3, 3), (3, 2), (2, 1), (1, 3)])
@@ -435,8 +413,8 @@ def test_compiled_and_recomputed_blocks_train_on_gpus(build: Build) -> None:
     options = {"compute_dtype": "bfloat16", "activation_checkpointing": True, "compile": True}
     plain, sharded = build(1, "cuda", compute_dtype="bfloat16"), build(2, "cuda", **options)
     for seed in range(3):
-        expected = plain.train_batch(batch_of(seed=seed), ppo_clip())
-        assert_same_metrics(sharded.train_batch(batch_of(seed=seed), ppo_clip()), expected, rel=0.05)
+        expected = plain.train_batch(packed_batch(seed=seed), ppo_clip())
+        assert_same_metrics(sharded.train_batch(packed_batch(seed=seed), ppo_clip()), expected, rel=0.05)
     assert sharded.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -538,7 +516,7 @@ def test_a_gathered_module_whose_weights_are_away_refuses_before_it_gathers(buil
     ):
         module(torch.zeros(1, 3, dtype=torch.int64))
     engine.onload("weights")
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(packed_batch(), ppo_clip())
 
 
 # ------------------------------------------------------------------------------------------------------- others
@@ -546,7 +524,7 @@ def test_a_gathered_module_whose_weights_are_away_refuses_before_it_gathers(buil
 
 def test_one_gathered_worker_gives_its_weights_to_inference(build: Build, qwen2_folder: Path) -> None:
     engine = build(1, compute_dtype="bfloat16")
-    engine.train_batch(batch_of(), ppo_clip())
+    engine.train_batch(packed_batch(), ppo_clip())
     state = engine.state_dict()
     with rlcore.InferenceEngine(qwen2_folder, executor="hf").build(devices="cpu") as infer:
         report = engine.sync_weights(infer)
@@ -570,13 +548,13 @@ def test_a_worker_killed_in_a_step_ends_all_and_restart_continues(
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as engine:
         engine.build(devices=["cpu:6", "cpu:7"], data_parallel_size=2, timeout_s=60)  # processes of its own
-        engine.train_batch(batch_of(), ppo_clip())
+        engine.train_batch(packed_batch(), ppo_clip())
         engine.save(tmp_path / "checkpoint")
         state = engine.state_dict()
         with pytest.raises(WorkerDiedError):
-            engine.train_batch(batch_of(), dies)
+            engine.train_batch(packed_batch(), dies)
         with pytest.raises(StateError, match=r"call restart\(\)"):
             engine.state_dict()
         engine.restart()
         assert_same_weights(engine.state_dict(), state, atol=0)
-        engine.train_batch(batch_of(), ppo_clip())
+        engine.train_batch(packed_batch(), ppo_clip())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = textwrap.dedent("""
+PROGRAM = """
     import os, sys
     import torch
     import rlcore
@@ -43,23 +40,14 @@ SCRIPT = textwrap.dedent("""
             engine.save(f"{out}/checkpoint-{workers}-{os.environ['RANK'] if workers == 1 else 'all'}")
             found = {"metrics": metrics, "logprobs": engine.forward_logprobs(batch), "state": engine.state_dict()}
         torch.save(found, f"{out}/{workers}-{os.environ['RANK']}.pt")
-""")
+"""
 
 
 @pytest.mark.slow
-def test_every_rank_gets_the_results_of_the_whole_batch(qwen2_folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script), str(qwen2_folder), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_every_rank_gets_the_results_of_the_whole_batch(
+    qwen2_folder: Path, tmp_path: Path, torchrun: Callable[..., None]
+) -> None:
+    torchrun(PROGRAM, qwen2_folder, tmp_path)
     alone = torch.load(tmp_path / "1-0.pt", weights_only=True)
     for rank in range(2):
         found = torch.load(tmp_path / f"2-{rank}.pt", weights_only=True)

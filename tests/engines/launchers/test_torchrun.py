@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.errors import InvalidInputError
 
-SCRIPT = textwrap.dedent("""
+PROGRAM = """
     import json, os, sys
     from pathlib import Path
     import torch
@@ -50,22 +47,11 @@ SCRIPT = textwrap.dedent("""
     except InvalidInputError as error:
         found["error"] = str(error)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found | {"pid": os.getpid()}))
-""")
+"""
 
 
-def test_each_rank_joins_as_one_worker(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_each_rank_joins_as_one_worker(tmp_path: Path, torchrun: Callable[..., None]) -> None:
+    torchrun(PROGRAM, tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         pid = found["pid"]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-SCRIPT = textwrap.dedent("""
+PROGRAM = """
     import json, os, sys
     import torch
     import rlcore
@@ -59,23 +56,12 @@ SCRIPT = textwrap.dedent("""
                 found["state"] = infer.sync_state
     with open(f"{out}/{rank}.json", "w") as file:
         json.dump(found, file)
-""")
+"""
 
 
 @pytest.mark.slow
-def test_the_same_verbs_under_torchrun(qwen2_folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script), str(qwen2_folder), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_same_verbs_under_torchrun(qwen2_folder: Path, tmp_path: Path, torchrun: Callable[..., None]) -> None:
+    torchrun(PROGRAM, qwen2_folder, tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["1"] == {"routes": ["local", "local"], "is_equal": True, "version": 3}

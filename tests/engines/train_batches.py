@@ -1,0 +1,43 @@
+"""Batches that the tests of the train engine train on, and how near the weights that come of it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+VOCAB = 21
+"""Token ids of the tiny models."""
+
+
+def packed_batch(lengths: tuple[int, ...] = (12, 3, 7, 2, 9, 5, 14), seed: int = 0) -> dict[str, Tensor]:
+    """Packed sequences of these lengths, of which all but the first two tokens are trained on."""
+    place_T = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return {"cu_seqlens": cu_seqlens} | _contents(place_T >= 2, len(lengths), seed)
+
+
+def padded_batch(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> dict[str, Tensor]:
+    """The same, padded to the longest."""
+    place_L = torch.arange(max(lengths))
+    mask_NL = place_L < torch.tensor(lengths)[:, None]
+    return {"attention_mask": mask_NL} | _contents(mask_NL & (place_L >= 2), len(lengths), seed)
+
+
+def _contents(loss_mask: Tensor, num_sequences: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(VOCAB, loss_mask.shape, generator=generator),
+        "loss_mask": loss_mask,
+        "old_logprobs": -torch.rand(loss_mask.shape, generator=generator) * 3,
+        "advantages": torch.randn(num_sequences, generator=generator),
+    }
+
+
+def assert_same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float = 2e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
