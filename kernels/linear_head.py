@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.kernels.chunks import row_chunks
+from rlcore.kernels.operands import unlowered
 from rlcore.kernels.rows import wide_dtype
 
 if TYPE_CHECKING:
@@ -90,9 +92,9 @@ class LinearHead:
             else:
                 torch.addmm(total, a, b, out_dtype=self.wide, out=total)
 
-    def _unlowered(self) -> torch.autocast:
+    def _unlowered(self) -> AbstractContextManager[Any]:
         """A backward inside an autocast region must not round these products."""
-        return torch.autocast(self.weight_VH.device.type, enabled=False)
+        return unlowered(self.weight_VH.device.type)
 
 
 class HeadGradients:

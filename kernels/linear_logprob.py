@@ -25,6 +25,7 @@ from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, rounded
 from rlcore.kernels.logit_task import LogitTask
+from rlcore.kernels.operands import unlowered
 from rlcore.kernels.rows import Logprobs, RowStatistics, exponentials_, gradient_, statistics_, wide_dtype
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.token_logprob import token_logprob_reference
@@ -169,6 +170,6 @@ def linear_logprob(
 def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
     task = head_task(inputs, targets, **options)
     run = choose("linear_logprob", task.query(inputs), implementation).fn
-    with torch.autocast(inputs.hidden.device.type, enabled=False):
+    with unlowered(inputs.hidden.device.type):
         result: Logprobs = run(*inputs, task)
     return result

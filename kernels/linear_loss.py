@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
@@ -29,7 +28,7 @@ from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, los
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, weighted_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
-from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging, unlowered
 from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
 from rlcore.kernels.vocab_shard import partial_statistics_
 
@@ -171,7 +170,7 @@ def linear_loss(
     )
     query = task.query(inputs, *(["sequence_level"] if is_sequence_level else []))
     run = choose("linear_loss", query, implementation).fn
-    with torch.autocast(hidden.device.type, enabled=False):
+    with unlowered(hidden.device.type):
         result: LossOutput = run(*inputs, task, loss)
     return result
 

@@ -7,10 +7,13 @@ later call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +58,13 @@ def first_violation(ok_T: Tensor, values_T: Tensor) -> str:
     """Such as "7 at [3]", for messages."""
     position = (~ok_T).nonzero()[0].tolist()
     return f"{values_T[tuple(position)].item():g} at {position}"
+
+
+def unlowered(device_type: str) -> AbstractContextManager[Any]:
+    """Where autocast changes no dtype. Entering ``torch.autocast`` is slow, and seldom needed."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def check_float(name: str, tensor: Tensor) -> None:
@@ -107,6 +117,14 @@ def check_token_range(targets: Tensor, vocab_size: int | Tensor, ignore_index: i
             f"targets must be token ids in [0, {vocab_size}) or ignore_index={ignore_index}; "
             f"got {first_violation(is_valid_T, targets)}"
         ),
+    )
+
+
+def check_known_tokens(known: Tensor, vocab_size: int) -> None:
+    """``check_token_range`` of tokens that are 0 where they are ignored: half as many small kernels."""
+    is_valid = known.clamp(0, vocab_size - 1) == known
+    check_values(
+        is_valid, lambda: f"targets must be token ids in [0, {vocab_size}); got {first_violation(is_valid, known)}"
     )
 
 

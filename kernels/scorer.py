@@ -54,15 +54,16 @@ class Scorer:
     def __call__(self, *arguments: Any) -> Logprobs:
         *tensors, task = arguments
         for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        return Logprobs(*_Scored.apply(self, task, for_backward, *tensors))  # type: ignore[no-untyped-call]
+        if not for_backward:
+            scores = self.forward(*tensors, task, for_backward=False)
+            return Logprobs(scores.logprob, scores.entropy)
+        return Logprobs(*_Scored.apply(self, task, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Scored(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scorer: Scorer, task: Any, for_backward: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        scores = scorer.forward(*tensors, task, for_backward=for_backward)
+    def forward(ctx: Any, scorer: Scorer, task: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        scores = scorer.forward(*tensors, task, for_backward=True)
         ctx.scorer, ctx.task, ctx.spare, ctx.num_tensors = scorer, task, scores.spare, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, scores.logprob, scores.entropy, *scores.residuals)
@@ -75,5 +76,5 @@ class _Scored(torch.autograd.Function):
         tensors, (logprob, entropy, *residuals) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         scores = Scores(logprob, entropy, tuple(residuals), ctx.spare)
         ctx.spare = ()
-        needs, upstream = ctx.needs_input_grad[3:], Upstream(g_logprob, g_entropy)
-        return None, None, None, *ctx.scorer.backward(*tensors, ctx.task, needs=needs, scores=scores, upstream=upstream)
+        needs, upstream = ctx.needs_input_grad[2:], Upstream(g_logprob, g_entropy)
+        return None, None, *ctx.scorer.backward(*tensors, ctx.task, needs=needs, scores=scores, upstream=upstream)

@@ -25,10 +25,12 @@ from rlcore.kernels.dispatch import choose
 from rlcore.kernels.logit_task import LogitTask, logit_task
 from rlcore.kernels.operands import (
     check_float,
+    check_known_tokens,
     check_same_device,
     check_shape,
     check_token_range,
     is_checked_on_device,
+    unlowered,
 )
 from rlcore.kernels.rows import (
     Logprobs,
@@ -176,11 +178,13 @@ def token_logprob(
     if not is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
     run = choose("token_logprob", task.query(logits), implementation).fn
-    with torch.autocast(logits.device.type, enabled=False):
-        logprob, entropy = run(joined, task)
+    with unlowered(logits.device.type):
+        scores: Logprobs = run(joined, task)
     if is_range_checked_late:
-        check_token_range(targets, logits.shape[-1], ignore_index)
-    return Logprobs(logprob.view(targets.shape), None if entropy is None else entropy.view(targets.shape))
+        check_known_tokens(task.rows.target, logits.shape[-1])
+    if targets.dim() == task.rows.target.dim():
+        return scores
+    return Logprobs(*(None if x is None else x.view(targets.shape) for x in scores))  # type: ignore[arg-type]
 
 
 def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:

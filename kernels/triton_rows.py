@@ -235,9 +235,9 @@ def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
     """Keeps four numbers a row."""
     rows, keep_mask = _flat_operands(task)
     found = row_statistics(logits, rows, with_entropy=task.with_entropy, keep_mask=keep_mask)
-    shape = task.rows.target.shape
-    entropy = None if found.entropy is None else found.entropy.view(shape)
-    return Scores(found.logprob.view(shape), entropy, (found.peak.view(shape), found.total.view(shape)))
+    if task.rows.target.dim() > 1:
+        found = RowStatistics(*(None if values is None else values.view_as(task.rows.target) for values in found))  # type: ignore[arg-type]
+    return Scores(found.logprob, found.entropy, (found.peak, found.total))
 
 
 def _backward(
@@ -260,10 +260,12 @@ def _flat(values: Tensor | None) -> Tensor | None:
 
 
 def _flat_operands(task: LogitTask) -> tuple[Rows, Tensor | None]:
-    rows = task.rows.reshaped((-1,))
-    rows = replace(rows, target=rows.target.contiguous(), is_ignored=rows.is_ignored.contiguous())
+    rows = task.rows
+    if not (rows.target.dim() == 1 and rows.target.is_contiguous()):
+        rows = rows.reshaped((-1,))
+        rows = replace(rows, target=rows.target.contiguous(), is_ignored=rows.is_ignored.contiguous())
     if isinstance(rows.sharpness, Tensor):
-        rows = replace(rows, sharpness=rows.sharpness.contiguous())
+        rows = replace(rows, sharpness=rows.sharpness.reshape(-1).contiguous())
     return rows, None if task.keep_mask is None else task.keep_mask.contiguous()
 
 
