@@ -65,6 +65,21 @@ def test_rows_match_float64(V: int, dtype: torch.dtype) -> None:
     assert not got[5].any()
 
 
+@pytest.mark.parametrize("T", [1, 65537])
+def test_any_number_of_rows_matches_float64(T: int) -> None:
+    torch.manual_seed(0)
+    narrow = torch.randn(T, 1000, device="cuda").bfloat16().requires_grad_()
+    wide = narrow.detach().double().requires_grad_()
+    targets = torch.randint(0, 1000, (T,), device="cuda", dtype=torch.int32)
+    found = token_logprob(narrow, targets, with_entropy=True, implementation="triton")
+    want = token_logprob(wide, targets, with_entropy=True, implementation="reference")
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=1e-5)
+    (got,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
+    (truth,) = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
+    torch.testing.assert_close(got.double(), truth, rtol=2**-7, atol=1e-6)
+
+
 def test_rows_beyond_two_to_the_31_elements() -> None:
     logits = torch.empty(2**31 // 4096 + 9, 4096, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
     targets = torch.randint(0, 4096, (len(logits),), device="cuda")
@@ -152,6 +167,77 @@ def test_a_loss_in_tiles_matches_float64(budget: int | None) -> None:
     got = torch.autograd.grad(found.loss, (hidden, weight, bias))
     for gradient, true in zip(got, torch.autograd.grad(want.loss, wide), strict=True):
         assert relative_error(gradient, true) < 2.6e-3
+
+
+@pytest.mark.usefixtures("needs_tiles")
+@pytest.mark.parametrize("budget", [None, 64 * 2**20], ids=["default", "64 MiB"])
+@pytest.mark.parametrize(
+    ("T", "H", "V"), [(2048, 4096, 152064), (1537, 2048, 151936), (8192, 128, 151936), (1, 64, 262144)], ids=str
+)
+def test_tiles_of_real_heads_match_products_in_float32(T: int, H: int, V: int, budget: int | None) -> None:
+    """By the row kernels, whose logits are float32: several waves of rows, and the last one not whole."""
+    hidden, weight, targets = random_head(T, H, V)
+    tokens, runs = policy_inputs(T), []
+    for name in ("tiled", "rows"):
+        options = {"implementation": name, "memory_budget_bytes": budget}
+        loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens, **options).loss
+        found = linear_logprob(hidden, weight, targets, with_entropy=True, **options)
+        total = loss + (found.logprob + found.entropy).mean()
+        runs.append((total, *torch.autograd.grad(total, (hidden, weight))))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(runs[0][1:], runs[1][1:], strict=True):
+        assert relative_error(got, want.double()) < 4e-3
+
+
+@pytest.mark.usefixtures("needs_tiles")
+def test_tiles_with_columns_of_minus_infinity() -> None:
+    hidden, weight, targets = random_head(300, 64, 1000)
+    bias = torch.zeros(1000, device="cuda")
+    bias[256:512], bias[600:] = -math.inf, -math.inf  # a whole tile, and the edge
+    targets = targets % 256
+    found = linear_logprob(hidden, weight, targets, bias=bias, with_entropy=True, implementation="tiled")
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = linear_logprob(*wide, targets, bias=bias.double(), with_entropy=True, implementation="reference")
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=2e-6)
+    got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), (hidden, weight))
+    truth = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
+    assert all(relative_error(one, true) < 2.6e-3 for one, true in zip(got, truth, strict=True))
+    assert not got[1][256:512].any() and not got[1][600:].any()
+
+
+@pytest.mark.usefixtures("needs_tiles")
+@pytest.mark.parametrize("budget", [None, 2**20], ids=["exponentials kept", "chunks"])
+def test_a_loss_in_tiles_can_be_taken_back_twice_and_by_any_factor(budget: int | None) -> None:
+    hidden, weight, targets = random_head(1000, 64, 5000)
+    targets[7] = -100
+    hidden.data[7] = math.nan
+    options = {"memory_budget_bytes": budget, "implementation": "tiled"}
+    loss = linear_loss(hidden, weight, targets, policy_loss(), **options, **policy_inputs(1000)).loss
+    first, again, triple = (torch.autograd.grad(loss * k, (hidden, weight), retain_graph=True) for k in (1, 1, 3))
+    for one, other, three in zip(first, again, triple, strict=True):
+        assert relative_error(other, one.double()) < 4e-3
+        assert relative_error(three, 3 * one.double()) < 4e-3
+    assert not first[0][7].any()
+
+
+@pytest.mark.usefixtures("needs_tiles")
+@pytest.mark.parametrize("H", [1024, 64], ids=["exponentials kept", "chunks"])
+def test_a_loss_in_tiles_takes_no_more_than_its_budget_and_the_accumulators(H: int) -> None:
+    hidden, weight, targets = random_head(4096, H, 50000)
+    tokens, options = policy_inputs(4096), {"memory_budget_bytes": 300 * 2**20, "implementation": "tiled"}
+
+    def run() -> None:
+        linear_loss(hidden, weight, targets, policy_loss(), **options, **tokens).loss.backward()
+        hidden.grad = weight.grad = None
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    gradients = (hidden.numel() + weight.numel()) * (2 + 4)
+    assert torch.cuda.max_memory_allocated() - before <= gradients + options["memory_budget_bytes"] + 16 * 2**20
 
 
 @pytest.mark.usefixtures("needs_tiles")
