@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.devices.ipc_exporter import exporter
+from rlcore.devices.ipc_exporter import Export, exporter
 from rlcore.devices.ipc_importer import importer
 from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_messages import Claim
@@ -40,9 +40,21 @@ class Ipc:
         self._device = device
         self._sharing = sharing
 
-    def export_tensor(self, tensor: torch.Tensor) -> IpcHandle:
-        _check_exportable(tensor, self._device.torch_device)
-        export = exporter().export(tensor.untyped_storage(), self.uuid, self._share)
+    def export_tensors(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+        for tensor in tensors:
+            _check_exportable(tensor, self._device.torch_device)
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        blocks: dict[int, list[torch.UntypedStorage]] = {}
+        for storage in storages.values():
+            blocks.setdefault(self._sharing.block_of(storage) if storage.nbytes() else 0, []).append(storage)
+        exports: dict[int, Export] = {}
+        for block in blocks.values():
+            found = exporter().export(block, self.uuid, self._share)
+            exports |= zip((storage._cdata for storage in block), found, strict=True)
+        return [self._handle(tensor, exports[tensor.untyped_storage()._cdata]) for tensor in tensors]
+
+    def _handle(self, tensor: torch.Tensor, export: Export) -> IpcHandle:
+        storage_at = tensor.untyped_storage().data_ptr() - export.address
         return IpcHandle(
             device=self._device.spec.name,
             device_uuid=self.uuid,
@@ -50,8 +62,8 @@ class Ipc:
             exporter=exporter().path,
             export_id=export.export_id,
             payload=export.memory.payload,
-            storage_bytes=export.storage_bytes,
-            storage_offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
+            storage_bytes=export.nbytes,
+            storage_offset_bytes=storage_at + int(tensor.storage_offset()) * tensor.element_size(),
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
@@ -61,11 +73,15 @@ class Ipc:
         self._check_importable(handle)
         claim = Claim(next(_requests), handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
 
-        def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None]) -> Mapping:
-            return Mapping(handle, _view(handle, storage), release=release, on_revoke=on_revoke)
+        def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None], first: int = 0) -> Mapping:
+            return Mapping(handle, _view(handle, storage, first), release=release, on_revoke=on_revoke)
+
+        def make_here(export: Export) -> Mapping:
+            storage, first = export.storage_at(handle.storage_offset_bytes)
+            return make(storage, exporter().close_here, first)
 
         if handle.exporter == exporter().path:
-            return exporter().open_here(claim, lambda storage: make(storage, exporter().close_here))
+            return exporter().open_here(claim, make_here)
         return importer().open(
             handle.exporter,
             claim,
@@ -124,9 +140,10 @@ class Ipc:
             )
 
 
-def _view(handle: IpcHandle, storage: torch.UntypedStorage) -> torch.Tensor:
+def _view(handle: IpcHandle, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+    """In a storage that begins ``first`` bytes behind the export."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
-    offset = handle.storage_offset_bytes // dtype.itemsize
+    offset = (handle.storage_offset_bytes - first) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, handle.shape, handle.stride)
 
 

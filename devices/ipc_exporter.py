@@ -7,6 +7,7 @@ maps must not be freed.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import os
 import secrets
@@ -14,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,14 +48,16 @@ class _Importer:
 
 @dataclass(eq=False, slots=True)
 class Export:
-    """One exported storage."""
+    """Storages that are opened and revoked together: one, or several of one block of the device's memory."""
 
     export_id: str
     device_uuid: str
-    storage: torch.UntypedStorage
+    storages: Sequence[torch.UntypedStorage]
+    """In the order of their addresses."""
     memory: SharedMemory
-    address: int = field(init=False)
-    storage_bytes: int = field(init=False)
+    """From the first byte of the first of them."""
+    ranges: list[tuple[int, int]] = field(init=False)
+    """Address and bytes of each when it was exported."""
     is_revoked: bool = False
     """Nobody new may open it."""
     claims: collections.Counter[_Importer] = field(default_factory=collections.Counter)
@@ -62,12 +65,27 @@ class Export:
     """Of this process itself."""
 
     def __post_init__(self) -> None:
-        self.address, self.storage_bytes = self.storage.data_ptr(), self.storage.nbytes()
+        self.ranges = [_range_of(storage) for storage in self.storages]
+
+    @property
+    def address(self) -> int:
+        return self.ranges[0][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, with what lies between."""
+        return max(address + nbytes for address, nbytes in self.ranges) - self.address
+
+    def storage_at(self, offset_bytes: int) -> tuple[torch.UntypedStorage, int]:
+        """The storage that holds this byte, and where it begins; both counted from the first storage."""
+        starts = [address - self.address for address, _ in self.ranges]
+        found = bisect.bisect_right(starts, offset_bytes) - 1
+        return self.storages[found], starts[found]
 
     @property
     def has_moved(self) -> bool:
-        """Its owner has freed or replaced the memory in place (``storage.resize_``)."""
-        return (self.storage.data_ptr(), self.storage.nbytes()) != (self.address, self.storage_bytes)
+        """Its owner has freed or replaced some of the memory in place (``storage.resize_``)."""
+        return self.ranges != [_range_of(storage) for storage in self.storages]
 
     def refusal(self, claim: Claim) -> str:
         """Why a process may not open it, or ""."""
@@ -78,7 +96,7 @@ class Export:
         if (claim.device_uuid, claim.payload, claim.storage_bytes) != (
             self.device_uuid,
             self.memory.payload,
-            self.storage_bytes,
+            self.nbytes,
         ):
             return "is not what this handle describes"
         return ""
@@ -97,38 +115,47 @@ class Exporter:
         """Of its socket; empty before the first export."""
 
     def export(
-        self, storage: torch.UntypedStorage, device_uuid: str, share: Callable[[torch.UntypedStorage], SharedMemory]
-    ) -> Export:
-        """The export of a storage; the same one until it is revoked.
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        device_uuid: str,
+        share: Callable[[torch.UntypedStorage], SharedMemory],
+    ) -> list[Export]:
+        """The export of each of these storages, which lie in one block: the one it has until that is revoked.
+
+        Those that have none get one together.
 
         Raises:
-            StateError: the storage was resized while other processes had it open.
+            StateError: a storage was resized while other processes had it open.
         """
         with self._changed:
             self._start()
-            known = self._exports.get(self._ids.get(storage._cdata, ""))
-            if known is not None and known.has_moved:
-                if holders := self._holders(known):
-                    raise StateError(
-                        f"this storage was resized while {_processes(holders)} had it open; "
-                        "call revoke(handle) before its memory is freed or offloaded"
-                    )
-                self._forget(known)
-                known = None
-            if known is None or known.is_revoked:
-                known = Export(secrets.token_hex(8), device_uuid, storage, share(storage))
-                self._exports[known.export_id] = known
-                self._ids[storage._cdata] = known.export_id
-            return known
+            new = sorted((one for one in storages if not self._is_exported(one)), key=_range_of)
+            if new:
+                export = Export(secrets.token_hex(8), device_uuid, new, share(new[0]))
+                self._exports[export.export_id] = export
+                self._ids.update((one._cdata, export.export_id) for one in new)
+            return [self._exports[self._ids[one._cdata]] for one in storages]
 
-    def open_here(self, claim: Claim, make: Callable[[torch.UntypedStorage], Mapping]) -> Mapping:
-        """A mapping for this process itself, of the storage as it is."""
+    def _is_exported(self, storage: torch.UntypedStorage) -> bool:
+        known = self._exports.get(self._ids.get(storage._cdata, ""))
+        if known is not None and known.has_moved:
+            if holders := self._holders(known):
+                raise StateError(
+                    f"this storage was resized while {_processes(holders)} had it open; "
+                    "call revoke(handle) before its memory is freed or offloaded"
+                )
+            self._forget(known)
+            return False
+        return known is not None and not known.is_revoked
+
+    def open_here(self, claim: Claim, make: Callable[[Export], Mapping]) -> Mapping:
+        """A mapping for this process itself, of a storage as it is."""
         with self._changed:
             export = self._exports.get(claim.export_id)
             reason = "was revoked" if export is None else export.refusal(claim)
             if export is None or reason:
                 raise StateError(refusal(claim.export_id, os.getpid(), reason))
-            mapping = make(export.storage)
+            mapping = make(export)
             export.mappings.append(mapping)
             return mapping
 
@@ -174,11 +201,12 @@ class Exporter:
                 IpcExport(
                     export.export_id,
                     export.device_uuid,
-                    0 if export.has_moved else export.address,
-                    export.storage_bytes,
+                    address if (address, nbytes) == _range_of(storage) else 0,
+                    nbytes,
                     self._holders(export),
                 )
                 for export in self._exports.values()
+                for storage, (address, nbytes) in zip(export.storages, export.ranges, strict=True)
             ]
 
     def _holders(self, export: Export) -> dict[int, int]:
@@ -191,8 +219,9 @@ class Exporter:
 
     def _forget(self, export: Export) -> None:
         del self._exports[export.export_id]
-        if self._ids.get(export.storage._cdata) == export.export_id:
-            del self._ids[export.storage._cdata]
+        for storage in export.storages:
+            if self._ids.get(storage._cdata) == export.export_id:
+                del self._ids[storage._cdata]
         if export.memory.descriptor is not None:
             os.close(export.memory.descriptor)
 
@@ -280,6 +309,10 @@ class Exporter:
             importer.connection.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def _range_of(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _tell(importer: _Importer, message: Message, deadline: float, descriptor: int | None = None) -> bool:

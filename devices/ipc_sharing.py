@@ -39,6 +39,13 @@ class Sharing(ABC):
             UnsupportedError: this memory cannot be shared; says what kind can.
         """
 
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        """The same number for storages that lie in one block of memory, which others open as a whole.
+
+        What ``share`` gives for the first of them, ``open`` then opens up to the end of the last.
+        """
+        return storage.data_ptr()
+
     @abstractmethod
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         """The storage that another process shared, without a copy, for use on this device.

@@ -161,7 +161,18 @@ class Memory(Part):
             UnsupportedError: this device's memory, or this block of it, cannot be shared; says why.
             InvalidInputError: the tensor is elsewhere, or is more than its memory (a subclass, quantized, conjugate).
         """
-        return self._sharing("export_ipc").export_tensor(tensor)
+        return self.export_ipc_together([tensor])[0]
+
+    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+        """``export_ipc`` of many tensors that are revoked together: those in one block of memory share an export.
+
+        An importer that has one of them open has the others too, and opens as many handles as there are blocks. A
+        storage that is exported already keeps the export that it has.
+
+        Raises:
+            UnsupportedError, InvalidInputError: as ``export_ipc``.
+        """
+        return self._sharing("export_ipc").export_tensors(tensors)
 
     def import_ipc(self, handle: IpcHandle, on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0) -> Mapping:
         """Open another process's tensor on this device, without a copy; opened once, however often it is imported.

@@ -196,12 +196,13 @@ class IpcHandle(_Handle):
     exporter: str
     """Where the exporting process answers importers: path of its Unix socket."""
     export_id: str
-    """Of the exported storage; all tensors in one storage share it, and it is opened once by each process."""
+    """Of the export; all tensors in one storage share it, and it is opened once by each process."""
     payload: bytes
     """The vendor's own name for the memory; empty where the exporter hands it over its socket."""
     storage_bytes: int
+    """Of what is exported: a storage, or several of one block with what lies between."""
     storage_offset_bytes: int
-    """Where the tensor begins in the exported storage."""
+    """Where the tensor begins in it."""
     dtype: str
     """Such as "bfloat16"."""
     shape: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -51,10 +52,11 @@ class AscendMemory(Memory):
             pool.empty_cache()
         npu().empty_cache()
 
-    def export_ipc(self, tensor: torch.Tensor) -> IpcHandle:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "npu":
-            check_format(tensor)
-        return super().export_ipc(tensor)
+    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "npu":
+                check_format(tensor)
+        return super().export_ipc_together(tensors)
 
 
 def check_format(tensor: torch.Tensor) -> None:

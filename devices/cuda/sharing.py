@@ -49,6 +49,10 @@ class CudaSharing(Sharing):
             start = driver.block_start(address)
             return SharedMemory(payload=_PAYLOAD.pack(driver.ipc_handle(start), address - start))
 
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        with driver.current(self._device.index):
+            return driver.block_start(storage.data_ptr())
+
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         handle, offset = _unpack(memory)
         with self._lock, driver.current(self._device.index):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -12,6 +13,11 @@ from torch import Tensor
 
 from rlcore.engines.offload.arena import Arena, Block, aligned
 from rlcore.engines.offload.storages import bytes_of
+
+_ROUNDED_TO = 512
+"""Bytes of an allocation by torch."""
+_MOST_PIECES = 16
+_SMALLEST_PIECE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +131,14 @@ class Departure:
 
 
 class Arrival:
-    """What is away of one set on its way back."""
+    """What is away of one set on its way back.
 
-    def __init__(self, cargo: Cargo) -> None:
+    With ``gathers`` torch's allocator is made to take memory from the device in few pieces, in which the storages then
+    lie: other processes open pieces, so that these tensors are shared with them quickly. They are not one piece, which
+    nobody else could have any of before all that lies in it has left again.
+    """
+
+    def __init__(self, cargo: Cargo, *, gathers: bool = False) -> None:
         self.cargo = cargo
         self._rest = deque(cargo.parcels)
         self._taken: list[Range] = []
@@ -137,6 +148,10 @@ class Arrival:
         self.largest_bytes = max((part.storage_bytes for parcel in self._rest for part in parcel.ranges), default=0)
         self.moved_bytes = self.taken_bytes = 0
         self.is_pinned = cargo.is_pinned
+        self._gathers = gathers
+        self._ungathered = deque(_allocations(self._rest).values() if gathers else ())
+        self._piece_bytes = max(_SMALLEST_PIECE, sum(self._ungathered) // _MOST_PIECES)
+        self._gathered_bytes = 0
 
     @property
     def is_over(self) -> bool:
@@ -154,6 +169,8 @@ class Arrival:
     def unpack(self) -> Parcel:
         """The next parcel, its storages there. Raises what torch raises when there is no memory; nothing is taken."""
         absent = self._absent()
+        if self._gathers:
+            self._gather(sum(_allocations(itertools.islice(self._rest, 1)).values()))
         try:
             for part in absent:
                 part.storage.resize_(part.storage_bytes)
@@ -164,6 +181,18 @@ class Arrival:
         self._taken += absent
         self.taken_bytes += sum(part.storage_bytes for part in absent)
         return self._rest.popleft()
+
+    def _gather(self, nbytes: int) -> None:
+        """See that so much is left of a piece, unless the device has none of that size."""
+        device = self._rest[0].ranges[0].storage.device
+        while self._ungathered and self._gathered_bytes < nbytes:
+            piece = 0
+            while self._ungathered and piece < self._piece_bytes:
+                piece += self._ungathered.popleft()
+            with contextlib.suppress(RuntimeError):  # such as torch.OutOfMemoryError
+                torch.empty(piece, dtype=torch.uint8, device=device)
+            self._gathered_bytes += piece
+        self._gathered_bytes -= nbytes
 
     def has_arrived(self, parcel: Parcel, arena: Arena) -> None:
         """Its bytes are on the device: the block is free."""
@@ -187,3 +216,13 @@ class Arrival:
     def _absent(self) -> list[Range]:
         """Of the next parcel; a storage has one range in it."""
         return [part for part in self._rest[0].ranges if not part.storage.nbytes()]
+
+
+def _allocations(parcels: Iterable[Parcel]) -> dict[int, int]:
+    """Absent storage -> bytes that torch's allocator takes for it; other memory has an owner of its own."""
+    return {
+        part.storage._cdata: -(-part.storage_bytes // _ROUNDED_TO) * _ROUNDED_TO
+        for parcel in parcels
+        for part in parcel.ranges
+        if isinstance(part.storage, torch.UntypedStorage) and not part.storage.nbytes()
+    }

@@ -103,8 +103,8 @@ class Resident:
         self._guard_users(self._guard, "offloaded")
         return Departure(self._cargo, ranges)
 
-    def arrival(self) -> Arrival:
-        return Arrival(self._cargo)
+    def arrival(self, *, gathers: bool) -> Arrival:
+        return Arrival(self._cargo, gathers=gathers)
 
     def has_left(self) -> None:
         self._is_away = True
@@ -148,7 +148,7 @@ def exchange(out: Sequence[Resident], in_: Sequence[Resident]) -> list[OffloadRe
     """
     if not out and not in_:
         return []
-    moves = Exchange(out, in_)
+    moves = Exchange(out, in_, gathers=not out)
     try:
         moves.transfer.run()
     except BaseException:
@@ -160,8 +160,12 @@ def exchange(out: Sequence[Resident], in_: Sequence[Resident]) -> list[OffloadRe
 class Exchange:
     """Residents of one device in this process, on their way; its users are guarded until it has ended."""
 
-    def __init__(self, out: Sequence[Resident], in_: Sequence[Resident]) -> None:
-        """Nothing has moved yet; raises what ``exchange`` does of storages that cannot be freed."""
+    def __init__(self, out: Sequence[Resident], in_: Sequence[Resident], *, gathers: bool = False) -> None:
+        """Nothing has moved yet; raises what ``exchange`` does of storages that cannot be freed.
+
+        Args:
+            gathers: see ``Arrival``.
+        """
         self._all = [*out, *in_]
         self._leaving = [resident for resident in out if not resident.is_away]
         self._arriving = [resident for resident in in_ if resident.is_away]
@@ -171,7 +175,7 @@ class Exchange:
         except BaseException:
             self.has_gone_back()
             raise
-        arrivals = [resident.arrival() for resident in self._arriving]
+        arrivals = [resident.arrival(gathers=gathers and not device.spec.is_host) for resident in self._arriving]
         self.transfer = Transfer(device, arena_of(device), departures, arrivals)
 
     def has_ended(self) -> list[OffloadReport]:

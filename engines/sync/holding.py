@@ -2,54 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from rlcore.engines.sharding import local_part, reshard
 from rlcore.engines.sync.source import Manifest, Source, describe
 from rlcore.nn import TrainModule
 from rlcore.weights.view import WeightView, whole
 
 
 class ModuleHolding:
-    """Of one rank of a module that is sharded over ``num_ranks``."""
+    """Of one rank of a module that is sharded over ``num_ranks``.
+
+    It is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+    """
 
     def __init__(self, module: TrainModule, num_ranks: int) -> None:
         self._module = module
         self._num_ranks = num_ranks
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
-        self._source: Source
+        self._source: Source | None = None
+        self._parts: list[Tensor] = []
+        self._addresses: list[int] | None = None
 
     @property
     def manifest(self) -> Manifest:
-        return self._current().manifest
+        return self._described.manifest
 
     def parts(self) -> list[Tensor]:
-        return self._current().parts()
+        source = self._look()
+        present = [part.data_ptr() for part in source.local_parameters()]
+        if present != self._addresses:
+            self._parts, self._addresses = source.parts(), present
+        return self._parts
 
     @torch.no_grad()
     def compute(self, weights: Sequence[int]) -> list[Tensor]:
-        self._current()
+        self._look()
         return [_computed(self._views[number]) for number in weights]
 
     def changes(self) -> list[int]:
-        return [local_part(parameter)._version for parameter in self._parameters()]
+        return [part._version for part in self._parts]
 
-    def _parameters(self) -> list[nn.Parameter]:
-        reshard(self._module)
-        return list(self._module.parameters())
+    @property
+    def _described(self) -> Source:
+        return self._source or self._look()
 
-    def _current(self) -> Source:
+    def _look(self) -> Source:
         """Described anew when the module has other parameters."""
-        present = self._parameters()
-        if len(present) != len(self._known) or any(a is not b for a, b in zip(present, self._known, strict=True)):
+        present = _resharded(self._module)
+        if self._source is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
             self._views = list(self._module.weight_views())
             self._source = describe(self._views, self._num_ranks)
-            self._known = present
+            self._known, self._addresses = present, None
         return self._source
+
+
+def _resharded(root: nn.Module) -> list[nn.Parameter]:
+    """All parameters, after what FSDP keeps gathered behind a forward without a backward was freed."""
+    modules = list(_modules(root))
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return [found for module in modules for found in module._parameters.values() if found is not None]
+
+
+def _modules(root: nn.Module) -> Iterator[nn.Module]:
+    """In some order; several times as fast as ``root.modules()``."""
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
 
 
 def _computed(found: WeightView) -> Tensor:

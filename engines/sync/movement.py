@@ -25,19 +25,41 @@ class Mover:
             )
             for piece in pieces
         ]
-        self._sources, self._destinations = list(sources), list(destinations)
+        self._from, self._to = _Side(list(sources)), _Side(list(destinations))
         self._copies: Copies | None = None
-        self._addresses: list[int] = []
 
     def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Queue all copies on the current stream."""
+        """Queue all copies on the current stream.
+
+        Args:
+            sources: the same mapping as in the last run says that none has moved; so do ``destinations``.
+        """
         if not self._pieces:
             return
-        from_, to = [sources[key] for key in self._sources], [destinations[key] for key in self._destinations]
-        addresses = [tensor.data_ptr() for tensor in (*from_, *to)]
-        if self._copies is None:
-            self._copies = Copies(self._pieces, from_, to)
-        elif addresses != self._addresses:
-            self._copies.bind(from_, to)
-        self._addresses = addresses
-        self._copies.run()
+        have_moved = [self._from.find(sources), self._to.find(destinations)]
+        copies, self._copies = self._copies, None  # they are kept only if they could be made ready
+        if copies is None:
+            copies = Copies(self._pieces, self._from.tensors, self._to.tensors)
+        elif any(have_moved):
+            copies.bind(self._from.tensors, self._to.tensors)
+        self._copies = copies
+        copies.run()
+
+
+class _Side:
+    """The tensors at one end of all pieces."""
+
+    def __init__(self, keys: list[Any]) -> None:
+        self._keys = keys
+        self._given: Mapping[Any, Tensor] | None = None
+        self._addresses: list[int] = []
+        self.tensors: list[Tensor] = []
+
+    def find(self, given: Mapping[Any, Tensor]) -> bool:
+        """Whether one has moved since it was found last."""
+        if given is self._given:
+            return False
+        self._given = given
+        self.tensors = [given[key] for key in self._keys]
+        before, self._addresses = self._addresses, [tensor.data_ptr() for tensor in self.tensors]
+        return before != self._addresses

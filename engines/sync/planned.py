@@ -23,6 +23,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     is_proven: bool
 
 
+def source_name(sender: int, number: int | str) -> str:
+    """Of a sender's tensor, among those of all senders."""
+    return f"{sender}/{number}"
+
+
 class Planned:
     """The pieces of a plan by sender; how they are cut and made ready is kept from round to round."""
 
@@ -74,10 +79,10 @@ class Planned:
         return self._movers[sender, bucket]
 
     def whole(self) -> Mover:
-        """From all senders' own tensors, named "sender/number", to the destinations."""
+        """From all senders' own tensors, by their ``source_name``, to the destinations."""
         if self._whole is None:
             named = [
-                piece._replace(source=f"{sender}/{piece.source}")
+                piece._replace(source=source_name(sender, piece.source))
                 for sender, own in enumerate(self.pieces)
                 for piece in own
             ]

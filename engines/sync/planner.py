@@ -13,10 +13,11 @@ from rlcore.engines.sync.regions import Copy, canonical
 from rlcore.engines.sync.slabs import Piece, dense
 from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.engines.sync.target import Target
+from rlcore.errors import SyncError
 
 
 class Planner:
-    """Of one receiver, ``number`` among all."""
+    """Of one receiver, ``number`` among all. Raises SyncError where the weights are those of another model."""
 
     def __init__(self, target: Target, manifest: Manifest, senders: Sequence[Place], place: Place, number: int) -> None:
         self.manifest = manifest
@@ -24,6 +25,8 @@ class Planner:
         self._number = number
         self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, place)]
         self._recording = record(*target.meta_model(), manifest)
+        if refusal := self._recording.refusal:
+            raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
         written = [one.destination for one in self._recording.written]
         self._target = target
         self._excluded = misfits(written, target.tensors())

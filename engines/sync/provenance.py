@@ -107,7 +107,7 @@ class _Provenance:
                 raise
             except Exception as error:  # whatever a loader does with a tensor that has no values
                 at = taken[-1] if taken else -1
-                self.failures.setdefault(at, f"its loader raised {type(error).__name__}: {error}")
+                self.failures.setdefault(at, failure_text(error))
                 _log.debug("recording: %s", self.failures[at], exc_info=True)
                 if not taken or len(self.failures) > _MAX_FAILURES:
                     return
@@ -240,6 +240,10 @@ class _Provenance:
 
 class Recorder(_Provenance, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode. Torch wraps a ``__torch_dispatch__`` of the mode's own class for its compiler, at 2 us an operation."""
+
+
+def failure_text(error: Exception) -> str:
+    return f"its loader raised {type(error).__name__}: {error}"
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

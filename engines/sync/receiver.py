@@ -6,8 +6,11 @@ Its methods take and give plain data, so that they can be called over any channe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
+from operator import is_not
 from typing import Any
 
 import msgspec
@@ -15,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.sync.meeting import Meeting
+from rlcore.engines.sync.opened import Opened
 from rlcore.engines.sync.place import Place, decoded, place_of
-from rlcore.engines.sync.planned import Planned, Summary
+from rlcore.engines.sync.planned import Planned, Summary, source_name
 from rlcore.engines.sync.planner import Planner
 from rlcore.engines.sync.proof import checksums
 from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
@@ -38,6 +42,8 @@ class Receiver:
         """Whose slabs and tensors are open."""
         self._planner: Planner | None = None
         self._plans: dict[str, Planned] = {}
+        self._loads: dict[tuple[int, ...], Planned] = {}
+        """Of ``plan_load``, by its weights."""
         self._scratch: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
         """The target's tensors, until something may put others in their place."""
@@ -47,7 +53,10 @@ class Receiver:
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
-        self._offered: list[Sender | list[Any]] = []
+        self._offered: list[Sender | Opened] = []
+        self._given: list[Mapping[int, Tensor]] = []
+        self._sources: dict[str, Tensor] = {}
+        """All that is in ``_given``."""
         self._slabs: list[Any] = []
         self._buffer: Tensor | None = None
         self._meeting: Meeting | None = None
@@ -108,7 +117,7 @@ class Receiver:
             read_bytes=planner.plan.needed_bytes,
             is_scratch=False,
         )
-        self._plans = {plan.digest: plan}
+        self._plans, self._loads = {plan.digest: plan}, {}
         return msgspec.msgpack.encode(
             Summary(
                 digest=plan.digest,
@@ -122,21 +131,23 @@ class Receiver:
         """Plan to have whole weights in scratch memory, by their numbers in the manifest; the plan's digest."""
         planner = self._planning()
         found = [planner.manifest.weights[number] for number in weights]
-        digest = f"{planner.manifest.digest}:{','.join(map(str, weights))}"
-        if digest not in self._plans:
-            self._plans[digest] = Planned(
-                digest,
-                planner.whole(weights),
+        if tuple(weights) not in self._loads:
+            pieces = planner.whole(weights)
+            self._loads[tuple(weights)] = Planned(
+                f"load:{hashlib.sha256(msgspec.msgpack.encode(pieces)).hexdigest()}",
+                pieces,
                 lambda: self._scratch,
                 read_bytes=sum(one.nbytes for one in found),
                 is_scratch=True,
             )
-        self._plans[digest].want_again()
+        plan = self._loads[tuple(weights)]
+        plan.want_again()
+        self._plans[plan.digest] = plan
         self._scratch = {
             one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype), device=self._device.torch_device)
             for one in found
         }
-        return digest
+        return plan.digest
 
     def _planning(self) -> Planner:
         if self._planner is None:
@@ -172,11 +183,14 @@ class Receiver:
         self._close_offers()
         opened = 0
         for offer in (decoded(one, Offer, "offer") for one in offers):
-            if offer.handles is None:
-                self._offered.append(sender_here(offer.epoch))
-                continue
-            self._offered.append([None if one is None else self._import(one) for one in offer.handles])
-            opened += len({one.export_id for one in offer.handles if one is not None})
+            here = sender_here(offer.epoch)
+            if here is not None:
+                self._offered.append(here)
+            elif offer.handles is None:
+                raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
+            else:
+                self._offered.append(Opened(offer, self._import))
+                opened += len(offer.handles)
         return opened
 
     def _import(self, handle: IpcHandle) -> Any:
@@ -189,28 +203,30 @@ class Receiver:
 
     def _close_offers(self) -> None:
         for offered in self._offered:
-            for mapping in offered if isinstance(offered, list) else ():
-                if mapping is not None:
-                    mapping.close()
-        self._offered = []
+            if isinstance(offered, Opened):
+                offered.close()
+        self._offered, self._given, self._sources = [], [], {}
 
     def pull(self, round_id: int, digest: str) -> int:
         """Copy a whole plan from the senders' tensors; its bytes. Done on the device when this returns."""
         plan = self._writing(round_id, digest)
         with self._using:
-            plan.whole().run(self._sources(), plan.destinations())
+            plan.whole().run(self._found_sources(), plan.destinations())
             self._device.synchronize()
         plan.is_pulled = True
         return plan.read_bytes
 
-    def _sources(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for sender, offered in enumerate(self._offered):
-            if isinstance(offered, list):
-                found |= {f"{sender}/{number}": one.tensor for number, one in enumerate(offered) if one is not None}
-            else:
-                found |= {f"{sender}/{number}": one for number, one in offered.tensors().items()}
-        return found
+    def _found_sources(self) -> dict[str, Tensor]:
+        """The senders' tensors by ``source_name``; the same mapping while none has moved."""
+        given = [offered.tensors() for offered in self._offered]
+        if len(given) != len(self._given) or any(map(is_not, given, self._given)):
+            self._given = given
+            self._sources = {
+                source_name(sender, number): tensor
+                for sender, tensors in enumerate(given)
+                for number, tensor in tensors.items()
+            }
+        return self._sources
 
     def _plan(self, round_id: int, digest: str) -> Planned:
         self._check_round(round_id)
@@ -377,4 +393,4 @@ class Receiver:
     def close(self) -> None:
         """Let go of everything of others."""
         self.abandon()
-        self._planner, self._plans = None, {}
+        self._planner, self._plans, self._loads = None, {}, {}

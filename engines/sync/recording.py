@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +28,7 @@ from rlcore.engines.sync.provenance import (
     Origin,
     Recorder,
     Weighted,
+    failure_text,
     offset_of,
     storage_key,
     weights_of,
@@ -91,6 +92,8 @@ class Recording:
     """Weights for which the loader raised, and what; -1: with none in its hands."""
     idle: frozenset[int]
     """Weights that reach nothing, such as experts of other workers."""
+    refusal: str = ""
+    """Why these are the weights of another model, so that no load of them can be complete; or ""."""
 
 
 def record(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Recording:
@@ -107,9 +110,36 @@ def record(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> R
     recorder = Recorder(manifest)
     for tensor in before.values():
         recorder.watch(tensor)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with _no_collection(), torch.no_grad(), recorder:
         recorder.feed(load_weights)
-    return _Reader(recorder, _named_tensors(model), manifest).recording(before)
+    recording = _Reader(recorder, _named_tensors(model), manifest).recording(before)
+    refusal = _refused(load_weights, manifest, recorder.failures) or _missed(recording.untouched, parameters)
+    return replace(recording, refusal=refusal)
+
+
+@torch.no_grad()
+def _refused(load_weights: LoadWeights, manifest: Manifest, failures: dict[int, str]) -> str:
+    """A weight that the loader takes no better when it has values, so that it is not meta that it objects to."""
+    for number, failure in failures.items():
+        if number < 0 or "meta" in failure.lower():
+            continue
+        weight = manifest.weights[number]
+        try:
+            load_weights([(weight.name, torch.zeros(weight.shape, dtype=dtype_of(weight.dtype)))])
+        except Exception as error:
+            found = failure_text(error)
+            if found.partition(":")[0] == failure.partition(":")[0]:  # of one kind; devices word them differently
+                return f"{found}, for the weight {weight.name!r} of shape {list(weight.shape)}"
+    return ""
+
+
+def _missed(untouched: list[Destination], parameters: set[str]) -> str:
+    missed = [one.name for one in untouched if not parameters.isdisjoint((one.name, *one.aliases))]
+    if not missed:
+        return ""
+    rest = f" and {len(missed) - 1} more parameters" if len(missed) > 1 else ""
+    return f"no weight reaches {missed[0]!r}{rest}"
 
 
 @contextlib.contextmanager

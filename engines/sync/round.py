@@ -7,11 +7,13 @@ they are poisoned: only a complete round, or a reload, ends that. A staged round
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlcore.engines.sync.options import Clock, RoundOptions
 from rlcore.engines.sync.parties import Parties
@@ -29,7 +31,8 @@ _GRACE_S = 10.0
 """For giving up what a failed round holds."""
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """What these very senders and receivers know of each other."""
 
     key: tuple[Any, ...]
@@ -46,7 +49,7 @@ class Agreement(NamedTuple):
     def digests(self) -> list[str]:
         return [summary.digest for summary in self.summaries]
 
-    @property
+    @functools.cached_property
     def fallback(self) -> list[int]:
         """Weights that some receiver leaves to its engine's own loader, by their numbers."""
         names = {name for summary in self.summaries for name in summary.fallback}
@@ -214,7 +217,7 @@ class _Round:
     def _prove(self) -> None:
         summaries = self._all_receivers("prove")
         found = [decoded(summary, Summary, "summary") for summary in summaries]
-        self._rounds.agreement = self._agreed._replace(summaries=found)
+        self._rounds.agreement = replace(self._agreed, summaries=found)
 
     def _check_can_stage(self) -> None:
         if fallback := self._agreed.fallback:

@@ -5,9 +5,10 @@ Its methods take and give plain data, so that they can be called over any channe
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,7 +19,7 @@ from rlcore.engines.sync.movement import Mover
 from rlcore.engines.sync.place import decoded, place_of
 from rlcore.engines.sync.slabs import Bucket, Piece, Slabs, check_slot_bytes, fill, packing, stamp, views
 from rlcore.engines.sync.source import Manifest
-from rlcore.errors import StateError, SyncError
+from rlcore.errors import StateError
 from rlcore.types import IpcHandle
 
 _here: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
@@ -33,21 +34,35 @@ class Holding(Protocol):
         """The same on all ranks; another one after the module has been changed."""
 
     def parts(self) -> list[Tensor]:
-        """This rank's rows of each parameter, plain and contiguous."""
+        """This rank's rows of each parameter, plain and contiguous; the same list while none has moved."""
 
     def compute(self, weights: Sequence[int]) -> list[Tensor]:
         """Whole weights that are no views, by their numbers in the manifest; all ranks call it together."""
 
     def changes(self) -> list[int]:
-        """What in-place operations change; empty where that cannot be told."""
+        """What in-place operations change of these parts; empty where that cannot be told."""
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one tensor is."""
+
+    number: int
+    """As in ``Sender.tensors``."""
+    handle: int
+    """Index in ``Offer.handles``."""
+    offset_bytes: int
+    numel: int
+    dtype: str
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """How a receiver reaches the tensors of one sender."""
+    """How a receiver reaches the tensors of one sender; one in the sender's process has them without handles."""
 
     epoch: str
-    handles: list[IpcHandle | None] | None = None
-    """Of each part; None for an empty one. None: the receiver is in the sender's process."""
+    handles: list[IpcHandle] | None = None
+    """Of blocks of memory, as bytes; None: it cannot be reached from other processes."""
+    tensors: list[Offered] = []
+    """Those that are not empty."""
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +87,15 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True):
     receivers: list[list[int]]
 
 
-def sender_here(epoch: str) -> Sender:
-    """Raises SyncError if it is not in this process."""
-    found = _here.get(epoch)
-    if found is None:
-        raise SyncError(f"sender {epoch} is not, or no longer, in this process; sync again")
-    return found
+def sender_here(epoch: str) -> Sender | None:
+    """The sender if it lives in this process."""
+    return _here.get(epoch)
+
+
+def _whole(handle: IpcHandle) -> IpcHandle:
+    """All that is exported with a tensor, as bytes."""
+    nbytes = handle.storage_bytes
+    return dataclasses.replace(handle, storage_offset_bytes=0, dtype="uint8", shape=(nbytes,), stride=(1,))
 
 
 class Sender:
@@ -91,6 +109,8 @@ class Sender:
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._movers: dict[tuple[str, int, int], Mover] = {}
         self._parts: dict[int, Tensor] = {}
+        self._listed: list[Tensor] = []
+        self._addresses: list[int] = []
         self._computed: dict[int, Tensor] = {}
         self._exports: dict[str, IpcHandle] = {}
         self._num_revoked = 0
@@ -111,8 +131,8 @@ class Sender:
             number, and ``is_same`` for all ranks to see.
         """
         self._device.synchronize()
-        self._parts = dict(enumerate(self._holding.parts()))
-        manifest, changes = self._holding.manifest.digest, self._holding.changes()
+        self._look(again=not is_same)
+        manifest, changes = self._holding.manifest.digest, self._changes()
         return [self.describe(), manifest, changes, self._num_revoked, secrets.randbits(60), is_same]
 
     def abandon(self, meeting: str) -> None:
@@ -131,9 +151,24 @@ class Sender:
         self._computed = dict(zip((first + one for one in weights), self._holding.compute(weights), strict=True))
         self._device.synchronize()
 
-    def tensors(self) -> dict[int, Tensor]:
-        """By number: this rank's rows of parameters, since ``begin``; computed weights are counted after them."""
-        return self._parts | self._computed
+    def tensors(self) -> Mapping[int, Tensor]:
+        """By number: this rank's rows of parameters, since ``begin``; computed weights are counted after them.
+
+        The same mapping while none has moved.
+        """
+        return self._parts | self._computed if self._computed else self._parts
+
+    def _look(self, *, again: bool) -> None:
+        """Find the parts where they lie now; without ``again`` they are the tensors they were."""
+        parts = self._holding.parts() if again or not self._parts else self._listed
+        addresses = [part.data_ptr() for part in parts]
+        if parts is not self._listed or addresses != self._addresses:
+            self._listed, self._addresses = parts, addresses
+            self._parts = dict(enumerate(parts))
+
+    def _changes(self) -> list[int]:
+        versions = self._holding.changes()
+        return [hash(tuple(versions))] if versions else []
 
     # ------------------------------------------------------------------------------------------ local, direct
 
@@ -145,13 +180,16 @@ class Sender:
         """
         if not is_shared:
             return msgspec.msgpack.encode(Offer(epoch=self._place.epoch))
-        handles = [self._exported(part) if part.numel() else None for part in self._parts.values()]
-        return msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=handles))
-
-    def _exported(self, part: Tensor) -> IpcHandle:
-        handle: IpcHandle = self._device.memory.export_ipc(part)
-        self._exports[handle.export_id] = handle
-        return handle
+        parts = {number: part for number, part in self._parts.items() if part.numel()}
+        handles: list[IpcHandle] = self._device.memory.export_ipc_together(list(parts.values()))
+        self._exports |= {handle.export_id: handle for handle in handles}
+        blocks = {handle.export_id: _whole(handle) for handle in handles}
+        numbers = {export_id: index for index, export_id in enumerate(blocks)}
+        offered = [
+            Offered(number, numbers[handle.export_id], handle.storage_offset_bytes, part.numel(), handle.dtype)
+            for (number, part), handle in zip(parts.items(), handles, strict=True)
+        ]
+        return msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=list(blocks.values()), tensors=offered))
 
     def revoke(self, timeout_s: float = 30.0) -> None:
         """Take the weights' exports back, before their memory leaves the device.
@@ -237,11 +275,11 @@ class Sender:
         """What in-place changes change, after the last byte has been read."""
         self._computed = {}
         self._device.synchronize()
-        return self._holding.changes()
+        return self._changes()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Give back everything that others may have open."""
-        self._parts, self._computed = {}, {}
+        self._parts, self._listed, self._computed = {}, [], {}
         for meeting in list(self._meetings):
             self.leave(meeting)
         self.revoke(timeout_s)

@@ -50,6 +50,12 @@ class Bucket(NamedTuple):
     nbytes: int
     """Of the slot, with header and gaps."""
     payload_bytes: int
+    dtypes: frozenset[str]
+    """In which its pieces travel."""
+
+
+def _bucket(pieces: list[Piece], offsets: list[int], nbytes: int, payload_bytes: int) -> Bucket:
+    return Bucket(pieces, offsets, nbytes, payload_bytes, frozenset(piece.dtype for piece in pieces))
 
 
 def fill(pieces: Iterable[Piece], slot_bytes: int) -> list[Bucket]:
@@ -62,14 +68,14 @@ def fill(pieces: Iterable[Piece], slot_bytes: int) -> list[Bucket]:
     for piece in _cut_to(pieces, room):
         nbytes = piece.nbytes
         if used + nbytes > slot_bytes:
-            buckets.append(Bucket(current, offsets, used, payload))
+            buckets.append(_bucket(current, offsets, used, payload))
             current, offsets, used, payload = [], [], ALIGNMENT, 0
         current.append(piece)
         offsets.append(used)
         payload += nbytes
         used += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if current:
-        buckets.append(Bucket(current, offsets, used, payload))
+        buckets.append(_bucket(current, offsets, used, payload))
     return buckets
 
 
@@ -169,7 +175,7 @@ def slot_of(memory: Tensor, number: int) -> Tensor:
 
 def views(slot: Tensor, bucket: Bucket) -> dict[str, Tensor]:
     """The slot in each dtype of its pieces."""
-    return {dtype: slot.view(dtype_of(dtype)) for dtype in {piece.dtype for piece in bucket.pieces}}
+    return {dtype: slot.view(dtype_of(dtype)) for dtype in bucket.dtypes}
 
 
 def check_slot_bytes(slot_bytes: int) -> None:

@@ -99,6 +99,11 @@ class Source:
         self.manifest = manifest
         self._parameters = parameters
 
+    @torch.no_grad()
+    def local_parameters(self) -> list[Tensor]:
+        """The module's own tensors, of which ``parts`` are aliases."""
+        return [local_part(parameter) for parameter in self._parameters]
+
     def parts(self) -> list[Tensor]:
         """What this rank holds of each parameter, in the manifest's order and its memory: [rows, ...], contiguous."""
         return [_part(parameter) for parameter in self._parameters]
@@ -126,7 +131,7 @@ class _Describer:
         self._known: dict[Any, tuple[Rows, ...] | None] = {}
 
     def weight(self, found: WeightView) -> Weight:
-        name, parameter, view, _ = found
+        name, parameter, view = found[:3]
         index = None if parameter is None else self._index(parameter)
         return Weight(name, tuple(view.shape), dtype_name(view.dtype), index, int(view.storage_offset()), view.stride())
 

@@ -627,4 +627,4 @@ def test_a_full_shared_memory_is_an_error(make_peer: MakePeer, device: Any) -> N
 def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / ("x" * 100)))
     with pytest.raises(StateError, match=r"^no socket for IPC could be made at .*; set RLCORE_RUNTIME to a short path"):
-        Exporter().export(torch.zeros(1).untyped_storage(), "", lambda storage: None)  # type: ignore[arg-type,return-value]
+        Exporter().export([torch.zeros(1).untyped_storage()], "", lambda storage: None)  # type: ignore[arg-type,return-value]

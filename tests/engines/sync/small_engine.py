@@ -155,6 +155,8 @@ class SmallModel(nn.Module):
             case ["norm", _]:
                 layer.norm.copy_(weight)
             case ["A_log"]:
+                if not weight.is_meta and weight.isnan().any():
+                    raise ValueError("A_log is not a number")
                 layer.A.copy_(-torch.exp(self._cut(weight, 0).float()))
             case _:
                 raise KeyError(".".join(rest))
@@ -199,7 +201,8 @@ class SmallWorker(Worker):
 
     def build(self, path: Path, *, sizes: tuple[Any, ...], shards: int = 1, dtype: str = "float32") -> None:
         self._shape = Sizes(*sizes), self._context.rank % shards, shards, getattr(torch, dtype)
-        self.model = self.new_model()
+        with torch.device(self.device.torch_device):
+            self.model = self.new_model()
         self.model.load_weights(load_file(path).items())
         self.versions: list[int] = []
         self.receiver = Receiver(SmallTarget(self))
@@ -215,7 +218,7 @@ class SmallWorker(Worker):
         return call_each([self.receiver], method, calls)
 
     def held(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()}
 
     def committed_versions(self) -> list[int]:
         return self.versions
@@ -225,9 +228,16 @@ class SmallWorker(Worker):
         super().close()
 
 
+class ApartWorker(SmallWorker):
+    """In a process of its own, as vLLM's are."""
+
+    owns_process = True
+
+
 def register() -> None:
-    """Make it known as the inference executor "small"."""
+    """Make them known as the inference executors "small" and "small_apart"."""
     registry().executors["inference", "small"] = (f"{__name__}:SmallWorker", "the tests")
+    registry().executors["inference", "small_apart"] = (f"{__name__}:ApartWorker", "the tests")
 
 
 def write(weights: Mapping[str, Tensor], path: Path) -> Path:

@@ -88,6 +88,25 @@ def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -
     assert unpack(pair) > 0
 
 
+def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
+    """Its end was not written, or its header says less than the plan."""
+    slot = slot_of(pair.receiver._slabs[0].tensor, 0)
+    words = slot.view(torch.int64)
+    nbytes = int(words[2])
+    whole = slot.clone()
+    for cut in (slot[nbytes - 512 : nbytes], slot[512:nbytes], slot[:nbytes]):
+        cut.zero_()
+        with pytest.raises(SyncError, match=r"another sum|was expected in a slab"):
+            unpack(pair)
+        slot.copy_(whole)
+    words[2] = nbytes - 512
+    with pytest.raises(SyncError, match=rf"with {nbytes} bytes, and it holds bucket 0 of round 5, with {nbytes - 512}"):
+        unpack(pair)
+    assert pair.model.layer0.norm.isnan().all(), "nothing was copied"
+    slot.copy_(whole)
+    assert unpack(pair) > 0
+
+
 def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:
     with pytest.raises(SyncError, match=r"a message of weight sync 4 came within 5"):
         unpack(pair, round_id=4)
@@ -199,6 +218,9 @@ class Fault(NamedTuple):
     route: str
 
 
+BEFORE_ANY_BYTE = ["begin", "manifest", "prepare", "open_slabs", "take_plan", "pieces", "join", "offer", "open_offers"]
+
+
 def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """One fault in one round; afterwards both sides work again."""
     train, infer = engines
@@ -217,7 +239,7 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     assert ("rank " if route == "collective" else "rank 1") in told
     assert infer.sync_state in ("serving", "poisoned")
     if infer.sync_state == "serving":
-        assert method in ("begin", "manifest", "prepare", "open_slabs", "take_plan", "pieces", "join")
+        assert method in BEFORE_ANY_BYTE
     broken = train if side == "trainer" else infer
     with pytest.raises(StateError, match=r"call restart\(\)"):
         broken.memory_report()
@@ -268,22 +290,56 @@ def test_a_process_that_ends_or_stops_at_any_step(
     harm(engines, monkeypatch, fault)
 
 
-def test_nothing_is_left_after_many_rounds(engines: Engines) -> None:
+class Held(NamedTuple):
+    """By the user's process and all workers, each."""
+
+    descriptors: list[int]
+    threads: list[int]
+    shared_mappings: list[int]
+    shared_bytes: list[int]
+    """Of shared memory that is in use."""
+    names: set[str]
+    """In /dev/shm."""
+
+    @classmethod
+    def now(cls, processes: list[int]) -> Held:
+        return cls(
+            [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes],
+            [len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in processes],
+            [Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/") for pid in processes],
+            [_status(pid, "RssShmem") for pid in processes],
+            shared_memory(),
+        )
+
+
+def _status(pid: int, field: str) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition(f"{field}:")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    "route", ["packed", *(pytest.param(route, marks=pytest.mark.slow) for route in ("direct", "collective"))]
+)
+def test_nothing_is_left_after_many_rounds(engines: Engines, route: str) -> None:
     train, infer = engines
     workers = [*train.executors[0].workers, *infer.executors[0].workers]
+    processes = [os.getpid(), *(worker.process_id for worker in workers)]
 
-    def held() -> list[int]:
-        return [len(list(Path(f"/proc/{worker.process_id}/fd").iterdir())) for worker in workers]
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            train.add(0.01)
+            opened = train.sync_weights(infer, route=route, slab_bytes=SLAB).handles_opened
+        assert opened == 0
 
-    train.add(0.01)
-    train.sync_weights(infer, slab_bytes=SLAB)
-    descriptors, shared = held(), shared_memory()
-    for _ in range(50):
-        train.add(0.01)
-        assert train.sync_weights(infer, slab_bytes=SLAB).handles_opened == 0
-    assert held() == descriptors
-    assert shared_memory() == shared
+    rounds(5)  # what is kept is there
+    before, private = Held.now(processes), [_status(pid, "RssAnon") for pid in processes]
+    rounds(50)
+    assert Held.now(processes) == before
+    grown = [_status(pid, "RssAnon") - was for pid, was in zip(processes, private, strict=True)]
+    assert max(grown) < 4096, f"KiB of private memory that were left by 50 rounds: {grown}"
     check(engines)
+    if route == "direct":  # the host's weights are shared memory now
+        train.restart()
 
 
 def test_full_memory_is_found_before_anything_is_written(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -204,6 +205,7 @@ def test_it_is_no_copy(what: str) -> None:
     given = {recording.manifest.weights[number].name for number in plan.fallback_weights}
     reached = what not in ("no weight", "taken away")
     assert given == ({"w"} if reached else set())
+    assert bool(recording.refusal) == (what == "an error behind the copy"), "others need values, or do well without"
     assert plan.fallback_bytes == (6 * 4 * 4 if reached else 0)
 
 
@@ -260,6 +262,37 @@ def test_the_loaders_own_refusal_of_a_model_is_raised() -> None:
 
     with pytest.raises(SyncError, match="another model's"):
         record(nn.Linear(1, 1, device="meta"), refuse, describe([], 1).manifest)
+
+
+def _wants_other_rows(model: Model, w: Tensor) -> None:
+    model.a.p.data[:3].copy_(w)
+
+
+def _asks_for_values_and_fails(model: Model, w: Tensor) -> None:
+    if w.is_meta:
+        raise RuntimeError("cannot be called on meta tensors")
+    raise ValueError("never of these")
+
+
+def _fails_on_meta_alone(model: Model, w: Tensor) -> None:
+    model.a.p.data.copy_(w)
+    if w.is_meta:
+        raise ValueError("no pointer")
+
+
+REFUSED: dict[str, tuple[Load, str]] = {
+    "another name": (lambda m, w: {}["w"], r"its loader raised KeyError: 'w', for the weight 'w' of shape \[6, 4\]"),
+    "another shape": (_wants_other_rows, r"its loader raised RuntimeError: .*3.*6.* for the weight 'w'"),
+    "none for a parameter": (lambda m, w: None, r"^no weight reaches 'a.p'$"),
+    "values are wanted": (_asks_for_values_and_fails, "^$"),
+    "a place is wanted": (_fails_on_meta_alone, "^$"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_weights_of_another_model(what: str) -> None:
+    load, refusal = REFUSED[what]
+    assert re.search(refusal, recorded(load).refusal)
 
 
 def test_names_of_one_memory_are_one_destination() -> None:

@@ -159,10 +159,35 @@ def test_offloading_the_trainer_takes_its_exports_back(trainer: Any, apart: rlco
     check(trainer, apart, 1, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (SIZES._replace(hidden=12), "its loader raised RuntimeError: The size of tensor"),
+        (SIZES._replace(layers=3), "its loader raised AttributeError: .* for the weight 'layers.2."),
+        (SIZES._replace(layers=1), r"no weight reaches 'layer1.\w+' and \d more parameters"),
+    ],
+    ids=["width", "more", "fewer"],
+)
+def test_another_model_is_refused_before_anything_is_written(
+    trainer: Any, apart: rlcore.InferenceEngine, other: Sizes, reason: str
+) -> None:
+    before = held(apart)
+    with rlcore.TrainEngine(Checkpoint(checkpoint(other))) as engine:
+        engine.build(devices="cpu:7")
+        with pytest.raises(SyncError, match=f"is not the engine's, which still serves its old weights: {reason}"):
+            engine.sync_weights(apart)
+    assert apart.sync_state == "serving"
+    for name, tensor in held(apart)[0].items():
+        assert torch.equal(tensor, before[0][name])
+
+
 def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
     folder: Path, trainer: Any, apart: rlcore.InferenceEngine
 ) -> None:
-    with rlcore.TrainEngine(Checkpoint(checkpoint(Sizes(hidden=12)))) as engine:
+    """It objects to values alone, which are not known before."""
+    weights = checkpoint(SIZES)
+    weights["layers.1.A_log"][0] = torch.nan
+    with rlcore.TrainEngine(Checkpoint(weights)) as engine:
         engine.build(devices="cpu:7")
         with pytest.raises(SyncError, match=r"stopped midway: .* holds a mixture and refuses to generate"):
             engine.sync_weights(apart)

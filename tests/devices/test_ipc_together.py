@@ -1,0 +1,112 @@
+"""Storages of one block of memory that are exported together: claimed, opened and revoked as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.errors import StateError
+from rlcore.types import IpcHandle
+
+from .conftest import Peer, PeerError
+from .one_block import OneBlock
+
+pytestmark = pytest.mark.usefixtures("runtime_folder")
+
+VALUES = [[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
+IMPORT = """
+mappings = [device.memory.import_ipc(handle_of(text)) for text in texts]
+result = [mapping.tensor.tolist() for mapping in mappings]
+"""
+
+
+@pytest.fixture
+def tensors(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """In one block, each in a storage of its own."""
+    if device.type != "cpu":  # the allocator has small ones in one block of 2 MiB
+        yield [torch.tensor(values, device=device.torch_device) for values in VALUES]
+        return
+    block = OneBlock(device)
+    monkeypatch.setattr(device.memory._ipc, "_sharing", block)
+    peer.run(
+        "import sys; sys.path.insert(0, folder)\n"
+        "from one_block import OneBlock\n"
+        "real, device.memory._ipc._sharing = device.memory._ipc._sharing, OneBlock(device)\n"
+        "OneBlock.opened.clear()",
+        folder=str(Path(__file__).parent),
+    )
+    yield [block.tensor(offset, values) for offset, values in zip([1024, 0, 4096], VALUES, strict=True)]
+    peer.run("device.memory._ipc._sharing = real")
+
+
+def together(device: Any, tensors: list[torch.Tensor]) -> tuple[list[IpcHandle], list[str]]:
+    device.synchronize()
+    handles = device.memory.export_ipc_together(tensors)
+    return handles, [handle.to_bytes().hex() for handle in handles]
+
+
+def test_one_export_is_claimed_and_opened_once(device: Any, peer: Peer, tensors: list[torch.Tensor]) -> None:
+    handles, texts = together(device, [*tensors, tensors[1][1:]])
+    assert len({handle.export_id for handle in handles}) == 1
+    assert peer.run(IMPORT, texts=texts) == [*VALUES, VALUES[1][1:]]
+    if device.type == "cpu":
+        assert peer.run("result = device.memory._ipc._sharing.opened") == [0], "from the first storage on"
+    rows = [row for row in device.memory.ledger() if row.export_id == handles[0].export_id]
+    assert {row.address for row in rows} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert [row.claims for row in rows] == [{peer.pid: 1}] * 3
+    with pytest.raises(StateError, match=r"still open in process \d+ after 0.1 s"):
+        device.memory.revoke(handles[2], timeout_s=0.1)
+    peer.run("for mapping in mappings: mapping.close()")
+    device.memory.revoke(handles[2])
+    assert not [row for row in device.memory.ledger() if row.export_id == handles[0].export_id]
+
+
+def test_what_was_exported_alone_keeps_its_export(device: Any, peer: Peer, tensors: list[torch.Tensor]) -> None:
+    alone = device.memory.export_ipc(tensors[0])
+    handles, texts = together(device, tensors)
+    assert handles[0].export_id == alone.export_id
+    assert len({handle.export_id for handle in handles}) == 2
+    peer.run(IMPORT, texts=texts[:1])
+    device.memory.revoke(handles[1])  # nobody has that one open
+    assert peer.run("result = mappings[0].tensor.tolist()") == VALUES[0]
+    assert together(device, tensors)[0][0].export_id == alone.export_id
+    peer.run("mappings[0].close()")
+    for export_id, handle in {handle.export_id: handle for handle in together(device, tensors)[0]}.items():
+        assert export_id == handle.export_id
+        device.memory.revoke(handle)
+
+
+def test_the_exporter_itself_opens_each(device: Any, tensors: list[torch.Tensor]) -> None:
+    handles, _ = together(device, tensors)
+    mappings = [device.memory.import_ipc(handle) for handle in handles]
+    assert [mapping.tensor.tolist() for mapping in mappings] == VALUES
+    assert [mapping.tensor.data_ptr() for mapping in mappings] == [tensor.data_ptr() for tensor in tensors]
+    for mapping in mappings:
+        mapping.close()
+    device.memory.revoke(handles[0])
+
+
+def test_one_that_was_freed_ends_the_export_of_all(device: Any, peer: Peer, tensors: list[torch.Tensor]) -> None:
+    handles, texts = together(device, tensors)
+    free(tensors[2])
+    with pytest.raises(PeerError, match=r"^StateError: export \w+ of process \d+ was freed or resized by its owner"):
+        peer.run(IMPORT, texts=texts[:1])
+    again, texts = together(device, tensors[:2])
+    assert again[0].export_id == again[1].export_id != handles[0].export_id, "nobody had it open"
+    peer.run(IMPORT, texts=texts)
+    free(tensors[0])
+    with pytest.raises(StateError, match=rf"resized while process {peer.pid} had it open"):
+        together(device, tensors[:2])
+    peer.run("for mapping in mappings: mapping.close()")
+
+
+def free(tensor: torch.Tensor) -> None:
+    storage: Any = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+    else:  # of the test's own block
+        storage._swap_data_ptr_(torch.zeros(storage.nbytes() // 4).untyped_storage())
