@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
 from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches, on_device
@@ -99,23 +101,39 @@ def train_step(
             metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
         with phase("train_batch: clip"):
             grad_norm = _clip(module, options.max_grad_norm)
-            is_finite = bool(torch.isfinite(grad_norm))
-        if not is_finite:
-            raise RlcoreError(
-                f"the gradient norm of this batch is {float(grad_norm)}: no step was taken and the gradients were "
-                "dropped. Look at the batch's values and at the loss function"
-            )
         with phase("train_batch: optimizer"):
-            for optimizer in optimizers.values():
-                optimizer.step()
+            _step_if_finite(optimizers.values(), grad_norm)
     finally:
         for optimizer in optimizers.values():
             optimizer.zero_grad()
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
+    with phase("train_batch: metrics"):
+        found = metrics.result() | {"grad_norm": float(grad_norm)} | rates
+    if not math.isfinite(found["grad_norm"]):
+        raise RlcoreError(
+            f"the gradient norm of this batch is {found['grad_norm']}: no step was taken and the gradients were "
+            "dropped. Look at the batch's values and at the loss function"
+        )
     for scheduler in schedulers_of(module).values():
         scheduler.step()
-    with phase("train_batch: metrics"):
-        return metrics.result() | {"grad_norm": float(grad_norm)} | rates
+    return found
+
+
+def _step_if_finite(optimizers: Collection[Optimizer], grad_norm: Tensor) -> None:
+    """Fused optimizers ask the device whether to step, as torch's GradScaler has them do; others make the host wait."""
+    is_finite = torch.isfinite(grad_norm)
+    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
+        if is_finite:
+            for optimizer in optimizers:
+                optimizer.step()
+        return
+    for optimizer in optimizers:
+        asking: Any = optimizer
+        asking.grad_scale, asking.found_inf = None, (~is_finite).float()
+        try:
+            optimizer.step()
+        finally:
+            del asking.grad_scale, asking.found_inf
 
 
 def _accumulate(

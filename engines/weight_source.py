@@ -41,6 +41,10 @@ class WeightSource(Mapping[str, TensorSlices]):
         self.is_whole = is_whole
         """Read whole into host memory and converted, rather than a slice at a time."""
 
+    def renamed(self, names: Mapping[str, str]) -> WeightSource:
+        """With these tensors alone: new name -> name here."""
+        return WeightSource({new: self._named[name] for new, name in names.items()}, is_whole=self.is_whole)
+
     def __getitem__(self, name: str) -> TensorSlices:
         return TensorSlices(self._named[name])
 
@@ -62,8 +66,8 @@ def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
         return WeightSource(source)
     with errors_named(source):
         named = in_files(_files(source))
-    if named and not module.needs_conversion(named.keys()):
-        return named
+    if named and (stored := module.stored_names(named.keys())) is not None:
+        return named.renamed(stored)
     if not named and type(module).converted_weights is TrainModule.converted_weights:
         raise CheckpointError(f"no safetensors file at {source}")
     _log.warning(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -31,6 +32,8 @@ from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
 from rlcore.weights.view import Adapters, WeightView, seen_in, whole
+
+_log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
 """Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin."""
@@ -98,7 +101,7 @@ class TrainModule(nn.Module):
         A view of a sharded parameter is one of the gathered parameter, so all ranks take all weights together.
         """
         last: Tensor | None = None
-        for name, parameter, view, compute in self.weight_views(adapters):
+        for name, parameter, view, compute, _ in self.weight_views(adapters):
             if compute is not None:
                 yield name, compute()
                 continue
@@ -114,9 +117,10 @@ class TrainModule(nn.Module):
         """Names of the classes whose modules are gathered, recomputed and compiled one at a time: the blocks."""
         return ()
 
-    def needs_conversion(self, names: Collection[str]) -> bool:
-        """Whether tensors of these names in ``materialization_source()`` are not this module's own, name by name."""
-        return False
+    def stored_names(self, names: Collection[str]) -> Mapping[str, str] | None:
+        """What ``materialization_source()``, which has ``names``, calls the tensors that ``weight_views()`` or this
+        module have; None where its tensors have to be converted."""
+        return {name: name for name in names}
 
     def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """All weights on the host by this module's names, where the source's tensors have to be converted.
@@ -135,6 +139,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     config: Any
     _no_split_modules: Any
+    base_model_prefix: str
     _source: Path
     _conversion: Conversion | None = None
 
@@ -176,12 +181,33 @@ class HuggingFaceTrainModule(TrainModule):
             self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config)
         yield from weights_of(self, adapters, self._conversion)
 
-    def needs_conversion(self, names: Collection[str]) -> bool:
-        self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, names)
-        views = list(self.weight_views("base"))
+    def stored_names(self, names: Collection[str]) -> Mapping[str, str] | None:
         own = {name for name, _ in [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]}
-        fits = {view.name for view in views}.union(own).issuperset(names)
-        return not fits or any(view.parameter is None and view.name in names for view in views)
+        stored = _by_own_prefix(names, own, self.base_model_prefix)
+        self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, stored.keys())
+        views = list(self.weight_views("base"))
+        if any(view.parameter is None and view.name in stored for view in views):
+            return None
+        unexpected = stored.keys() - own - {view.name for view in views}
+        if unexpected and not self._is_complete(stored.keys(), views):
+            return None
+        if unexpected:
+            _log.warning("%s has no use for %s in %s", type(self).__name__, sorted(unexpected), self._source)
+        return {name: found for name, found in stored.items() if name not in unexpected}
+
+    def _is_complete(self, stored: Collection[str], views: Collection[WeightView]) -> bool:
+        """Whether all parameters are there, by the names of their views or by their own."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+
+        def is_there(view: WeightView) -> bool:
+            if not isinstance(view.parameter, nn.Parameter):
+                return view.parameter is not None  # a buffer, which has its values
+            any_name = (view.name, *names[id(view.parameter)])
+            return view.name.startswith(self.new_parameters) or any(name in stored for name in any_name)
+
+        return all(map(is_there, views))
 
     @classmethod
     def _transformers_class(cls) -> Any:
@@ -195,7 +221,7 @@ class HuggingFaceTrainModule(TrainModule):
             loaded, report = super().from_pretrained(  # type: ignore[misc]
                 self._source, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        missing = [name for name in report["missing_keys"] if not name.startswith(self.new_parameters or ("\0",))]
+        missing = sorted(name for name in report["missing_keys"] if not name.startswith(self.new_parameters))
         if missing or report["mismatched_keys"]:
             raise CheckpointError(
                 f"{self._source} does not fit {type(self).__name__}: missing {missing}, "
@@ -267,6 +293,20 @@ def _parameters_land_on_meta() -> bool:
     probe = nn.Module()
     probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
     return bool(probe.get_parameter("probe").is_meta)
+
+
+def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:
+    """Names in a file by those of a module: where one of the two is the bare model, the other has a prefix before."""
+    start = f"{prefix}."
+
+    def has_prefix(some: Collection[str]) -> bool:
+        return any(name.startswith(start) for name in some)
+
+    if not prefix or has_prefix(names) == has_prefix(own):
+        return {name: name for name in names}
+    if has_prefix(own):
+        return {name if name in own else start + name: name for name in names}
+    return {name.removeprefix(start): name for name in names}
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -93,6 +93,15 @@ class Fsdp2Worker(Worker):
 
             return guard_them
 
+        def guard_grads(guard: Guard, state: str) -> None:
+            guard_optimizers("grads")(guard, state)
+            if state == "offloaded" and any(parameter.grad is not None for parameter in module.parameters()):
+                message = (
+                    f"the grads of this {class_name} are in host memory, where zero_grad() does not reach them; "
+                    "drop them by the engine's meta('grads'), or call its onload('grads') first"
+                )
+                guard.guard_zero_grad([module, *train_state.optimizers_of(module).values()], message)
+
         return {
             "weights": Resident(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
             "optimizer": Resident(
@@ -100,7 +109,7 @@ class Fsdp2Worker(Worker):
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
                 guard_optimizers("optimizer"),
             ),
-            "grads": GradResident(self.device, module, guard_optimizers("grads")),
+            "grads": GradResident(self.device, module, guard_grads),
         }
 
     # ------------------------------------------------------------------------------------------- training

@@ -43,7 +43,12 @@ class ModuleHolding:
     @torch.no_grad()
     def compute(self, weights: Sequence[int]) -> list[Tensor]:
         self._look()
-        return [_computed(self._views[number]) for number in weights]
+        views = [self._views[number] for number in weights]
+        try:
+            return list(map(_computed, views))
+        finally:
+            for release in {view.release for view in views if view.release is not None}:
+                release()
 
     def changes(self) -> list[int]:
         return [part._version for part in self._parts]

@@ -97,7 +97,7 @@ class Merged:
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = layers
-        self._made_of: tuple[str, list[int]] = "", []
+        self._path = ""
         self._given: set[str] = set()
         self._weights: dict[str, Tensor] = {}
 
@@ -108,19 +108,16 @@ class Merged:
     def weight(self, name: str, asker: str) -> Tensor:
         """Whole, and on every rank; all take part. Made anew for one who asks again."""
         path = next(path for path in self._layers if name.startswith(f"{path}."))  # the outermost
-        made_of = path, [_version(parameter) for parameter in self._layers[path].parameters()]
-        if made_of != self._made_of or asker in self._given:
-            self._weights.clear()  # before there is a second one
-            self._given.clear()
-            self._weights, self._made_of = _merged(self._layers[path]), made_of
+        if path != self._path or asker in self._given:
+            self.release()  # before there is a second one
+            self._weights, self._path = _merged(self._layers[path]), path
         self._given.add(asker)
         return self._weights[name.removeprefix(f"{path}.").replace("base_layer.", "")]
 
-
-def _version(parameter: Tensor) -> int:
-    """Counts what has been written in place."""
-    value = parameter.detach()
-    return (value.to_local() if isinstance(value, DTensor) else value)._version
+    def release(self) -> None:
+        """What comes next is merged anew. Only the caller knows when the parameters may have changed: a write through
+        ``.data`` leaves no trace."""
+        self._weights, self._path, self._given = {}, "", set()
 
 
 @torch.no_grad()

@@ -47,11 +47,11 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
     for name, sources, meta, is_view in _stored(tensors, conversion):
         base = sources[0]
         if not is_view:
-            yield WeightView(name, None, _on_meta(meta), partial(reverted, name, sources))
+            yield WeightView(name, None, _on_meta(meta), partial(reverted, name, sources), merged.release)
         elif first[id(tensors[base])] != base:
             continue
         elif merged.changes(own_names[base]):
-            yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, meta))
+            yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, meta), merged.release)
         else:
             yield WeightView(name, tensors[base], meta)
 
@@ -63,7 +63,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     conversion = Conversion(module) if hasattr(module, "_weight_conversions") else None
     weights = weights_of(module, "base", conversion)
-    return {name: seen_in(tensor.detach(), view) for name, tensor, view, _ in weights if tensor is not None}
+    return {one.name: seen_in(one.parameter.detach(), one.view) for one in weights if one.parameter is not None}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -27,6 +27,9 @@ class WeightView(NamedTuple):
     """On meta, of the weight's shape and dtype: a view of a contiguous tensor of the parameter's whole shape."""
     compute: Callable[[], Tensor] | None = None
     """Given instead of ``parameter``: makes the whole weight on every rank. All ranks call it together, in order."""
+    release: Callable[[], None] | None = None
+    """Forgets what ``compute`` keeps for the weights that follow. Whoever takes only some, or has the views for longer
+    than one pass over them, calls it after each pass: what is kept does not follow every change of a parameter."""
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -104,18 +104,59 @@ def test_a_folder_with_an_index_is_read_by_it(policy: Any, qwen2_folder: Path, t
     assert_equal(weights_in(policy, tmp_path), whole)
 
 
-def test_renamed_tensors_go_through_transformers_and_the_log_says_so(
-    policy: Any, qwen2_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("held", ["the bare model", "a causal model"])
+@pytest.mark.parametrize("wanted", ["Qwen2Model", "Qwen2ForCausalLM", "Qwen2ForTokenClassification"])
+def test_a_bare_model_and_one_with_another_head_are_read_by_slices(
+    wanted: str, held: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = load_file(qwen2_folder / "model.safetensors")
-    shutil.copytree(qwen2_folder, tmp_path, dirs_exist_ok=True)
-    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
-    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    import transformers
+
+    is_tied = (held, wanted) == ("the bare model", "Qwen2ForCausalLM")  # its head has to be somewhere
+    config = transformers.Qwen2Config(
+        vocab_size=21, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config)
+    (model.model if held == "the bare model" else model).save_pretrained(tmp_path)
+
+    class Wanted(HuggingFaceTrainModule, getattr(transformers, wanted)):  # type: ignore[misc]
+        new_parameters = ("score",)
+
     with caplog.at_level(logging.WARNING, "rlcore"):
-        assert_equal(weights_in(policy, qwen2_folder), whole)
-        assert not caplog.messages
-        assert_equal(weights_in(policy, tmp_path), whole)
-    assert f"the tensors of {tmp_path} are not this module's name by name" in caplog.text
+        found = weights_in(Wanted, tmp_path)
+    inner = {name.removeprefix("model."): tensor for name, tensor in found.items() if not name.startswith("score")}
+    expected = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    assert inner.keys() >= model.model.state_dict().keys()
+    assert_equal(inner, expected)
+    is_head_left = held == "a causal model" and wanted != "Qwen2ForCausalLM"
+    assert caplog.messages == [f"Wanted has no use for ['lm_head.weight'] in {tmp_path}"] * is_head_left
+
+
+def test_a_bare_model_without_the_head_is_refused(policy: Any, tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=21, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"missing \['lm_head.weight'\], unexpected \[\]"):
+        weights_in(policy, tmp_path)
+
+
+def test_unknown_names_go_through_transformers_and_the_log_says_so(
+    policy: Any, qwen2_folder: Path, copy_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_of(qwen2_folder)
+    whole = load_file(folder / "model.safetensors")
+    odd = {name.replace("q_proj", "query"): tensor for name, tensor in whole.items()}
+    save_file(odd, folder / "model.safetensors", metadata={"format": "pt"})
+    with (
+        caplog.at_level(logging.WARNING, "rlcore"),
+        pytest.raises(CheckpointError, match=r"does not fit Dense: missing \['model.layers.0.self_attn.q_proj"),
+    ):
+        weights_in(policy, folder)
+    assert f"the tensors of {folder} are not this module's name by name" in caplog.text
 
 
 def test_absent_tensors_of_a_model_folder_are_named(policy: Any, copy_of: Any, qwen2_folder: Path) -> None:

@@ -345,7 +345,12 @@ def test_nan_on_masked_tokens_does_not_matter(engine: rlcore.TrainEngine) -> Non
     assert math.isfinite(engine.train_batch(batch, ppo_clip())["loss"])
 
 
-def test_an_infinite_gradient_is_refused_and_takes_no_step(engine: rlcore.TrainEngine) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_an_infinite_gradient_is_refused_and_takes_no_step(engine: rlcore.TrainEngine, is_fused: bool) -> None:
+    module = module_of(engine)
+    module.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=is_fused)
+    module.scheduler = torch.optim.lr_scheduler.LinearLR(module.optimizer, total_iters=10)
+
     def explode(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return logprob * 1e38 * 1e38, {}
 
@@ -354,6 +359,8 @@ def test_an_infinite_gradient_is_refused_and_takes_no_step(engine: rlcore.TrainE
         engine.train_batch(padded_batch(), explode)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
     assert math.isfinite(engine.train_batch(padded_batch(), ppo_clip())["loss"])
+    assert not all(torch.equal(before[name], tensor) for name, tensor in weights_of(engine).items())
+    assert all(float(state["step"]) == 1 for state in module.optimizer.state.values())
 
 
 def test_a_module_without_optimizer_cannot_train_but_scores(policy: Any, qwen2_folder: Path) -> None:
@@ -684,6 +691,21 @@ def test_gradients_leave_and_come_back_and_nothing_touches_freed_memory(engine: 
     engine.meta("grads")
     engine.onload("grads")
     assert engine.call("accumulate", 3, gather="first") == alone, "after a release gradients start from none"
+
+
+def test_gradients_that_are_away_are_not_passed_over_by_zero_grad(engine: rlcore.TrainEngine) -> None:
+    module = module_of(engine)
+    engine.call("accumulate", 1)
+    engine.offload("grads")
+    for owner in (module, module.optimizer):
+        with pytest.raises(StateError, match=r"in host memory, where zero_grad\(\) does not reach them; drop them by"):
+            owner.zero_grad()
+    engine.onload("grads")
+    assert any(parameter.grad is not None for parameter in module.parameters())
+    module.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    engine.offload("grads")
+    module.zero_grad()  # there are none
 
 
 def test_a_save_leaves_other_peoples_files(engine: rlcore.TrainEngine, tmp_path: Path) -> None:

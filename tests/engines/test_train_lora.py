@@ -12,11 +12,12 @@ import cloudpickle
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 import rlcore
+from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.nn import HuggingFaceTrainModule
+from rlcore.nn import HuggingFaceTrainModule, TrainModule
 from rlcore.ops import ppo_clip
 
 from .train_batches import assert_same_weights, packed_batch
@@ -255,3 +256,22 @@ def test_other_kinds_of_adapters_are_refused(dense: Any, qwen2_folder: Path) -> 
         module = peft.inject_adapter_in_model(peft.LoHaConfig(r=4, target_modules=["q_proj"]), module)
     with pytest.raises(UnsupportedError, match="the adapters supported are LoRA's"):
         rlcore.TrainEngine(module)
+
+
+def test_what_is_written_past_version_counters_between_two_passes_is_merged() -> None:
+    module = TrainModule()
+    module.layer = nn.Linear(3, 2)
+    module.config = {}
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["layer"], r=1, lora_alpha=1), module)
+    weights = [weight.name for weight in module.weight_views()]
+    assert weights == ["layer.weight", "layer.bias"]
+    holding = ModuleHolding(module, 1)
+    holding.compute([0])
+    layer: Any = module.layer
+    layer.base_layer.bias.data.fill_(5.0)
+    layer.lora_A.default.weight.data.fill_(2.0)
+    layer.lora_B.default.weight.data.fill_(3.0)
+    (bias,) = holding.compute([1])
+    assert torch.equal(bias, torch.full((2,), 5.0)), "what the first pass kept was not used"
+    weight, bias = holding.compute([0, 1])
+    torch.testing.assert_close(weight, layer.base_layer.weight.detach() + 6.0)

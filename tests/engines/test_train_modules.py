@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,13 @@ class Own(TrainModule):
         return self.folder
 
     def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
-        for name, parameter, view, _ in super().weight_views(adapters):
+        for name, parameter, view, *_ in super().weight_views(adapters):
             if not name.endswith("gate_up"):
                 yield WeightView(f"policy.{name}", parameter, view)
                 continue
             gate, up, bias = view.split([HIDDEN, HIDDEN, 1])
             for leaf, part in (("gate", gate), ("up", up.T), ("bias", bias[0])):
                 yield WeightView(f"policy.{name.removesuffix('gate_up')}{leaf}", parameter, part)
-
-    def needs_conversion(self, names: Collection[str]) -> bool:
-        return False
 
     def wrap_classes(self) -> list[str]:
         return ["Mixer"]
