@@ -27,7 +27,9 @@ def test_each_way_brings_the_new_values_to_the_other_process() -> None:
     ways = {contender.implementation: contender for contender in work.contenders}
     assert list(ways) == ["plain_copy", "packed", "direct", "per_tensor"]
     for name in ("plain_copy", "packed", "per_tensor"):
-        ways[name].check(ways[name].run())
+        found = ways[name].run()
+        ways[name].check(found)
+        assert ("nothing_new" in ways[name].quantities(found)) == (name == "packed")
     with pytest.raises(AssertionError, match="the engine holds"):
         done = ways["packed"].run()
         ways["packed"].check(done._replace(value=0.5))
