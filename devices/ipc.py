@@ -48,9 +48,15 @@ class Ipc:
         for storage in storages.values():
             blocks.setdefault(self._sharing.block_of(storage) if storage.nbytes() else 0, []).append(storage)
         exports: dict[int, Export] = {}
-        for block in blocks.values():
-            found = exporter().export(block, self.uuid, self._share)
-            exports |= zip((storage._cdata for storage in block), found, strict=True)
+        before = {row.export_id for row in exporter().ledger()}
+        try:
+            for block in blocks.values():
+                found = exporter().export(block, self.uuid, self._share)
+                exports |= zip((storage._cdata for storage in block), found, strict=True)
+        except BaseException:  # all or none: the caller has no handle by which to revoke some
+            for export_id in {export.export_id for export in exports.values()} - before:
+                exporter().revoke(export_id, timeout_s=0.0)
+            raise
         return [self._handle(tensor, exports[tensor.untyped_storage()._cdata]) for tensor in tensors]
 
     def _handle(self, tensor: torch.Tensor, export: Export) -> IpcHandle:

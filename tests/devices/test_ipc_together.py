@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.errors import StateError
+from rlcore.errors import StateError, UnsupportedError
 from rlcore.types import IpcHandle
 
 from .conftest import Peer, PeerError
@@ -78,6 +78,24 @@ def test_what_was_exported_alone_keeps_its_export(device: Any, peer: Peer, tenso
     for export_id, handle in {handle.export_id: handle for handle in together(device, tensors)[0]}.items():
         assert export_id == handle.export_id
         device.memory.revoke(handle)
+
+
+def test_all_are_exported_or_none(device: Any, tensors: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = device.memory.export_ipc(tensors[0])
+    sharing = device.memory._ipc._sharing
+    share, ledger = type(sharing).share, device.memory.ledger()
+
+    def refuses_the_last(self: Any, storage: torch.UntypedStorage) -> Any:
+        if storage.data_ptr() == tensors[2].untyped_storage().data_ptr():
+            raise UnsupportedError("export_ipc of this block of memory", "it is another kind")
+        return share(self, storage)
+
+    monkeypatch.setattr(type(sharing), "block_of", lambda self, storage: storage.data_ptr())
+    monkeypatch.setattr(type(sharing), "share", refuses_the_last)
+    with pytest.raises(UnsupportedError, match="another kind"):
+        device.memory.export_ipc_together(tensors)
+    assert device.memory.ledger() == ledger
+    device.memory.revoke(kept)
 
 
 def test_the_exporter_itself_opens_each(device: Any, tensors: list[torch.Tensor]) -> None:
