@@ -143,12 +143,12 @@ def _block_kernel(
     is_last = _is_last(edges, E, first, BLOCK, WAYS)
     role = is_counted.to(tl.int8) + is_last.to(tl.int8) * 2
     tl.store(roles + first + i, role, mask=is_token)
-    maps = _token_maps(r, v, role, gamma, decay)
-    maps = _fours(maps[0], maps[1])
-    maps = tl.associative_scan(_fours(maps[0], maps[1]), 0, _composed, reverse=True)
+    c, x = _token_maps(r, v, role, gamma, decay)
+    c, x = _fours(c, x)
+    c, x = tl.associative_scan(_fours(c, x), 0, _composed, reverse=True)
     run = tl.arange(0, BLOCK // _RUN)
-    for field in tl.static_range(2):
-        tl.store(blocks + field * J + j + run, maps[field], mask=run == 0)
+    tl.store(blocks + j + run, c, mask=run == 0)
+    tl.store(blocks + J + j + run, x, mask=run == 0)
     is_wrong = is_counted & ((tl.abs(r) < float("inf")) & (tl.abs(v) < float("inf")) == 0)
     num_wrong = tl.sum(is_wrong.to(tl.int32), 0)
     for start in range(j * WAYS, E, J * WAYS):  # the programs share the edges
@@ -168,11 +168,12 @@ def _behind(blocks, j, J, WAYS: tl.constexpr):
     start = j + 2
     while (start < J) & (c != 0.0):
         j_W = start + tl.arange(0, WAYS)
-        later = tl.load(blocks + j_W, mask=j_W < J, other=1.0), tl.load(blocks + J + j_W, mask=j_W < J, other=0.0)
-        maps = tl.associative_scan(later, 0, _composed, reverse=True)
+        later_c = tl.load(blocks + j_W, mask=j_W < J, other=1.0)
+        later_x = tl.load(blocks + J + j_W, mask=j_W < J, other=0.0)
+        later_c, later_x = tl.associative_scan((later_c, later_x), 0, _composed, reverse=True)
         is_first = tl.arange(0, WAYS) == 0
-        x += c * tl.sum(tl.where(is_first, maps[1], 0.0), 0)
-        c *= tl.sum(tl.where(is_first, maps[0], 0.0), 0)
+        x += c * tl.sum(tl.where(is_first, later_x, 0.0), 0)
+        c *= tl.sum(tl.where(is_first, later_c, 0.0), 0)
         start += WAYS
     return x
 
@@ -191,15 +192,15 @@ def _token_kernel(
     v = tl.zeros([BLOCK], tl.float32)
     if values is not None:
         v = tl.load(values + first + i, mask=is_token, other=0.0).to(tl.float32)
-    tokens = _token_maps(r, v, role, gamma, decay)
-    fours = _fours(tokens[0], tokens[1])
-    maps = tl.associative_scan(_fours(fours[0], fours[1]), 0, _composed, reverse=True)
+    c, x = _token_maps(r, v, role, gamma, decay)
+    c_four, x_four = _fours(c, x)
+    c_run, x_run = tl.associative_scan(_fours(c_four, x_four), 0, _composed, reverse=True)
     behind_block = _behind(blocks, j, J, WAYS)
     run = tl.arange(0, BLOCK // _RUN)
-    behind = tl.gather(maps[0] * behind_block + maps[1], tl.minimum(run + 1, BLOCK // _RUN - 1), 0)
+    behind = tl.gather(c_run * behind_block + x_run, tl.minimum(run + 1, BLOCK // _RUN - 1), 0)
     behind = tl.where(run == BLOCK // _RUN - 1, behind_block, behind)
-    behind = _within_fours(fours[0], fours[1], behind)
-    behind = _within_fours(tokens[0], tokens[1], behind)
+    behind = _within_fours(c_four, x_four, behind)
+    behind = _within_fours(c, x, behind)
     is_counted = (role & 1) != 0
     a = tl.where(is_counted, r - v + tl.where(role > 1, 0.0, behind), 0.0)
     tl.store(advantages + first + i, a, mask=is_token)
