@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.hookspecs import RegisterDevice, hookimpl
+from rlcore.hookspecs import RegisterDevice, RegisterOp, hookimpl
 from rlcore.types import DeviceSpec, ProgramLimits
 
 _BUFFER_BYTES = 192 << 10
@@ -25,4 +25,17 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             ray_resource="NPU",
             program_limits=ProgramLimits(tile_bytes=_BUFFER_BYTES // 2, num_programs=65_535, has_float64=False),
         )
+    )
+
+
+@hookimpl
+def rlcore_register_ops(register: RegisterOp) -> None:
+    at = "rlcore.devices.ascend.attention"
+    register(
+        "packed_attention",
+        "npu",
+        f"{at}:attend_fusion",
+        name="npu_fusion_attention",
+        priority=10,
+        when=f"{at}:fusion_lacks",
     )

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.errors import UnsupportedError
-from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose
+from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose, implementations
 from rlcore.packed.implementations import PackedSequences, compute_dtype, own_attention
 from rlcore.packed.proof import Proof, no_attention_mask, prove
 
@@ -54,7 +54,7 @@ def packed_hidden_states(
     Args:
         input_ids: [T] int64.
         cu_seqlens: [N+1] int32, rising from 0 to T. A host tensor saves a wait for the device.
-        implementation: one of ``IMPLEMENTATIONS`` by name, or "padded"; by default the best that can.
+        implementation: one of ``choice.implementations`` by name, or "padded"; by default the best that can.
 
     Raises:
         UnsupportedError: the implementation asked for cannot run this decoder here.
@@ -71,6 +71,8 @@ def packed_hidden_states(
         choices=plan.choices if implementation is None else {},
         choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
     )
+    # Before compiled blocks ask, which would stay in pieces: within FSDP's forward the root's parameters have the dtype.
+    _choose(packed, input_ids, compute_dtype(next(decoder.parameters())))
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
         position_ids=_positions(packed.cu_seqlens, lengths)[None],
@@ -85,7 +87,7 @@ def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Cho
     """What ``packed_hidden_states`` runs on ``device`` where attention computes in ``dtype``, and why nothing else."""
     reason = _plan(decoder).proof.reason
     if reason is not None:
-        return Choice("padded", tuple((name, reason) for name in IMPLEMENTATIONS))
+        return Choice("padded", tuple((name, reason) for name in implementations(device.type)))
     return choose(_plan(decoder).proof.calls, device, dtype)
 
 
@@ -138,7 +140,9 @@ def _attention(  # noqa: PLR0917  # transformers' signature
         return result
     dtype = compute_dtype(query)
     name = packed_sequences.choices.get(dtype) or _choose(packed_sequences, query, dtype)
-    attend: Callable[..., Tensor] = IMPLEMENTATIONS[name].attend
+    # Compiled code looks no further than the table.
+    found = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else implementations(query.device.type)[name]
+    attend: Callable[..., Tensor] = found.attend
     return attend(module, query, key, value, packed_sequences, own=own, **options), None
 
 

@@ -6,6 +6,7 @@ device, held against plain torch. So what a device, a torch or a package can do 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
@@ -27,9 +28,11 @@ from rlcore.packed.implementations import (
     attend_per_sequence,
     attend_varlen,
 )
+from rlcore.registry import registry, resolve
 
 logger = logging.getLogger(__name__)
 
+OPERATOR = "packed_attention"
 _PROBE_LENGTHS = (1, 37, 5, 150)  # one token, odd ones, and more than one block of 128
 _PROBE_WINDOW = 16
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, torch.float64: 1e-9}
@@ -95,7 +98,7 @@ def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
     return _lacks(call, "has_dropout")
 
 
-def _per_sequence_lacks(call: AttentionCall, device: torch.device) -> str | None:
+def _nothing_lacks(call: AttentionCall, device: torch.device) -> str | None:
     return None
 
 
@@ -114,9 +117,26 @@ IMPLEMENTATIONS = {
     "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),
     "flex_attention": Implementation(attend_flex, _flex_lacks),
-    "per_sequence": Implementation(attend_per_sequence, _per_sequence_lacks),
+    "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
 }
 """Best first; the last can do all that the model itself can."""
+
+
+def implementations(device_type: str) -> dict[str, Implementation]:
+    """Those that plugins registered for the device as "packed_attention", by priority, and then these.
+
+    What they register is a function as above; its ``when`` takes an ``AttentionCall`` and a device.
+    """
+    return _offered(device_type) | IMPLEMENTATIONS
+
+
+@functools.cache
+def _offered(device_type: str) -> dict[str, Implementation]:
+    entries = [entry for entry in registry().ops.get(OPERATOR, ()) if entry.device_type in (device_type, "*")]
+    return {
+        entry.name: Implementation(resolve(entry.path), resolve(entry.when) if entry.when else _nothing_lacks)
+        for entry in sorted(entries, key=lambda entry: -entry.priority)
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ choosing
@@ -131,12 +151,13 @@ def choose(
         InvalidInputError: no such implementation.
         UnsupportedError: the one asked for cannot; says why.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise InvalidInputError(f"packed attention has {', '.join(IMPLEMENTATIONS)}; got {implementation!r}")
+    known = implementations(device.type)
+    if implementation is not None and implementation not in known:
+        raise InvalidInputError(f"packed attention has {', '.join(known)}; got {implementation!r}")
     refused: list[tuple[str, str]] = []
-    for name in IMPLEMENTATIONS if implementation is None else [implementation]:
+    for name in known if implementation is None else [implementation]:
         reason = next(
-            (found for call in sorted(calls, key=repr) if (found := _refusal(name, call, device, dtype))), None
+            (found for call in sorted(calls, key=repr) if (found := why_not(name, call, device, dtype))), None
         )
         if reason is None:
             choice = Choice(name, tuple(refused))
@@ -146,8 +167,9 @@ def choose(
     raise UnsupportedError(f"packed attention in {dtype} on {device.type} by {implementation!r}", refused[-1][1])
 
 
-def _refusal(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
-    reason = IMPLEMENTATIONS[name].lacks(call, device)
+def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the implementation cannot serve the call here, or None; what it does not lack is tried."""
+    reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
         return reason
     try:
@@ -182,8 +204,8 @@ def _probe(name: str, call: AttentionCall, device: torch.device, dtype: torch.dt
         return [output.detach(), *gradients]
 
     wide = torch.promote_types(dtype, torch.float32)
-    for part, found, expected in zip(["output", "dq", "dk", "dv"], run(IMPLEMENTATIONS[name].attend, dtype),
-                                     run(_definition, wide), strict=True):  # fmt: skip
+    results = run(implementations(device.type)[name].attend, dtype), run(_definition, wide)
+    for part, found, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
         error = float((found.to(wide) - expected).norm() / expected.norm())
         if not error <= _TOLERANCE.get(dtype, 0.0):
             return f"its probe gave a wrong {part}: relative error {error:.1e}"

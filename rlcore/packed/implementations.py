@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class PackedSequences:
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
         self.max_length = max(lengths)
+        self.ends = list(itertools.accumulate(lengths))
         self.choices = choices
         self.choose = choose
         self.block_masks: dict[int | None, Any] = {}
@@ -53,7 +54,7 @@ class PackedSequences:
     @property
     def runs(self) -> list[tuple[int, int]]:
         """(count, length) of neighbours of equal length."""
-        return [(len(list(run)), length) for length, run in groupby(self.lengths) if length]
+        return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths) if length]
 
 
 def attend_flash(version: int) -> Callable[..., Tensor]:
@@ -68,7 +69,7 @@ def attend_flash(version: int) -> Callable[..., Tensor]:
         **options: Any,
     ) -> Tensor:
         result: Tensor = _flash_attention_forward(
-            *(x.transpose(1, 2) for x in _cast_alike(query, key, value)),
+            *(x.transpose(1, 2) for x in cast_alike(query, key, value)),
             None,
             query_length=query.shape[2],
             is_causal=True,
@@ -93,7 +94,7 @@ def attend_varlen(
     """torch's variable-length attention."""
     window = options.get("sliding_window")
     result: Tensor = importlib.import_module("torch.nn.attention.varlen").varlen_attn(
-        *(x[0].transpose(0, 1) for x in _cast_alike(query, key, value)),
+        *(x[0].transpose(0, 1) for x in cast_alike(query, key, value)),
         packed.cu_seqlens,
         packed.cu_seqlens,
         packed.max_length,
@@ -111,7 +112,7 @@ def attend_flex(
     """Compiled flex attention under a mask of blocks, through transformers."""
     result: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](
         module,
-        *_cast_alike(query, key, value),
+        *cast_alike(query, key, value),
         _block_mask(packed, options.get("sliding_window")),
         scaling=options["scaling"],
         softcap=options.get("softcap"),
@@ -195,7 +196,7 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _cast_alike(*tensors: Tensor) -> list[Tensor]:
+def cast_alike(*tensors: Tensor) -> list[Tensor]:
     """As autocast does for scaled_dot_product_attention: rotary embeddings leave queries and keys in float32."""
     dtype = compute_dtype(tensors[0])
     return [tensor.to(dtype) for tensor in tensors]

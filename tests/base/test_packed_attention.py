@@ -6,7 +6,7 @@ import importlib
 import inspect
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
+from rlcore.registry import OpImplementation, registry
 
 transformers = pytest.importorskip("transformers")
 
@@ -595,7 +596,7 @@ def test_the_probe_finds_an_attention_that_ignores_something(
 
     monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
     for dtype in (torch.float32, torch.bfloat16):
-        reason = packed_choice._refusal("varlen_attn", CALLS[call], torch.device("cpu"), dtype)
+        reason = packed_choice.why_not("varlen_attn", CALLS[call], torch.device("cpu"), dtype)
         if call == fault:
             assert reason is not None and reason.startswith("its probe gave a wrong output: relative error ")
         else:
@@ -609,7 +610,7 @@ def test_the_probe_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
-    reason = packed_choice._refusal("varlen_attn", CALLS["plain"], torch.device("cpu"), torch.bfloat16)
+    reason = packed_choice.why_not("varlen_attn", CALLS["plain"], torch.device("cpu"), torch.bfloat16)
     assert reason is not None and reason.startswith("its probe gave a wrong output")
 
 
@@ -670,3 +671,39 @@ def test_autocast_on_the_gpu() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         packed, padded = run(decoder), run(decoder, implementation="padded")
     assert_close(packed, padded, 5e-2)
+
+
+def refuses_windows(call: packed_choice.AttentionCall, device: torch.device) -> str | None:
+    return "it has no windows" if call.window else None
+
+
+@pytest.fixture
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plugin's, for the cpu, by two names: right, and wrong by a missing scale."""
+    at = "rlcore.packed.choice:_definition", f"{__name__}:unscaled"
+    entries = [
+        OpImplementation(packed_choice.OPERATOR, "cpu", name, priority, path, f"{__name__}:refuses_windows", "mine")
+        for name, priority, path in (("right", 1, at[0]), ("wrong", 2, at[1]))
+    ]
+    monkeypatch.setitem(registry().ops, packed_choice.OPERATOR, entries)
+    packed_choice._offered.cache_clear()
+    yield
+    packed_choice._offered.cache_clear()
+
+
+def unscaled(*args: Any, **options: Any) -> Tensor:
+    return packed_choice._definition(*args, **options | {"scaling": 1.0})
+
+
+@pytest.mark.usefixtures("_registered")
+def test_what_a_plugin_registers_for_a_device_comes_first_and_is_tried() -> None:
+    call, cpu = CALLS["plain"], torch.device("cpu")
+    assert list(packed_choice.implementations("cpu"))[:3] == ["wrong", "right", "flash_attention_3"]
+    assert "right" not in packed_choice.implementations("cuda")
+    found = packed_choice.choose(frozenset([call]), cpu, torch.float32)
+    assert found.implementation == "right"
+    (refused,) = found.refused
+    assert refused[0] == "wrong" and "its probe gave a wrong output: relative error" in refused[1]
+    assert packed_choice.why_not("right", call._replace(window=8), cpu, torch.float32) == "it has no windows"
+    with pytest.raises(InvalidInputError, match="packed attention has wrong, right, flash_attention_3"):
+        packed_choice.choose(frozenset([call]), cpu, torch.float32, "mine")

@@ -170,5 +170,27 @@ def missing(use: Use, names: dict[str, list[str]]) -> str:
     return f"{use.place}: {use.name} has no {', '.join(unknown)}" if unknown else ""
 
 
+_KINDS = {
+    "npu": "names of `torch.npu`",
+    "ops": "operators, by schema",
+    "storage": "methods of storages",
+    "reductions": "reductions of tensors",
+}
+
+
+def table(wheels: dict[str, dict[str, Any]]) -> str:
+    """Markdown: of what rlcore uses, how much each wheel has."""
+    lines = ["| rlcore uses | " + " | ".join(wheels) + " |", "| --- |" + " --- |" * len(wheels)]
+    for kind, title in _KINDS.items():
+        mine = {use.name: use for use in uses() if use.name.partition(".")[0] == kind}
+        cells = []
+        for wheel in wheels.values():
+            absent = sorted(name for name, use in mine.items() if missing(use, wheel["names"]))
+            without = f", not {', '.join(f'`{name}`' for name in absent)}" if absent else ""
+            cells.append(f"{len(mine) - len(absent)}{without}")
+        lines.append(f"| {len(mine)} {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     EXTRACT.write_text("\n".join(json.dumps(extract(Path(wheel))) for wheel in sys.argv[1:]) + "\n")

@@ -5,7 +5,10 @@ The last line of the output is the task's answer, as JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,9 +19,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlcore
-from rlcore.errors import UnsupportedError
+from rlcore.collectives.groups import new_group
+from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from rlcore.packed import choice
+from rlcore.packed.choice import AttentionCall
+from rlcore.tensor_data import dtype_name
+from rlcore.types import IpcHandle
 
 STEPS = 4
 
@@ -68,6 +76,63 @@ def vendor_format() -> str:
     except UnsupportedError as error:
         return str(error)
     return "it was shared"
+
+
+def refusals() -> dict[str, str]:
+    """What is said of a handle of another NPU or host, and of a dtype that no device reduces; and of none of these."""
+    device = rlcore.get_device("npu:1")
+    tensor = torch.arange(6.0, device=device.torch_device)
+    handle = device.memory.export_ipc(tensor)
+    elsewhere = dataclasses.replace(handle, boot_id="of another host")
+    found = {visible: _opened(handle, visible) for visible in ("1", "0", "0,1")}
+    found["another host"] = _opened(elsewhere, "1")
+    device.memory.revoke(handle, timeout_s=20)
+    group = new_group(device, rank=0, world_size=1, rendezvous=Path(tempfile.mkdtemp()), timeout_s=60)
+    for dtype in (torch.float64, torch.complex64):
+        values = torch.ones(3, dtype=dtype, device=device.torch_device)
+        found[dtype_name(dtype)] = _said(lambda values=values: str(group.all_reduce(values, "max").tolist()))
+    group.destroy()
+    return found
+
+
+_IMPORTER = """\
+import sys, rlcore
+from rlcore.types import IpcHandle
+handle = IpcHandle.from_bytes(bytes.fromhex(sys.argv[1]))
+try:
+    with rlcore.get_device("npu:0").memory.import_ipc(handle) as mapping:
+        print(mapping.tensor.tolist())
+except rlcore.errors.RlcoreError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def _opened(handle: IpcHandle, visible: str) -> str:
+    """What a process says that sees these NPUs, and takes the handle to be of the first."""
+    command = [sys.executable, "-c", _IMPORTER, handle.to_bytes().hex()]
+    env = os.environ | {"ASCEND_RT_VISIBLE_DEVICES": visible}
+    told = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or told.stderr
+
+
+def _said(do: Any) -> str:
+    try:
+        return str(do())
+    except RlcoreError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def attention() -> dict[str, str | None]:
+    """Why the vendor's attention is not taken, by what is asked of it; a trainer's own choice comes last."""
+    plain = AttentionCall(4, 2, 16, 16)
+    asked = {"causal": plain, "window": plain._replace(window=64), "softcap": plain._replace(softcap=3.0)}
+    device = torch.device("npu", 0)
+    found = {
+        f"{name} {dtype_name(dtype)}": choice.why_not("npu_fusion_attention", call, device, dtype)
+        for name, call in asked.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    return found | {"chosen": choice.choose(frozenset([plain]), device, torch.bfloat16).implementation}
 
 
 def _checkpoint() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.devices.ascend.contract import EXTRACT, Use, extract, missing, uses, uses_in
+from tests.devices.ascend.contract import EXTRACT, ROOT, Use, extract, missing, table, uses, uses_in
 
 CLAIMED = ("2.10.0.post4", "2.13.0", "2.14.0")
 WHEELS = {json.loads(line)["wheel"].split("-")[1]: json.loads(line) for line in EXTRACT.read_text().splitlines()}
@@ -41,6 +42,12 @@ def test_what_is_used_is_there(version: str) -> None:
     assert not lacking
     optional = {(version, use.name) for use in uses() if use.is_optional and missing(use, names)}
     assert optional == {pair for pair in MAY_LACK if pair[0] == version}
+
+
+def test_the_docs_have_the_table_of_now() -> None:
+    text = (ROOT / "docs" / "ascend.md").read_text()
+    (found,) = re.findall("<!-- contract -->\n(.*?)\n<!-- /contract -->", text, re.DOTALL)
+    assert found == table(WHEELS), f"put this there:\n{table(WHEELS)}"
 
 
 @pytest.mark.parametrize(

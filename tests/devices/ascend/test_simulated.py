@@ -7,6 +7,7 @@ NPU's numbers.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,61 @@ def test_a_wrong_keyword_is_refused_by_the_wheels_own_schema(run_simulated: Any)
 
 def test_a_tensor_in_a_vendors_format_is_not_shared(run_simulated: Any) -> None:
     assert "sharing a tensor in NPU memory format 29" in task(run_simulated, "vendor_format")
+
+
+def test_handles_and_dtypes_that_cannot_be_served_are_refused(run_simulated: Any) -> None:
+    """The exporter's NPU is its npu:1; an importer that sees it alone knows it as npu:0."""
+    found = task(run_simulated, "refusals")
+    assert found["1"] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]"
+    for visible in ("0", "0,1"):
+        assert "DeviceError: this memory is of the NPU" in found[visible]
+        assert "import the handle with the device of that uuid" in found[visible]
+    assert (
+        "was made on another machine, or before this one was restarted (boot of another host" in found["another host"]
+    )
+    assert found["float64"] == "[1.0, 1.0, 1.0]"  # HCCL does not sum it: rlcore does
+    assert found["complex64"].startswith("UnsupportedError: ")
+
+
+def test_the_vendors_attention_is_taken_where_it_gives_what_plain_torch_gives(
+    run_simulated: Any, tmp_path: Path
+) -> None:
+    found = task(run_simulated, "attention")
+    assert found.pop("chosen") == "npu_fusion_attention"
+    for name, reason in found.items():
+        assert reason == ("it is used without softcap" if name.startswith("softcap") else None), name
+    assert {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"} <= operators(tmp_path)["operator"]
+
+
+# ----------------------------------------------------------------------------------------------------- the quickstart
+
+_QUICKSTART = """\
+import sys
+import rlcore.quickstart.run
+rlcore.quickstart.run.GATE_ACCURACY = 0.2  # half of the imitation
+from rlcore.cli import main
+sys.argv[0] = "rlcore"
+main()
+"""
+
+
+def quickstart(run: Any, folder: Path, *options: str) -> list[dict[str, float]]:
+    found = run("-c", _QUICKSTART, "quickstart", "--output", str(folder), *options)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_quickstarts_rewards_are_those_of_the_cpu(run_simulated: Any, tmp_path: Path) -> None:
+    """Imitated on the CPU; from that checkpoint on the npu (simulated CANN), and on the CPU."""
+    quickstart(run_simulated, tmp_path / "cpu", "--device", "cpu", "--steps", "1")
+    shutil.copytree(tmp_path / "cpu", tmp_path / "npu")
+    curves = {
+        kind: quickstart(run_simulated, tmp_path / kind, "--resume", "--device", kind, "--steps", "4")
+        for kind in ("cpu", "npu")
+    }
+    rewards = {kind: [step["reward"] for step in curve] for kind, curve in curves.items()}
+    print(f"reward by step, simulated CANN and CPU: {rewards}")
+    assert len(rewards["npu"]) == 5 and rewards["npu"][-1] > 0
+    assert rewards["npu"] == pytest.approx(rewards["cpu"], abs=0.02)
+    losses = {kind: [step["loss"] for step in curve[2:]] for kind, curve in curves.items()}
+    assert losses["npu"] == pytest.approx(losses["cpu"], rel=0.05, abs=5e-3)

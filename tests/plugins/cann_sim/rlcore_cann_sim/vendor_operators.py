@@ -19,8 +19,10 @@ _ALL = 2147483647
 
 def register() -> None:
     for function in (rms_norm, rms_norm_backward, swiglu, swiglu_backward, cross_entropy_loss,
-                     cross_entropy_loss_backward, fusion_attention_v3, fusion_attention_grad_v3):  # fmt: skip
+                     cross_entropy_loss_backward, fusion_attention_v3, fusion_attention_grad_v3,
+                     fusion_attention, fusion_attention_grad):  # fmt: skip
         _library.impl(f"npu_{function.__name__}", _logged(function), "PrivateUse1", allow_override=True)
+    _library.impl("repeat_interleave_backward_int", _repeat_backward, "PrivateUse1", allow_override=True)
 
 
 def _logged(function: Any) -> Any:
@@ -33,6 +35,14 @@ def _logged(function: Any) -> Any:
         return function(*arguments, **keywords)
 
     return operator
+
+
+def _repeat_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None = None) -> Tensor:
+    """What torch_npu's formula of ``repeat_interleave`` asks for."""
+    if dim is None:
+        return grad.view(*x.shape, repeats).sum(-1)
+    dim %= x.dim()
+    return grad.reshape(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]).sum(dim + 1)
 
 
 # ------------------------------------------------------------------------------------------------ normalisation, MLP
@@ -173,7 +183,7 @@ def _probability(
     place = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
     if mode in (2, 3):  # causal from the first corner, or from the last
         hidden = place > (columns - rows if mode == 3 else 0)
-    elif mode == 0:
+    elif mode in (0, 4):  # a band, of lengths that are the same
         hidden = (place > after) | (place < -before)
     else:
         raise NotImplementedError(f"npu_fusion_attention is not simulated for sparse_mode={mode}")
@@ -185,3 +195,68 @@ def _probability(
     exp = (score - peak.masked_fill(peak == -math.inf, 0)).exp()
     total = exp.sum(-1, keepdim=True)
     return exp / total.clamp_min(1e-30), peak, total
+
+
+# ------------------------------------------------------------------------------------------------ packed attention
+
+
+def fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Any = None,
+    padding_mask: Any = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = _ALL, next_tockens: int = _ALL, inner_precise: int = 0, prefix: Any = None,
+    actual_seq_qlen: Any = None, actual_seq_kvlen: Any = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, softmax_layout: str = "", sink: Any = None, dropout_mask: Any = None, seed: int = 0,
+    offset: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of packed sequences (TND), causal or within a band, under the compressed mask."""
+    _refuse_unless_packed(input_layout, atten_mask, sparse_mode, actual_seq_qlen, actual_seq_kvlen)
+    _refuse("BNSD", keep_prob, pse, padding_mask, prefix, sink, dropout_mask)
+    outputs = []
+    for q, k, v in zip(*(_sequences(x, actual_seq_qlen) for x in (query, key, value)), strict=True):
+        probability, _, _ = _probability(q, k, None, scale, sparse_mode, pre_tockens, next_tockens)
+        outputs.append(_packed(probability @ _heads(v, q)))
+    statistics = torch.zeros(*query.shape[:2], 8, device=query.device)  # the simulated backward makes its own
+    none = torch.zeros(0, device=query.device, dtype=query.dtype)
+    return torch.cat(outputs).to(query.dtype), statistics, statistics.clone(), none, 0, 0, 0
+
+
+def fusion_attention_grad(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *, pse: Any = None,
+    padding_mask: Any = None, atten_mask: Tensor | None = None, softmax_max: Any = None, softmax_sum: Any = None,
+    softmax_in: Any = None, attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = _ALL, next_tockens: int = _ALL, inner_precise: int = 0, seed: int = 0, offset: int = 0,
+    numels: int = 0, prefix: Any = None, actual_seq_qlen: Any = None, actual_seq_kvlen: Any = None,
+    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
+    sink: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _refuse_unless_packed(input_layout, atten_mask, sparse_mode, actual_seq_qlen, actual_seq_kvlen)
+    gradients = []
+    for parts in zip(*(_sequences(x, actual_seq_qlen) for x in (query, key, value, dy)), strict=True):
+        found = fusion_attention_grad_v3(
+            *parts, head_num, "BNSD", scale_value=scale_value, keep_prob=keep_prob, pre_tockens=pre_tockens,
+            next_tockens=next_tockens, pse=pse, padding_mask=padding_mask, prefix=prefix, sink=sink,
+            sparse_mode=sparse_mode,
+        )  # fmt: skip
+        gradients.append([_packed(gradient) for gradient in found[:3]])
+    none = torch.zeros(0, device=query.device, dtype=query.dtype)
+    return *(torch.cat(part) for part in zip(*gradients, strict=True)), none, none.clone()
+
+
+def _refuse_unless_packed(layout: str, mask: Tensor | None, mode: int, of_queries: Any, of_keys: Any) -> None:
+    triangle = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    if layout != "TND" or mode not in (3, 4) or mask is None or not torch.equal(mask.cpu(), triangle):
+        raise NotImplementedError(
+            "npu_fusion_attention is simulated for TND with sparse_mode 3 or 4 and the mask of 2048 that they take"
+        )
+    if of_queries is None or of_queries != of_keys:
+        raise NotImplementedError("npu_fusion_attention is simulated for queries and keys of the same lengths")
+
+
+def _sequences(x: Tensor, ends: list[int]) -> list[Tensor]:
+    """[T, heads, D] to [1, heads, L, D] of each sequence."""
+    starts = [0, *ends[:-1]]
+    return [x[start:end].transpose(0, 1)[None] for start, end in zip(starts, ends, strict=True)]
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)

@@ -1,0 +1,63 @@
+"""Attention within packed sequences by the vendor's operator, as the train engine is offered it.
+
+Declared: the operator's schema is held against the wheels, and the call was run on a simulation of its description. On
+an NPU it is chosen only where it gives what plain torch gives (``rlcore.packed.choice`` tries it).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlcore.packed.choice import AttentionCall
+    from rlcore.packed.implementations import PackedSequences
+
+_CAUSAL, _BAND = 3, 4
+"""Values of sparse_mode: both take the mask below, whatever the lengths are."""
+_MASK_SIZE = 2048
+
+
+def fusion_lacks(call: AttentionCall, device: torch.device) -> str | None:
+    absent = {
+        "softcap": call.softcap is not None,
+        "sinks": call.has_sinks,
+        "dropout": call.has_dropout,
+        "values of another width than the keys": call.value_dim != call.head_dim,
+    }
+    asked = [feature for feature, is_asked in absent.items() if is_asked]
+    return f"it is used without {' and '.join(asked)}" if asked else None
+
+
+def attend_fusion(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
+) -> Tensor:
+    """[1, T, heads, D]. Lengths are the host's, so that nothing waits for the device."""
+    from rlcore.packed.implementations import cast_alike  # imports transformers
+
+    queries_TND, keys_TND, values_TND = (x[0].transpose(0, 1).contiguous() for x in cast_alike(query, key, value))
+    window = options.get("sliding_window")
+    result: Tensor = torch.ops.npu.npu_fusion_attention(
+        queries_TND,
+        keys_TND,
+        values_TND,
+        query.shape[1],
+        "TND",
+        atten_mask=_mask(query.device),
+        scale=options["scaling"],
+        pre_tockens=2147483647 if window is None else window - 1,
+        next_tockens=0,
+        actual_seq_qlen=packed.ends,
+        actual_seq_kvlen=packed.ends,
+        sparse_mode=_CAUSAL if window is None else _BAND,
+    )[0]
+    return result[None]
+
+
+@functools.cache
+def _mask(device: torch.device) -> Tensor:
+    """True where nothing is seen, in one triangle from which the operator takes what it needs."""
+    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu(1)
