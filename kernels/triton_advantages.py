@@ -15,7 +15,7 @@ from torch import Tensor
 from rlcore.kernels.advantages import Mode
 from rlcore.kernels.operands import check_values
 
-_TILE_ITEMS = 512
+_TILE_ITEMS = 2048
 """Rewards of a program: several groups, unless a group is longer."""
 
 
@@ -26,8 +26,13 @@ def _advantage_kernel(
 ):  # fmt: skip
     p = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     i = tl.arange(0, BN)
-    inside = (p < P)[:, None] & (i < N)[None, :]
-    at = p[:, None] * N + i[None, :]
+    if N is None:  # as many as BN: known when this is compiled, so that neighbours are read together
+        N = tl.full((), BN, tl.int32)
+        inside = (p < P)[:, None] & (i >= 0)[None, :]
+        at = p[:, None] * BN + i[None, :]
+    else:
+        inside = (p < P)[:, None] & (i < N)[None, :]
+        at = p[:, None] * N + i[None, :]
     reward = tl.load(rewards + at, mask=inside, other=0.0)
     x = reward.to(tl.float64)
     num_rewards = N.to(tl.float64)
@@ -63,7 +68,7 @@ def group_advantage_triton(
     num_programs = triton.cdiv(num_groups, per_program)
     is_valid = torch.empty(num_programs, dtype=torch.bool, device=reward_PN.device)
     _advantage_kernel[(num_programs,)](
-        reward_PN, length_PN, advantage_PN, is_valid, num_groups, size, epsilon,
+        reward_PN, length_PN, advantage_PN, is_valid, num_groups, None if size == block else size, epsilon,
         LEAVES_OUT=mode == "rloo", NORMALISES=mode == "grpo", BP=per_program, BN=block, num_warps=4,
     )  # fmt: skip
     check_values(is_valid, lambda: "group_advantage: rewards must be finite, and lengths >= 0")
