@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -27,7 +28,7 @@ from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
 from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, slot_of, views
 from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.engines.sync.target import Target
-from rlcore.errors import StateError, SyncError, UnsupportedError
+from rlcore.errors import DeviceError, StateError, SyncError, UnsupportedError
 from rlcore.types import IpcHandle
 
 
@@ -174,28 +175,34 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------ local, direct
 
-    def open_offers(self, offers: list[bytes]) -> int:
+    def open_offers(self, offers: list[bytes], timeout_s: float = 30.0) -> int:
         """Reach the tensors of all senders; the handles that had to be opened.
+
+        Args:
+            timeout_s: for each sender to answer.
 
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
         self._close_offers()
         opened = 0
-        for offer in (decoded(one, Offer, "offer") for one in offers):
+        for number, offer in enumerate(decoded(one, Offer, "offer") for one in offers):
             here = sender_here(offer.epoch)
             if here is not None:
                 self._offered.append(here)
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
             else:
-                self._offered.append(Opened(offer, self._import))
+                self._offered.append(Opened(offer, partial(self._import, number, timeout_s)))
                 opened += len(offer.handles)
         return opened
 
-    def _import(self, handle: IpcHandle) -> Any:
+    def _import(self, sender: int, timeout_s: float, handle: IpcHandle) -> Any:
         # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
-        return self._device.memory.import_ipc(handle, self._let_go)
+        try:
+            return self._device.memory.import_ipc(handle, self._let_go, timeout_s=timeout_s)
+        except DeviceError as error:
+            raise DeviceError(f"the memory of the trainer's rank {sender} cannot be opened: {error}") from error
 
     def _let_go(self, mapping: Any) -> None:
         with self._using:
@@ -250,10 +257,11 @@ class Receiver:
         """What a plan wants from each sender; nothing for None."""
         return [] if digest is None else [msgspec.msgpack.encode(own) for own in self._plans[digest].pieces]
 
-    def open_slabs(self, handles: list[bytes]) -> int:
-        """Reach the slabs of all senders; the handles that had to be opened."""
+    def open_slabs(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
+        """Reach the slabs of all senders, as ``open_offers`` does; the handles that had to be opened."""
         self._close_slabs()
-        self._slabs = [self._import(IpcHandle.from_bytes(handle)) for handle in handles]
+        for sender, handle in enumerate(handles):
+            self._slabs.append(self._import(sender, timeout_s, IpcHandle.from_bytes(handle)))
         return len(handles)
 
     def unpack(self, packings: bytes) -> int:

@@ -20,7 +20,7 @@ from rlcore.engines.sync.sender import Packing, Sending
 
 _encode = msgspec.msgpack.encode
 _PATIENCE = 0.7
-"""Of the time left, how long a member of a group waits for another: it says so before its own caller ends it."""
+"""Of the time left, how long one waits for another's answer: it says so before its own caller ends it."""
 Left = Callable[[], float]
 """Seconds until the round's deadline; raises SyncError after it."""
 
@@ -70,7 +70,8 @@ class InPlace(Path):
             return 0
         self._generation = -1
         offers = self._senders.call("offer", [(self.is_shared,)] * len(self._senders), left())
-        opened = self._receivers.call("open_offers", [(offers,)] * len(self._receivers), left())
+        calls = [(offers, _PATIENCE * left())] * len(self._receivers)
+        opened = self._receivers.call("open_offers", calls, left())
         self._generation = generation
         return sum(opened)
 
@@ -163,7 +164,8 @@ class Packed(Bucketed):
         if handles == self._handles:
             return 0
         self._handles = []
-        opened: int = sum(self._receivers.call("open_slabs", [(handles,)] * len(self._receivers), left()))
+        calls = [(handles, _PATIENCE * left())] * len(self._receivers)
+        opened: int = sum(self._receivers.call("open_slabs", calls, left()))
         self._handles = handles
         return opened
 
