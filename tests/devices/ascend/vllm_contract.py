@@ -32,8 +32,13 @@ IN_PLACE_OF = {
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "vllm_ascend.worker.v2.model_runner.NPUModelRunner",
 }
 """vLLM's classes, and those that its plugin has instead: rlcore asks the same of both."""
-NOT_ON_NPUS = ("vllm.device_allocator.cumem.", "vllm.device_allocator.AllocationData", "vllm._custom_ops")
-"""Of vLLM's own allocator, and of its build for the CPU."""
+NOT_ON_NPUS = (
+    "vllm.device_allocator.cumem.",
+    "vllm.device_allocator.AllocationData",
+    "vllm._custom_ops",
+    "vllm.distributed.weight_transfer.",
+)
+"""Of vLLM's own allocator, of its build for the CPU, and of its weight transfer, which the executor does not use."""
 
 
 def uses() -> dict[str, set[str]]:
