@@ -108,7 +108,7 @@ def test_the_vendors_attention_is_taken_where_it_gives_what_plain_torch_gives(
 _QUICKSTART = """\
 import sys
 import rlcore.quickstart.run
-rlcore.quickstart.run.GATE_ACCURACY = 0.2  # half of the imitation
+rlcore.quickstart.run.GATE_ACCURACY = 0.1  # the first third of the imitation
 from rlcore.cli import main
 sys.argv[0] = "rlcore"
 main()
@@ -116,11 +116,12 @@ main()
 
 
 def quickstart(run: Any, folder: Path, *options: str) -> list[dict[str, float]]:
-    found = run("-c", _QUICKSTART, "quickstart", "--output", str(folder), *options)
+    found = run("-c", _QUICKSTART, "quickstart", "--output", str(folder), *options, timeout_s=800)
     assert found.returncode == 0, found.stdout + found.stderr
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(1800)
 def test_the_quickstarts_rewards_are_those_of_the_cpu(run_simulated: Any, tmp_path: Path) -> None:
     """Imitated on the CPU; from that checkpoint on the npu (simulated CANN), and on the CPU."""
     quickstart(run_simulated, tmp_path / "cpu", "--device", "cpu", "--steps", "1")
