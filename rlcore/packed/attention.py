@@ -73,6 +73,10 @@ def packed_hidden_states(
     )
     # Before compiled blocks ask, which would stay in pieces: within FSDP's forward the root's parameters have the dtype.
     _choose(packed, input_ids, compute_dtype(next(decoder.parameters())))
+    # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
+    dtype = compute_dtype(next(decoder.parameters()))
+    if implementation is None and dtype not in plan.choices:
+        _choose(packed, input_ids, dtype)
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
         position_ids=_positions(packed.cu_seqlens, lengths)[None],
