@@ -66,6 +66,7 @@ class Engine(ABC):
         """Start the workers and load the weights.
 
         Args:
+            data_parallel_size: of an inference engine the replicas; -1, as many as the devices hold.
             launcher: "inline", "process" or "torchrun"; None follows ``rlcore.init``, then the number of workers.
             devices: where; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
             colocate_with: share the devices of these engines, in turns.
@@ -88,12 +89,19 @@ class Engine(ABC):
         """
         if self._group is not None or self._is_closed:
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
-        num_devices = self._count_devices(tensor_parallel_size, data_parallel_size)
+        wanted = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
-        launcher = choose_launcher(launcher or current().launcher, num_devices, owns_process=is_apart)
-        places = choose_devices(num_devices, devices, colocate_with, not_colocate_with, acceptable_node_ips)
+        places = choose_devices(
+            wanted, devices, colocate_with, not_colocate_with, acceptable_node_ips, group_size=tensor_parallel_size
+        )
+        launcher = choose_launcher(
+            launcher or current().launcher,
+            len(places),
+            owns_process=is_apart,
+            joins_torchrun=self._executor_class.joins_torchrun and python is None,
+        )
         self._start = partial(
             start_workers,
             self._executor_class,
@@ -143,7 +151,11 @@ class Engine(ABC):
         self._bring_up(onload=True)
         return self
 
-    def _count_devices(self, tensor_parallel_size: int, data_parallel_size: int) -> int:
+    def _count_devices(self, tensor_parallel_size: int, data_parallel_size: int) -> int | None:
+        """None: as many as can be had."""
+        fills = data_parallel_size == -1 and self.kind == "inference"
+        if fills:
+            data_parallel_size = 1
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if type(size) is not int or size < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {size!r}")
@@ -154,7 +166,7 @@ class Engine(ABC):
                 f"{data_parallel_size}) for executor {self._executor_name!r}",
                 "it runs on one device",
             )
-        return num_devices
+        return None if fills and self._executor_class.runs_on_many_devices else num_devices
 
     @abstractmethod
     def _build_workers(self, options: dict[str, Any]) -> None:

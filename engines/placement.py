@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 
 def choose_devices(
-    num_workers: int,
+    num_workers: int | None,
     devices: str | Sequence[str] | None,
     colocate_with: Engine | Iterable[Engine] | None,
     not_colocate_with: Engine | Iterable[Engine] | None,
     acceptable_node_ips: Sequence[str] | None = None,
+    *,
+    group_size: int = 1,
 ) -> list[Any]:
     """One device for each worker: those named, else the other engine's, else the first that are not excluded.
 
-    Where Slurm started several tasks of a step on this host, each of them chooses from its own equal share.
+    ``num_workers`` None means all of these, in whole groups of ``group_size``; of a host, whose devices are one memory
+    and the same processors, one group unless they are named. Where Slurm started several tasks of a step on this host,
+    each of them chooses from its own equal share.
 
     Raises:
         InvalidInputError: ``devices`` and ``colocate_with`` at once, a wrong number of devices, or one twice.
@@ -49,6 +53,10 @@ def choose_devices(
         candidates = list(current().devices or _share_of_task(_all_like(get_device()), os.environ))
     names = [get_device(name).name for name in candidates]
     free = [name for name in names if name not in held]
+    if num_workers is None:
+        is_named = devices is not None or colocate_with is not None
+        is_one = not is_named and get_device(candidates[0]).spec.is_host
+        num_workers = group_size * (1 if is_one else max(1, len(free) // group_size))
     if devices is not None and len(names) != num_workers:
         raise InvalidInputError(f"this engine has {num_workers} workers; devices names {len(names)}: {names}")
     if repeated := sorted({name for name in names if names.count(name) > 1}):

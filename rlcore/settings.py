@@ -43,6 +43,9 @@ class Settings:
     runtime: Path = Path()
     """For what lives as long as a process; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
+    vllm_plain_weights: bool = False
+    """In a vLLM of your own on a host: weights stay as they were loaded, so that ``rlcore_ipc`` can write them."""
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Raises InvalidInputError naming the variable, its value and what is accepted."""
@@ -61,6 +64,7 @@ class Settings:
             simulated=_flag(env, "RLCORE_SIMULATED"),
             cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
+            vllm_plain_weights=_flag(env, "RLCORE_VLLM_PLAIN_WEIGHTS"),
         )
 
 

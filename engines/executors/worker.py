@@ -36,6 +36,8 @@ class Worker:
     """Workers of one engine share one set of weights."""
     owns_process: ClassVar[bool] = False
     """Each worker lives in a process of its own, apart from other engines' workers on its device."""
+    joins_torchrun: ClassVar[bool] = False
+    """Where it owns its process, that may be a rank which torchrun started, which has a trainer's worker too."""
     runs_user_code: ClassVar[bool] = False
     """A module of the user's is sent to the workers."""
     drives_replica: ClassVar[bool] = False

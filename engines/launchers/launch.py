@@ -28,16 +28,18 @@ _numbers = itertools.count(1)
 """Of the engines that this process has started."""
 
 
-def choose_launcher(asked: str | None, num_workers: int, *, owns_process: bool = False) -> str:
+def choose_launcher(
+    asked: str | None, num_workers: int, *, owns_process: bool = False, joins_torchrun: bool = False
+) -> str:
     """``asked``, else "inline" for one worker and "process" for more; ``RLCORE_DEBUG=pdb`` forces "inline".
 
-    Workers that need processes of their own have "process", and nothing else.
+    Workers that need processes of their own have "process"; those that say so may be torchrun's ranks instead.
     """
     if asked is not None and asked not in LAUNCHERS:
         raise InvalidInputError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {asked!r}")
     if owns_process:
-        if asked in (None, "process"):
-            return "process"
+        if asked in (None, "process") or (asked == "torchrun" and joins_torchrun):
+            return asked or "process"
         raise UnsupportedError(
             f"launcher {asked!r} for an executor whose workers need processes of their own",
             "use 'process', or leave the launcher out of build() and rlcore.init()",

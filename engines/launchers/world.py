@@ -86,4 +86,5 @@ class World:
 
         groups, self._groups, self._default = self._groups, [], None
         for group in reversed(groups):
-            dist.destroy_process_group(group)
+            if group in dist.distributed_c10d._world.pg_map:  # a library may have destroyed its own
+                dist.destroy_process_group(group)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.options import RoundOptions
-from rlcore.engines.sync.parties import Call, LocalParties, Parties, SpmdParties
+from rlcore.engines.sync.parties import Call, JoinedParties, LocalParties, Parties, SpmdParties
 from rlcore.engines.sync.place import Route, decoded
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
@@ -92,8 +92,8 @@ class _Answer(msgspec.Struct, frozen=True):
 class _RemoteParty(Parties):
     """The receiver at the other end."""
 
-    def __init__(self, control: Control) -> None:
-        self.label = "the receiver"
+    def __init__(self, control: Control, label: str = "the receiver") -> None:
+        self.label = label
         self._control = control
         self._numbers = itertools.count(time.monotonic_ns())  # answers to an earlier sender are not taken
 
@@ -107,11 +107,11 @@ class _RemoteParty(Parties):
             while answer.number != number:
                 answer = self._answer(deadline)
         except TimeoutError as error:
-            raise SyncError(f"the receiver did not answer {method}() within {timeout_s:g} s") from error
+            raise SyncError(f"{self.label} did not answer {method}() within {timeout_s:g} s") from error
         except OSError as error:
-            raise SyncError(f"the receiver is gone; {method}() found: {error}") from error
+            raise SyncError(f"{self.label} is gone; {method}() found: {error}") from error
         if answer.error:
-            raise SyncError(f"{method}() failed at the receiver: {answer.error}")
+            raise SyncError(f"{method}() failed at {self.label}: {answer.error}")
         return [answer.result]
 
     def _answer(self, deadline: float) -> _Answer:
@@ -123,6 +123,14 @@ class _RemoteParty(Parties):
     @property
     def is_here(self) -> bool:
         return False
+
+
+def _remote(control: Control | Sequence[Control]) -> Parties:
+    if not isinstance(control, Sequence):
+        return _RemoteParty(control)
+    if not control:
+        return LocalParties("no receiver of this rank's", [])
+    return JoinedParties([_RemoteParty(one, f"receiver {number}") for number, one in enumerate(control)])
 
 
 class _NamedHolding:
@@ -173,18 +181,21 @@ def _view(name: str, tensor: Tensor) -> WeightView:
 
 
 class WeightSender:
-    """Gives named tensors to the receiver at the other end of a channel.
+    """Gives named tensors to the receiver at the other end of a channel, or to several, who commit together.
 
-    Where tensors are DTensors, every rank of the default torch.distributed group makes a sender with a channel to a
-    receiver of its own, and all call ``send`` together; each receiver gets all weights, in slices from all ranks.
+    Where tensors are DTensors, every rank of the default torch.distributed group makes a sender with channels to
+    receivers of its own, or none, and all call ``send`` together; each receiver gets all weights, in slices from all
+    ranks.
 
     Args:
         named_tensors: names as the receiver's model has them, and tensors; or a function that gives them, called for
             each ``send``. The first pass fixes names, shapes, dtypes and sharding.
-        control: the channel.
+        control: the channel, or one for each receiver.
     """
 
-    def __init__(self, named_tensors: NamedTensors | Callable[[], NamedTensors], control: Control) -> None:
+    def __init__(
+        self, named_tensors: NamedTensors | Callable[[], NamedTensors], control: Control | Sequence[Control]
+    ) -> None:
         if callable(named_tensors):
             get = named_tensors
         else:
@@ -199,7 +210,9 @@ class WeightSender:
         self._holding = _NamedHolding(get, 1 if sharded is None else dist.get_world_size())
         self._sender = Sender(self._holding, self._device)
         own: Parties = LocalParties("the sender", [self._sender])
-        remote: Parties = _RemoteParty(control)
+        remote = _remote(control)
+        if sharded is None and not len(remote):
+            raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
             own, remote = (SpmdParties(one, self._exchange, dist.get_rank()) for one in (own, remote))
         self._rounds = Rounds(own, remote)

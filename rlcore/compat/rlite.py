@@ -171,8 +171,8 @@ class RliteInferenceEngine(InferenceEngine):
         super().__init__(module_or_path, executor=executor)
 
     def build(self, *, data_parallel_size: int = -1, **options: Any) -> Self:
-        """As ``InferenceEngine.build``; -1 replicas are one."""
-        return super().build(data_parallel_size=1 if data_parallel_size == -1 else data_parallel_size, **options)
+        """As ``InferenceEngine.build``; without a number there are as many replicas as the devices hold."""
+        return super().build(data_parallel_size=data_parallel_size, **options)
 
     def generate(  # type: ignore[override]
         self,

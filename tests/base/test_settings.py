@@ -36,6 +36,7 @@ def test_every_variable_is_read() -> None:
         "RLCORE_SIMULATED": "1",
         "RLCORE_CACHE": "/cache",
         "RLCORE_RUNTIME": "/runtime",
+        "RLCORE_VLLM_PLAIN_WEIGHTS": "1",
     }
     assert set(given) == set(VARIABLES)
     assert Settings.from_env(given) == Settings(
@@ -48,6 +49,7 @@ def test_every_variable_is_read() -> None:
         simulated=True,
         cache=Path("/cache"),
         runtime=Path("/runtime"),
+        vllm_plain_weights=True,
     )
 
 

@@ -35,6 +35,22 @@ def test_the_same_request_gets_the_same_devices() -> None:
     assert names(choose_devices(2, None, None, [engine_on("cpu:0"), engine_on("cpu:2")])) == ["cpu:1", "cpu:3"]
 
 
+def test_all_that_is_left_is_whole_groups_of_the_devices_that_are_named_or_shared() -> None:
+    def found(devices: Any, shared: Any = None, avoided: Any = None, group_size: int = 1) -> list[str]:
+        return names(choose_devices(None, devices, shared, avoided, group_size=group_size))
+
+    assert found(["cpu:5", "cpu:2"]) == ["cpu:5", "cpu:2"]
+    assert found(None, engine_on("cpu:0", "cpu:1", "cpu:2", "cpu:3", "cpu:4"), group_size=2) == [
+        f"cpu:{index}" for index in range(4)
+    ]
+    assert found(None, engine_on("cpu:0", "cpu:1"), engine_on("cpu:0")) == ["cpu:1"]
+    assert found(None) == ["cpu:0"], "a host's devices are one machine"
+    with pytest.raises(InvalidInputError, match="this engine has 2 workers; devices names 3"):
+        found(["cpu:0", "cpu:1", "cpu:2"], group_size=2)
+    with pytest.raises(DeviceError, match=r"4 devices are needed and 2 of"):
+        found(None, engine_on("cpu:0", "cpu:1"), group_size=4)
+
+
 def test_an_impossible_request_says_which_device_is_held_by_whom() -> None:
     others = [engine_on("cpu:0", label="the train engine"), engine_on("cpu:1", label="the inference engine")]
     with pytest.raises(

@@ -50,12 +50,14 @@ def engine_arguments(
         DeviceError: no memory is left for a KV cache.
     """
     _check_known(given, list(names))
-    device, size = context.device, len(context.devices) or 1
+    device, is_rank = context.device, not context.devices  # of torchrun
+    size = context.world_size if is_rank else len(context.devices)
+    replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {
         "model": os.fspath(folder.path),
         "skip_tokenizer_init": True,
         "tensor_parallel_size": size,
-        "distributed_executor_backend": "uni" if size == 1 else "mp",
+        "distributed_executor_backend": "external_launcher" if is_rank else "uni" if size == 1 else "mp",
         "worker_extension_cls": EXTENSION,
         "enable_sleep_mode": not device.spec.is_host,
         "logprobs_mode": "processed_logprobs",
@@ -63,7 +65,7 @@ def engine_arguments(
         **given,
         # vLLM refuses to start when less than this share is free; what it may use is said in bytes.
         "gpu_memory_utilization": 0.01,
-        "seed": given.get("seed", 0) + context.rank,  # replicas must not all draw the same
+        "seed": given.get("seed", 0) + replica,  # they must not all draw the same
     }
     if arguments.get("kv_cache_memory_bytes") is None:
         weight_bytes = _weight_bytes(folder, str(given.get("dtype", "auto"))) // size
@@ -84,6 +86,10 @@ def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def _rank_of_torchrun() -> int:
+    return int(os.environ["RANK"])
 
 
 def _weight_bytes(folder: ModelFolder, dtype: str) -> int:

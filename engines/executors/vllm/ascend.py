@@ -18,7 +18,7 @@ import torch
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rlcore.engines.executors.vllm.versions import Allocation
+    from rlcore.engines.executors.vllm.interfaces import Allocation
 
 OLDEST, NEWEST = (0, 23), (0, 26)
 _FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"

@@ -5,13 +5,18 @@ Its one method is called by name and takes and gives plain bytes, so that vLLM s
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
 
+from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.share import Share
 from rlcore.engines.launchers.worker import Failure, describe
 from rlcore.errors import RlcoreError
+
+if "vllm" in sys.modules:  # a worker process of vLLM's own, which imports this before it loads the model
+    versions.keep_weights_plain()
 
 
 class RlcoreWorkerExtension:
@@ -21,12 +26,14 @@ class RlcoreWorkerExtension:
         """Call ``Share.<method>``.
 
         Args:
-            calls: msgpack of a list with the arguments for each worker of the replica, by rank.
+            calls: msgpack of a list with the arguments for each worker of the replica, by rank; where each worker has
+                a process that calls it alone, its own.
 
         Returns:
             msgpack of [what it returned, None] or, of rlcore's own errors, [None, ``Failure``].
         """
-        arguments = msgspec.msgpack.decode(calls)[self.rank]  # type: ignore[attr-defined]
+        each = msgspec.msgpack.decode(calls)
+        arguments = each[self.rank % len(each)]  # type: ignore[attr-defined]
         try:
             result, failure = getattr(_share_of(self), method)(*arguments), None
         except RlcoreError as error:  # another process would be told of it as text

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.executors.vllm import ascend, versions
+from rlcore.engines.executors.vllm.interfaces import Allocation
 from rlcore.engines.offload.cargo import Departure
 from rlcore.engines.offload.resident import Resident
 from rlcore.engines.offload.storages import bytes_of
@@ -27,7 +28,7 @@ def _memory() -> Any:
 class MappedRegion:
     """One allocation, with what the mover asks of a storage."""
 
-    def __init__(self, allocation: versions.Allocation, device: Any) -> None:
+    def __init__(self, allocation: Allocation, device: Any) -> None:
         self._allocation = allocation
         self.device: torch.device = device.torch_device
         self._synchronize = device.synchronize

@@ -18,6 +18,7 @@ from rlcore.engines.completion import Completion, RequestOutput, VersionSpan
 from rlcore.engines.executors.prompts import Prompt, PromptReader
 from rlcore.engines.executors.sampler import sample_keys
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import Engine, Request
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.errors import RlcoreError, StateError
@@ -61,7 +62,7 @@ class _Job:
 class Replica:
     """Thread-safe. ``activate`` makes the engine's device that of the calling thread."""
 
-    def __init__(self, engine: versions.Engine, reader: PromptReader, activate: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, reader: PromptReader, activate: Callable[[], None]) -> None:
         self._engine = engine
         self._reader = reader
         self._activate = activate
@@ -214,7 +215,7 @@ class Replica:
         self._changed.notify_all()
         return num_ended
 
-    def _take(self, output: versions.Request, sample: _Sample) -> bool:
+    def _take(self, output: Request, sample: _Sample) -> bool:
         """Add what a step made of a sample; True if it has ended."""
         (sampled,) = output.outputs
         token_ids = list(sampled.token_ids)

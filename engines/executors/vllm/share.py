@@ -9,16 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import Worker
 from rlcore.engines.executors.vllm.regions import MappedResident
 from rlcore.engines.executors.vllm.reload_check import differing_after_reload
 from rlcore.engines.executors.vllm.target import VllmTarget
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.resident import Resident
-from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.residency import Move
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.weight_source import in_files
+from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
 
@@ -26,10 +27,10 @@ from rlcore.types import OffloadReport
 class Share:
     """Made when the model is loaded and the KV cache is allocated."""
 
-    def __init__(self, worker: versions.Worker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.device = get_device(str(worker.device))
         self.runner = worker.model_runner
-        self._target = VllmTarget(worker, self.device, self.strays)
+        self._target = VllmTarget(self.model, worker.vllm_config, self.device)
         self._receiver = Receiver(self._target)
         if self.device.spec.is_host:  # no graph is captured that would keep addresses
             self._residents = {
@@ -81,23 +82,7 @@ class Share:
     def _kept(self) -> Iterator[Tensor]:
         """What lies among the weights and no sync brings again."""
         yield from self.model.buffers()
-        yield from (tensor for _, tensor in self.strays())
-
-    def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Tensors of the model that are neither parameters nor buffers nor its KV cache, and their modules.
-
-        Such as what MLA derives from its weights after loading: nothing but loading makes them right.
-        """
-        known = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        caches = {storage._cdata for storage in distinct_storages(versions.kv_caches(self.runner))}
-        for module in self.model.modules():
-            for value in vars(module).values():
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, Tensor) and id(tensor) not in known and self._is_here(tensor, caches):
-                        yield module, tensor
-
-    def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
-        return tensor.device == self.device.torch_device and tensor.untyped_storage()._cdata not in others
+        yield from (tensor for _, tensor in self._target.strays())
 
     # --------------------------------------------------------------------------------------------- weights
 
@@ -110,7 +95,13 @@ class Share:
         self._receiver.reloaded()
 
     def differing_after_reload(self, path: str) -> list[str]:
-        """Of the folder that the model was loaded from, as it was loaded."""
+        """Of the folder that the model was loaded from, as it was loaded.
+
+        Raises:
+            UnsupportedError: vLLM generates with packed copies of weights, which no reload reaches.
+        """
+        if versions.packs_weights():
+            raise UnsupportedError("vLLM's build for the CPU with packed weights", "they were to be left plain")
         return differing_after_reload(self._target, in_files(check_model_folder(path).weight_files))
 
     def is_whole(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,19 +10,17 @@ from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.meta_model import meta_model
+from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sync.target import LoadWeights, Target, Weights
 
 
 class VllmTarget(Target):
-    """``strays`` gives what of the model only its loader makes right, and the modules that have it."""
+    """``device`` is rlcore's, where the model is."""
 
-    def __init__(
-        self, worker: versions.Worker, device: Any, strays: Callable[[], Iterable[tuple[nn.Module, Tensor]]]
-    ) -> None:
+    def __init__(self, model: nn.Module, vllm_config: Any, device: Any) -> None:
         self.device = device
-        self._vllm_config = worker.vllm_config
-        self._model: Any = worker.model_runner.get_model()
-        self._strays = strays
+        self._vllm_config = vllm_config
+        self._model: Any = model
         self._tensors: dict[str, Tensor] = {}
         self._is_reloading = False
 
@@ -36,13 +34,30 @@ class VllmTarget(Target):
         return self._tensors
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        derived = {id(module) for module, _ in self._strays()}
+        derived = {id(module) for module, _ in self.strays()}
         for prefix, module in self._model.named_modules():
             if id(module) not in derived:
                 own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
                 own |= module.named_buffers(recurse=False)
                 for name, tensor in own.items():
                     yield (f"{prefix}.{name}" if prefix else name), tensor.detach()
+
+    def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Tensors of the model that are neither parameters nor buffers nor its KV cache, and their modules.
+
+        Such as what MLA derives from its weights after loading: nothing but loading makes them right.
+        """
+        known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        layer_caches = versions.layer_caches(self._vllm_config.compilation_config)
+        caches = {storage._cdata for storage in distinct_storages(layer_caches)}
+        for module in self._model.modules():
+            for value in vars(module).values():
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, Tensor) and id(tensor) not in known and self._is_here(tensor, caches):
+                        yield module, tensor
+
+    def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
+        return tensor.device == self.device.torch_device and tensor.untyped_storage()._cdata not in others
 
     def reload(self, weights: Weights) -> None:
         with nullcontext() if self._is_reloading else self.reloading():

@@ -1,8 +1,4 @@
-"""All that rlcore takes from vLLM, and what differs between its versions. No other file imports it.
-
-The protocols name what is used of vLLM's classes, which their docstrings name; a test holds them against every
-version that is supported.
-"""
+"""All that rlcore takes from vLLM, and what differs between its versions; only ``meta_model.py`` imports it too."""
 
 from __future__ import annotations
 
@@ -10,13 +6,22 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import ascend
+from rlcore.engines.executors.vllm.interfaces import (
+    Allocation,
+    Allocator,
+    Engine,
+    Layers,
+    Platform,
+    Reloading,
+    Runner,
+)
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -31,83 +36,6 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
 }
-
-
-class Engine(Protocol):
-    """vllm.v1.engine.llm_engine.LLMEngine"""
-
-    vllm_config: Any
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> object: ...
-    def abort_request(self, request_ids: list[str]) -> None: ...
-    def step(self) -> Sequence[Any]: ...
-    def has_unfinished_requests(self) -> bool: ...
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-    def reset_mm_cache(self) -> None: ...
-    def reset_encoder_cache(self) -> None: ...
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
-
-
-class Worker(Protocol):
-    """vllm.v1.worker.gpu_worker.Worker"""
-
-    device: torch.device
-    rank: int
-    model_runner: Runner
-    vllm_config: Any
-
-
-class Runner(Protocol):
-    """vllm.v1.worker.gpu_model_runner.GPUModelRunner
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner"""
-
-    kv_caches: list[Tensor | list[Tensor]]
-    """Of each layer; those with a state (Mamba) have several."""
-
-    def get_model(self) -> nn.Module: ...
-
-
-class Reloading(Protocol):
-    """vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"""
-
-    kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]] | None
-    loaded_weights: list[tuple[str, Any]]
-
-
-class Platform(Protocol):
-    """vllm.platforms.interface.Platform"""
-
-    def is_cpu(self) -> bool: ...
-
-
-class Allocator(Protocol):
-    """vllm.device_allocator.cumem.CuMemAllocator"""
-
-    pointer_to_data: dict[int, Allocation]
-
-
-class Allocation(Protocol):
-    """vllm.device_allocator.AllocationData"""
-
-    handle: tuple[Any, ...]
-    """Device index, bytes, address, and what the driver knows it by."""
-    tag: str
-    is_asleep: bool
-
-
-class Request(Protocol):
-    """vllm.outputs.RequestOutput"""
-
-    request_id: str
-    outputs: list[Sampled]
-
-
-class Sampled(Protocol):
-    """vllm.outputs.CompletionOutput"""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Any]] | None
-    finish_reason: str | None
 
 
 def prepare() -> str:
@@ -129,7 +57,7 @@ def prepare() -> str:
         ascend.prepare(vllm.__version__)
     else:
         check_version(vllm.__version__)
-    _keep_weights_plain()
+    keep_weights_plain()
     version: str = vllm.__version__
     return version
 
@@ -145,17 +73,26 @@ def check_version(version: str) -> None:
         )
 
 
-def _keep_weights_plain() -> None:
+def keep_weights_plain() -> None:
     """On a host, vLLM packs weights for its matrix library and drops the originals: nothing could be synced into."""
-    from vllm.platforms import current_platform
-
-    platform: Platform = current_platform
-    if platform.is_cpu():
+    if packs_weights():
         import vllm._custom_ops as operators
         import vllm.model_executor.layers.utils as layers
 
         operators._supports_onednn = False
         layers.check_cpu_sgl_kernel = lambda *_: False
+
+
+def packs_weights() -> bool:
+    """This vLLM is the build for the CPU, and ``keep_weights_plain`` was not called."""
+    from vllm.platforms import current_platform
+
+    platform: Platform = current_platform
+    if not platform.is_cpu():
+        return False
+    import vllm._custom_ops as operators
+
+    return bool(operators._supports_onednn)
 
 
 def argument_names() -> list[str]:
@@ -167,8 +104,12 @@ def argument_names() -> list[str]:
     return [field.name for field in dataclasses.fields(EngineArgs)]
 
 
-def new_engine(arguments: dict[str, Any]) -> Engine:
-    """Raises InvalidInputError where vLLM refuses the arguments."""
+def new_engine(arguments: dict[str, Any], rank: int, local_rank: int) -> Engine:
+    """Ranks are what an external launcher would say.
+
+    Raises:
+        InvalidInputError: vLLM refuses the arguments.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -178,8 +119,43 @@ def new_engine(arguments: dict[str, Any]) -> Engine:
         raise InvalidInputError(f"vLLM refuses these arguments of build(): {error}") from error
     if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank)):
+        engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     return engine
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def leave(engine: Engine) -> None:
+    """End an engine in a process that goes on, and may make another.
+
+    vLLM would destroy every torch.distributed group of the process, the trainer's too.
+    """
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = _destroy_own_groups
+    engine.engine_core.shutdown()
+
+
+def _destroy_own_groups() -> None:
+    import vllm.distributed.parallel_state as ranks
+
+    ranks.destroy_model_parallel()
+    if ranks._WORLD is not None:
+        ranks._WORLD.destroy()
+        ranks._WORLD = None
 
 
 def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
@@ -221,6 +197,31 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
+def weight_transfer_base() -> Any:
+    """What a back end of vLLM's own weight transfer derives from; in 0.26 the trainer's side is a part of it.
+
+    Raises:
+        UnsupportedError: a version that rlcore does not know.
+    """
+    try:
+        import vllm
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    except ImportError:  # who has no vLLM may read the module
+        return object
+    check_version(vllm.__version__)
+    return WeightTransferEngine
+
+
+def register_weight_transfer(name: str, module: str, class_name: str) -> None:
+    """Nothing if it is known already, or if this vLLM has no weight transfer: it calls this in every process."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
 @contextlib.contextmanager
 def reloading(model: nn.Module, vllm_config: Any) -> Iterator[None]:
     """Inside, ``model.load_weights`` may be called, also in parts; what it got is processed at the end.
@@ -256,7 +257,16 @@ def _not_loaded(info: Reloading) -> list[Tensor]:
 
 def kv_caches(runner: Runner) -> list[Tensor]:
     """All of this worker's."""
-    return [one for cache in runner.kv_caches for one in ([cache] if isinstance(cache, Tensor) else cache)]
+    return _flat(runner.kv_caches)
+
+
+def layer_caches(model: Layers) -> list[Tensor]:
+    """The KV caches as the layers know them; none before they are allocated."""
+    return _flat(getattr(layer, "kv_cache", ()) for layer in model.static_forward_context.values())
+
+
+def _flat(caches: Iterable[Tensor | Iterable[Tensor]]) -> list[Tensor]:
+    return [one for cache in caches for one in ([cache] if isinstance(cache, Tensor) else cache)]
 
 
 def after_kv_cache_is_back(runner: Runner) -> None:

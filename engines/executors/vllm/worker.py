@@ -13,6 +13,7 @@ from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, p
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.arguments import check_own, engine_arguments
 from rlcore.engines.executors.vllm.extension import Answer
+from rlcore.engines.executors.vllm.interfaces import Engine
 from rlcore.engines.executors.vllm.replica import Replica
 from rlcore.engines.executors.waiting import PauseMode
 from rlcore.engines.executors.worker import MemoryReport, Worker
@@ -26,6 +27,8 @@ from rlcore.engines.weight_source import in_files
 from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
+_MEETING_S = 600.0
+"""For the other ranks to come to build(), who load as long as this one."""
 _SYNC, _VALUES = "a weight sync", "weights without values"
 
 
@@ -34,12 +37,13 @@ class VllmWorker(Worker):
 
     runs_on_many_devices: ClassVar[bool] = True
     owns_process: ClassVar[bool] = True
+    joins_torchrun: ClassVar[bool] = True
     drives_replica: ClassVar[bool] = True
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
-        self._engine: versions.Engine | None = None
+        self._engine: Engine | None = None
         self._host_memory: tuple[int | None, int | None] | None = None
 
     def build(self, path: str | Path, **engine_args: Any) -> None:
@@ -59,7 +63,9 @@ class VllmWorker(Worker):
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
         arguments = engine_arguments(engine_args, versions.argument_names(), self._folder, self._context)
-        engine = versions.new_engine(arguments)
+        if self._is_rank:
+            self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
+        engine = versions.new_engine(arguments, self._context.rank, self.device.index)
         self._engine = engine
         longest = engine.vllm_config.model_config.max_model_len
         reader = PromptReader(self._folder, longest, "max_model_len")
@@ -79,7 +85,16 @@ class VllmWorker(Worker):
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        """Begin these requests, which ``collect`` gives under these numbers."""
+        """Begin these requests, which ``collect`` gives under these numbers.
+
+        Raises:
+            UnsupportedError: a replica of several of torchrun's ranks, which must all make the same steps.
+        """
+        if self._is_rank and self._context.world_size > 1:
+            raise UnsupportedError(
+                f"submit() on {self._context.world_size} ranks of torchrun",
+                "they cannot make the same steps beside the program; use generate(), or tensor_parallel_size 1",
+            )
         self._replica.submit(numbers, prompts, params, version)
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
@@ -217,9 +232,16 @@ class VllmWorker(Worker):
     def close(self) -> None:
         if self._engine is not None:
             self._replica.close()
+            if self._is_rank:  # the process goes on
+                versions.leave(self._engine)
         super().close()
 
     # --------------------------------------------------------------------------------- vLLM's own workers
+
+    @property
+    def _is_rank(self) -> bool:
+        """Of torchrun: this process has one of vLLM's workers, and its replica the others elsewhere."""
+        return not self._context.devices
 
     @property
     def _num_shares(self) -> int:

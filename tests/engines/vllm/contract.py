@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OURS = ROOT / "engines" / "executors" / "vllm"
 RECORD = Path(__file__).with_name("contract.json")
 ARGUMENTS, SAMPLING = "vllm.engine.arg_utils.EngineArgs", "vllm.sampling_params.SamplingParams"
+TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
 Uses = dict[str, set[str]]
 """Dotted name of a module member -> members of it, "method(parameter)" for a parameter that is given by name."""
@@ -35,7 +36,21 @@ def uses() -> Uses:
                 found.setdefault(name, set()).update(members)
     found[ARGUMENTS] |= _keys(OURS / "arguments.py", "engine_arguments")
     found[SAMPLING] |= _keywords(OURS / "replica.py", "sampling_params") - {"is_streamed"}
+    found[TRANSFER] |= {name for name in transfer_members() if not name.startswith("_")} - {"trainer_send_weights"}
     return found
+
+
+def transfer_members() -> set[str]:
+    """What our class of that base defines, and what it uses of itself."""
+    (ours,) = (node for node in ast.parse((OURS / "transfer.py").read_text()).body if _derives(node, "weight_transfer"))
+    used = {
+        node.attr for node in ast.walk(ours) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    return _names_set(ours.body) | used
+
+
+def _derives(node: ast.stmt, base: str) -> bool:
+    return isinstance(node, ast.ClassDef) and any(base in ast.unparse(one) for one in node.bases)
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
@@ -122,6 +137,17 @@ class Wheel:
             self._trees[module] = None if source is None else ast.parse(source)
         return self._trees[module]
 
+    def abstract(self, name: str) -> list[str]:
+        """Methods that a class leaves to those that derive from it."""
+        module, _, last = name.rpartition(".")
+        tree = self._tree(module)
+        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == last) if tree else ()
+        return [
+            node.name
+            for node in found.body
+            if isinstance(node, ast.FunctionDef) and "abstractmethod" in map(ast.unparse, node.decorator_list)
+        ]
+
     def members(self, name: str) -> set[str] | None:
         """Of a class, function or module; None if there is no such name."""
         if (tree := self._tree(name)) is not None:
@@ -174,6 +200,8 @@ def _names_set(body: list[ast.stmt]) -> set[str]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.AnnAssign):
             found.add(ast.unparse(node.target))
         elif isinstance(node, ast.Assign):
@@ -210,9 +238,11 @@ def extract(path: Path) -> dict[str, Any]:
         wheel = Wheel(lambda name: archive.read(name).decode() if name in names else None)
         used = uses()
         has = {name: wheel.members(name) for name in used}
+        abstract = wheel.abstract(TRANSFER)
     return {
         "wheel": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "abstract": {TRANSFER: abstract},
         "names": {name: sorted(used[name] & found) for name, found in sorted(has.items()) if found is not None},
     }
 

@@ -30,6 +30,14 @@ def test_a_version_has_all_that_is_used(version: str) -> None:
     assert contract.lacking(contract.uses(), names.get) == [], "run contract.py again if a use is new"
 
 
+@pytest.mark.parametrize("version", RECORD)
+def test_the_weight_transfer_back_end_leaves_nothing_abstract(version: str) -> None:
+    (wanted,) = RECORD[version]["abstract"].values()
+    assert {"init_transfer_engine", "receive_weights"} <= set(wanted)
+    assert ("trainer_send_weights" in wanted) is (version == "0.26.0"), "where the base class differs"
+    assert set(wanted) <= contract.transfer_members()
+
+
 def test_the_record_reaches_from_the_oldest_to_the_newest_version() -> None:
     minors = [tuple(map(int, version.split(".")[:2])) for version in RECORD]
     assert (min(minors), max(minors)) == (versions.OLDEST, versions.NEWEST)

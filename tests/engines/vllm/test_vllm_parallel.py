@@ -1,0 +1,125 @@
+"""Real vLLM on two devices: tensor parallel workers, replicas that share the requests, and syncs to both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.errors import RlcoreError
+from rlcore.nn import HuggingFaceTrainModule
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2000)]
+
+KIND = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = [f"{KIND}:0", f"{KIND}:1"]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
+BuildVllm = Callable[..., rlcore.InferenceEngine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_devices() -> None:
+    if KIND == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices, or none")
+
+
+@pytest.fixture(scope="module")
+def train(model_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    """A trainer whose weights are in two shards."""
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def shake(self, factor: float) -> None:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(factor)
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(model_folder)
+    with rlcore.TrainEngine(module) as engine:
+        yield engine.build(devices=BOTH, data_parallel_size=2, timeout_s=280)
+
+
+def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
+    train.export(folder)
+    with rlcore.InferenceEngine(folder) as engine:
+        return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
+
+
+def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
+
+
+def test_two_tensor_parallel_workers(
+    train: rlcore.TrainEngine, build_vllm: BuildVllm, model_folder: Path, tmp_path: Path
+) -> None:
+    with build_vllm(model_folder, devices=None, colocate_with=train, tensor_parallel_size=2, timeout_s=600) as infer:
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "first"))
+        for version in (1, 2):
+            train.shake(1.1)
+            report = train.sync_weights(infer, verify=version == 2)
+            assert (report.version, report.fallback_bytes) == (version, 0)
+            assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / str(version)))
+        infer.meta()
+        infer.onload("weights")
+        train.sync_weights(infer)
+        infer.onload("kv_cache")
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "last"))
+
+        replica = infer.executors[0].workers[0].process_id
+        os.kill(next(pid for pid in children(replica) if "Worker" in title(pid)), signal.SIGKILL)
+        train.shake(0.9)
+        started = time.monotonic()
+        with pytest.raises(RlcoreError):
+            train.sync_weights(infer, timeout_s=60)
+        assert time.monotonic() - started < 90
+        train.shake(1.1)  # the trainer lives on
+
+
+def test_replicas_on_all_that_is_left_share_the_requests(
+    train: rlcore.TrainEngine, build_vllm: BuildVllm, model_folder: Path, tmp_path: Path
+) -> None:
+    with build_vllm(model_folder, devices=None, colocate_with=train, data_parallel_size=-1, timeout_s=600) as infer:
+        assert [worker.context.device_name for worker in infer.executors[0].workers] == BOTH
+        train.shake(0.95)
+        report = train.sync_weights(infer)
+        assert report.fallback_bytes == 0
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "one"))
+
+        infer.pause("keep")
+        numbers = infer.submit([[3]] * 5, [GREEDY | {"max_tokens": most} for most in (200, 40, 40, 40, 40)])
+        ranks = [infer._serving.placed[number][0] for number in numbers]
+        assert ranks == [0, 1, 1, 1, 1], "by load, not by number"
+        infer.resume()
+        found: dict[int, Any] = {}
+        while len(found) < 5:
+            found |= infer.collect(timeout_s=60)
+        assert [len(found[number].outputs[0].token_ids) for number in numbers] == [200, 40, 40, 40, 40]
+
+        os.kill(infer.executors[0].workers[1].process_id, signal.SIGKILL)
+        train.shake(1.05)
+        with pytest.raises(RlcoreError, match=r"SIGKILL"):
+            train.sync_weights(infer, timeout_s=60)
+        infer.restart()
+        train.sync_weights(infer)
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "two"))

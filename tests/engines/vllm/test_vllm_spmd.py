@@ -1,0 +1,101 @@
+"""Colocated under torchrun: a vLLM worker in the trainer's process, on every rank, with the same verbs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+KIND = "cuda" if torch.cuda.is_available() else "cpu"
+PROGRAM = """
+    import json, os, sys, time
+    import torch
+    import rlcore
+    from rlcore.nn import HuggingFaceTrainModule
+    from rlcore.errors import RlcoreError
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        @torch.no_grad()
+        def scale(self, factor):
+            for parameter in self.parameters():
+                parameter.mul_(factor)
+
+    GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
+    ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 64}
+    ENGINE["kv_cache_memory_bytes"] = 1 << 24
+    folder, out, kind = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    every = [f"{kind}:{n}" for n in range(size)]
+
+    def fresh(train, name):
+        path = f"{out}/{name}-{rank if workers == 1 else 0}"
+        train.export(path)
+        while not os.path.isdir(path):  # the first rank writes it, and renames it at last
+            time.sleep(0.05)
+        with rlcore.InferenceEngine(path) as engine:
+            outputs = engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
+        return [one.outputs[0].token_ids for one in outputs]
+
+    found = {}
+    for workers in (1, size):
+        with rlcore.meta_device():
+            module = Policy.from_pretrained(folder)
+        with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(folder, executor="vllm") as infer:
+            devices = every[:workers]
+            train.build(devices=devices, data_parallel_size=workers, launcher="torchrun")
+            infer.build(devices=devices, tensor_parallel_size=workers, launcher="torchrun", **ENGINE)
+            worker = infer.executors[0].workers[0]
+            record = found[workers] = {"routes": [], "equal": [], "pid": worker.process_id == os.getpid()}
+            for version in (1, 2):
+                train.scale(1.1)
+                if version == 2:
+                    infer.meta()
+                    infer.onload("weights")
+                report = train.sync_weights(infer, verify=version == 1)
+                infer.onload("kv_cache")
+                record["routes"].append(report.route)
+                record["fallback_bytes"] = report.fallback_bytes
+                ours = [one.outputs[0].token_ids for one in infer.generate(PROMPTS, GREEDY)]
+                record["equal"].append(ours == fresh(train, f"{workers}-{version}"))
+            if workers > 1:
+                try:
+                    infer.submit(PROMPTS, GREEDY)
+                except RlcoreError as error:
+                    record["submit"] = str(error)
+                if rank == 1:  # one rank's failure is every rank's
+                    worker.worker._replica.hold = lambda *_: 1 / 0
+                train.scale(1.1)
+                try:
+                    train.sync_weights(infer)
+                except RlcoreError as error:
+                    record["error"] = str(error).partition(chr(10))[0]
+                record["state"] = infer.sync_state
+                worker.worker._replica.__dict__.pop("hold", None)
+    with open(f"{out}/{rank}.json", "w") as file:
+        json.dump(found, file)
+"""
+
+
+@pytest.mark.skipif(KIND == "cuda" and torch.cuda.device_count() < 2, reason="needs two CUDA devices, or none")
+def test_the_same_verbs_under_torchrun(
+    model_folder: Path, tmp_path: Path, torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    torchrun(PROGRAM, model_folder, tmp_path, KIND)
+    between = "packed" if KIND == "cpu" else "direct"
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["1"] == {"routes": ["local"] * 2, "equal": [True] * 2, "pid": True, "fallback_bytes": 0}
+        sharded = found["2"]
+        assert (sharded["routes"], sharded["equal"]) == ([between] * 2, [True] * 2)
+        assert (sharded["pid"], sharded["fallback_bytes"]) == (True, 0)
+        assert "submit() on 2 ranks of torchrun is not supported" in sharded["submit"]
+        assert "ZeroDivisionError" in sharded["error"]
