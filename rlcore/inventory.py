@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlcore.errors import DeviceError, PluginError
 from rlcore.registry import get_device, launch, list_devices
 from rlcore.types import Capability, DeviceInfo, DeviceProperties
 
@@ -44,14 +45,23 @@ def kinds() -> list[Kind]:
 
 
 def describe(name: str) -> Description:
-    """Raises DeviceError: the device is unknown or not available."""
+    """Raises DeviceError: the device is unknown or not available, or its plugin's code fails."""
     device = get_device(name)
-    return Description(
-        name=device.name,
-        vendor=device.vendor,
-        properties=device.properties(),
-        capabilities=device.capabilities(),
-    )
+    try:
+        properties, capabilities = device.properties(), capabilities_of(device)
+    except Exception as error:  # somebody else's code
+        raise DeviceError(f"device {name!r} cannot be described: {type(error).__name__}: {error}") from error
+    return Description(name=device.name, vendor=device.vendor, properties=properties, capabilities=capabilities)
+
+
+def capabilities_of(device: Any) -> dict[str, Capability]:
+    """Raises PluginError: the device answers with something else; and whatever the device raises."""
+    found = device.capabilities()
+    if not isinstance(found, dict):
+        raise PluginError(f"capabilities() returned {type(found).__name__}, not a dict")
+    if wrong := [str(member) for member, how in found.items() if not isinstance(how, Capability)]:
+        raise PluginError(f"capabilities() answered with no Capability for {', '.join(wrong)}")
+    return found
 
 
 def summary(capabilities: dict[str, Capability]) -> str:
@@ -64,7 +74,7 @@ def _kind(info: DeviceInfo) -> Kind:
     facts, capabilities, error = launch(info.name), None, ""
     if info.is_available:
         try:
-            capabilities = get_device(info.name).capabilities()
+            capabilities = capabilities_of(get_device(info.name))
         except Exception as failure:  # somebody else's code
             error = f"capabilities() failed: {type(failure).__name__}: {failure}"
     return Kind(

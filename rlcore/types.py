@@ -83,6 +83,25 @@ class DeviceSpec:
                 f"DeviceSpec.api_version must be two numbers such as {PLUGIN_API}, got {self.api_version!r}"
             )
         check_import_path(self.loader, "DeviceSpec.loader")
+        for field in ("vendor", "collective_backend"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"DeviceSpec.{field} must be a str that is not empty, got {value!r}")
+        for field, kind in _OPTIONAL_FIELDS.items():
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidInputError(f"DeviceSpec.{field} must be {kind.__name__} or None, got {value!r}")
+        for field in ("is_host", "visible_devices_rise"):
+            if type(getattr(self, field)) is not bool:
+                raise InvalidInputError(f"DeviceSpec.{field} must be True or False, got {getattr(self, field)!r}")
+
+
+_OPTIONAL_FIELDS = {
+    "visible_devices_variable": str,
+    "ray_resource": str,
+    "torch_build": str,
+    "program_limits": ProgramLimits,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +116,8 @@ class Probe:
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 0:
             raise InvalidInputError(f"Probe.count must be a whole number of at least 0, got {self.count!r}")
+        if not isinstance(self.reason, str):
+            raise InvalidInputError(f"Probe.reason must be a str, got {self.reason!r}")
         if self.count == 0 and not self.reason:
             raise InvalidInputError("Probe(0) must say the reason why the device is not available")
 

@@ -20,12 +20,12 @@ from rlcore.deadline import call_within
 from rlcore.doctor.finding import CHECK_TIMEOUT_S, Finding, Verdict, fail, ok, run_check, warn
 from rlcore.doctor.ipc import Importer, share
 from rlcore.doctor.packages import torch_back_ends
-from rlcore.inventory import summary
+from rlcore.errors import PluginError
+from rlcore.inventory import capabilities_of, summary
 from rlcore.launch import Launch
 from rlcore.plugins import PluginRecord
 from rlcore.registry import device_info, get_device, launch, list_devices, registry
 from rlcore.settings import Settings
-from rlcore.types import Capability
 
 
 def main(descriptor: int) -> None:
@@ -112,12 +112,11 @@ def device(kind: str) -> Verdict:
     if not info.is_available:
         return ok(f"not available: {info.reason}")
     try:
-        found = get_device(kind).capabilities()
-        wrong = [member for member, how in found.items() if not isinstance(how, Capability)]
+        found = capabilities_of(get_device(kind))
+    except PluginError as error:
+        return fail(str(error), _leave_out(info.plugin))
     except Exception as error:
         return fail(f"capabilities() failed: {type(error).__name__}: {error}", _leave_out(info.plugin))
-    if wrong:
-        return fail(f"capabilities() answered with no Capability for {', '.join(wrong)}", _leave_out(info.plugin))
     return ok(f"{info.count} of {info.vendor}; members: {summary(found)}")
 
 

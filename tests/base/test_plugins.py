@@ -173,6 +173,7 @@ def test_unknown_device_lists_the_plugins_that_failed(site: Any) -> None:
         ("raise OSError('driver too old')", "OSError: driver too old"),
         ("return 1", "PluginError: probe() returned int, not rlcore.types.Probe"),
         ("return Probe('1')", "Probe.count must be a whole number of at least 0, got '1'"),
+        ("return Probe(0, 5)", "Probe.reason must be a str, got 5"),
         ("return Probe(0)", "Probe(0) must say the reason why the device is not available"),
         ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
         ("import time; time.sleep(600)", "TimeoutError: it did not end within 0.5 s"),
@@ -247,6 +248,27 @@ def test_a_device_that_cannot_say_what_it_can_do_is_listed_with_the_reason(site:
     assert result.stdout == "capabilities() failed: AttributeError: 'Device' object has no attribute 'capabilities'\n"
 
 
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("None", "capabilities() returned NoneType, not a dict"),
+        ("{'memory.info': 'native'}", "capabilities() answered with no Capability for memory.info"),
+    ],
+)
+def test_a_device_whose_capabilities_are_none_is_listed_with_the_reason(site: Any, answer: str, error: str) -> None:
+    code = (
+        registering("register(spec('sick', f'{__name__}:Device'))") + f"    def capabilities(self): return {answer}\n"
+    )
+    site.install("sick", code)
+    result = site.run("""
+        from rlcore.inventory import describe, kinds
+        print(*(kind.error for kind in kinds() if kind.info.name == "sick"))
+        describe("sick")
+    """)
+    assert result.stdout == f"capabilities() failed: PluginError: {error}\n"
+    assert "rlcore.errors.DeviceError: device 'sick' cannot be described: " in result.stderr
+
+
 def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> None:
     site.install("lost", registering("register(spec('lost', 'acme_lost:Devise'))"))
     result = site.run("import rlcore; rlcore.get_device('lost')")
@@ -260,6 +282,10 @@ def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> N
         ("torch_type", "7", "DeviceSpec.torch_type must be lower case letters, digits and '_', got 7"),
         ("priority", "'high'", "DeviceSpec.priority must be a whole number, got 'high'"),
         ("loader", "'acme.Device'", "DeviceSpec.loader must be an import path 'package.module:attribute', got"),
+        ("vendor", "None", "DeviceSpec.vendor must be a str that is not empty, got None"),
+        ("visible_devices_variable", "5", "DeviceSpec.visible_devices_variable must be str or None, got 5"),
+        ("program_limits", "{}", "DeviceSpec.program_limits must be ProgramLimits or None, got {}"),
+        ("is_host", "'no'", "DeviceSpec.is_host must be True or False, got 'no'"),
         ("api_version", "'1.0'", "DeviceSpec.api_version must be two numbers such as (1, 0), got '1.0'"),
     ],
 )
