@@ -30,6 +30,7 @@ REDUCIBLE_DTYPES = (
 """Tensors of any dtype can be moved, as bytes; these can be reduced."""
 
 DEFAULT_TIMEOUT_S = 300.0
+_LONGEST_S = 365 * 86400.0  # libraries count milliseconds or nanoseconds in 64 bits
 
 
 class Collectives(Part):
@@ -85,8 +86,10 @@ class Collectives(Part):
         """How ``op`` reduces tensors of ``dtype``.
 
         Raises:
-            InvalidInputError: there is no such operator.
+            InvalidInputError: there is no such operator, or what is given for a dtype is none.
         """
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidInputError(f"a dtype is one of torch's, such as torch.bfloat16; got {dtype!r}")
         if op not in REDUCE_OPS:
             raise InvalidInputError(f"the reduce operator must be one of {', '.join(REDUCE_OPS)}; got {op!r}")
         if reason := _why_undefined(op, dtype):
@@ -156,8 +159,10 @@ class Collectives(Part):
 
 
 def _timeout(timeout_s: float) -> timedelta:
-    if not timeout_s > 0:
-        raise InvalidInputError(f"timeout_s must be more than 0 seconds, got {timeout_s!r}")
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= _LONGEST_S):
+        raise InvalidInputError(
+            f"timeout_s must be more than 0 seconds, got {timeout_s!r}; at most {_LONGEST_S:.0f} (a year)"
+        )
     return timedelta(seconds=timeout_s)
 
 

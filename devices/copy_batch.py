@@ -16,6 +16,8 @@ import torch
 from rlcore.errors import InvalidInputError
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -60,6 +62,14 @@ class Batch:
 
 
 def _check_pairs(dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor]) -> None:
+    for tensors in (dst, src):
+        if not isinstance(tensors, Sequence):
+            raise InvalidInputError(f"copy_batch takes two sequences of tensors, got {type(tensors).__name__}")
+        if other := {type(tensor) for tensor in tensors} - _PLAIN:
+            raise InvalidInputError(
+                f"copy_batch takes plain tensors, got {', '.join(sorted(kind.__name__ for kind in other))}; of a "
+                "DTensor give to_local()"
+            )
     if len(dst) != len(src):
         raise InvalidInputError(f"copy_batch takes a source for each destination, got {len(dst)} and {len(src)}")
     for what in (attrgetter("shape"), attrgetter("dtype")):

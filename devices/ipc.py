@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 OnRevoke = Callable[[Mapping], None]
 
+_LONGEST_S = 7 * 86400.0  # poll(2) counts milliseconds in 32 bits
+
 _requests = itertools.count(1)
 
 
@@ -76,7 +78,7 @@ class Ipc:
         )
 
     def import_tensor(self, handle: IpcHandle, on_revoke: OnRevoke | None, timeout_s: float) -> Mapping:
-        self._check_importable(handle)
+        self._check_importable(handle, on_revoke, timeout_s)
         claim = Claim(next(_requests), handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
 
         def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None], first: int = 0) -> Mapping:
@@ -99,6 +101,9 @@ class Ipc:
         )
 
     def revoke(self, handle: IpcHandle, timeout_s: float) -> None:
+        if not isinstance(handle, IpcHandle):
+            raise InvalidInputError(f"revoke takes the IpcHandle of an export, got {type(handle).__name__}")
+        _check_timeout(timeout_s)
         if handle.exporter != exporter().path:
             raise StateError(
                 f"export {handle.export_id} belongs to process {pid_of(handle.exporter)}: only that one can revoke it; "
@@ -122,7 +127,7 @@ class Ipc:
         if handle.storage_bytes:
             self._sharing.close(SharedMemory(handle.payload))
 
-    def _check_importable(self, handle: IpcHandle) -> None:
+    def _check_importable(self, handle: IpcHandle, on_revoke: OnRevoke | None, timeout_s: float) -> None:
         if not isinstance(handle, IpcHandle):
             raise InvalidInputError(
                 f"import_ipc takes an IpcHandle, got {type(handle).__name__}; bytes become one by IpcHandle.from_bytes"
@@ -139,6 +144,9 @@ class Ipc:
             )
         if not isinstance(getattr(torch, handle.dtype, None), torch.dtype):
             raise InvalidInputError(f"this torch {torch.__version__} has no dtype {handle.dtype!r}")
+        if on_revoke is not None and not callable(on_revoke):
+            raise InvalidInputError(f"on_revoke is called with the mapping, and {on_revoke!r} cannot be called")
+        _check_timeout(timeout_s)
         end_bytes = handle.storage_offset_bytes + _span_bytes(handle)
         if end_bytes > handle.storage_bytes:
             raise InvalidInputError(
@@ -175,6 +183,11 @@ def _check_exportable(tensor: torch.Tensor, device: torch.device) -> None:
             f"quantized {tensor.is_quantized}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}; "
             "give to_dense(), dequantize(), resolve_conj() or resolve_neg() of it"
         )
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (isinstance(timeout_s, int | float) and timeout_s <= _LONGEST_S):
+        raise InvalidInputError(f"timeout_s must be seconds, at most {_LONGEST_S:.0f} (a week), got {timeout_s!r}")
 
 
 @functools.cache

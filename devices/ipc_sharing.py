@@ -44,7 +44,8 @@ class Sharing(ABC):
 
         What ``share`` gives for the first of them, ``open`` then opens up to the end of the last.
         """
-        return storage.data_ptr()
+        itself: int = storage._cdata  # two storages may lie at one address
+        return itself
 
     @abstractmethod
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:

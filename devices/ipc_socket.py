@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rlcore.errors import DeviceError, StateError
 from rlcore.processes import runtime_folder, start_time
 
 _WAITING_CONNECTIONS = 128
+_NAME = re.compile(r"ipc-(\d+)-(\d+)\.sock")
 
 
 def listen() -> tuple[socket.socket, Path]:
@@ -93,7 +95,10 @@ def _remove(path: Path, pid: int) -> None:
 
 def _remove_sockets_of_the_dead(folder: Path) -> None:
     for path in folder.glob("ipc-*-*.sock"):
-        _, pid, started = path.stem.split("-")
+        named = _NAME.fullmatch(path.name)
+        if named is None:  # somebody else's file
+            continue
+        pid, started = named.groups()
         # A process of another PID namespace looks dead, but answers.
         if str(start_time(int(pid))) != started and not _answers(path):
             path.unlink(missing_ok=True)

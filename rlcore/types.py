@@ -198,10 +198,15 @@ class _Handle:
         """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
         import msgspec
 
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidInputError(f"{cls.__name__}.from_bytes takes what to_bytes gave, got {type(data).__name__}")
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            handle = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
+        if handle.to_bytes() != data:  # fields that it does not have are of another kind of handle
+            raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}, but have some of its fields")
+        return handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

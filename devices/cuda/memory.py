@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import threading
 import weakref
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -29,6 +30,7 @@ class CudaMemory(Memory):
 
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)
+        self._settling = threading.Lock()
         self._in_flight: collections.deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = collections.deque()
 
     def limits(self) -> dict[str, Capability]:
@@ -50,7 +52,7 @@ class CudaMemory(Memory):
 
     def host_free(self, buffer: HostBuffer) -> None:
         self._device.synchronize()
-        self._in_flight.clear()
+        self._settle()
         super().host_free(buffer)
 
     def _copy(self, batch: Batch) -> None:
@@ -76,10 +78,15 @@ class CudaMemory(Memory):
 
     def _keep_until_done(self, batch: Batch, queue: torch.cuda.Stream) -> None:
         """torch's pinned allocator does not know of these copies: memory freed now would be used again at once."""
-        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
-            self._in_flight.popleft()
         host = [tensor for side in (batch.dst, batch.src) for tensor in side.tensors if tensor.is_cpu]
-        self._in_flight.append((queue.record_event(), host))
+        done = queue.record_event()
+        self._settle()
+        self._in_flight.append((done, host))
+
+    def _settle(self) -> None:
+        with self._settling:  # another thread may take away what this one has just looked at
+            while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
+                self._in_flight.popleft()
 
     @functools.cached_property
     def _side_stream(self) -> torch.cuda.Stream:

@@ -311,8 +311,14 @@ def test_arguments_for_the_default_group_of_the_host() -> None:
     assert collectives.init_kwargs(timeout_s=7.5) == {"backend": "gloo", "timeout": timedelta(seconds=7.5)}
     with pytest.raises(UnsupportedError, match=r"^a high-priority stream of collectives on cpu:0 is not supported"):
         collectives.init_kwargs(is_high_priority=True)
-    with pytest.raises(InvalidInputError, match=r"timeout_s must be more than 0 seconds, got -1"):
-        collectives.init_kwargs(timeout_s=-1)
+    for wrong in (-1, float("nan"), float("inf"), "30", None):
+        with pytest.raises(InvalidInputError, match=rf"timeout_s must be more than 0 seconds, got {wrong!r}"):
+            collectives.init_kwargs(timeout_s=wrong)
+
+
+def test_a_dtype_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"^a dtype is one of torch's, such as torch.bfloat16; got 'float32'$"):
+        get_device("cpu").collectives.reduction("sum", "float32")
 
 
 # ------------------------------------------------------------------------------------------------------ life

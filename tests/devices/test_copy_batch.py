@@ -128,6 +128,8 @@ def test_pairs_that_differ_are_refused(device: Any) -> None:
             r"pairs of equal shape and dtype, got float32 \[2\] from float32 \[3\] as pair 1$",
         ),
         ([torch.zeros(2)], [torch.zeros(2, dtype=torch.int8)], r"got float32 \[2\] from int8 \[2\] as pair 0$"),
+        (torch.zeros(2, 2), torch.ones(2, 2), r"^copy_batch takes two sequences of tensors, got Tensor$"),
+        ([torch.zeros(2)], [None], r"^copy_batch takes plain tensors, got NoneType; of a DTensor give to_local\(\)$"),
         ([torch.zeros(2)], [torch.zeros(2, device="meta")], r"takes tensors there and in host memory, got \['meta'\]$"),
     ):
         with pytest.raises(InvalidInputError, match=message):

@@ -18,7 +18,7 @@ from rlcore.devices.ipc_exporter import Exporter
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import shared_memory_names, start_time
 from rlcore.registry import get_device
-from rlcore.types import IpcHandle
+from rlcore.types import EventHandle, IpcHandle
 
 from .conftest import MakePeer, Peer, PeerError, wait_until
 
@@ -397,6 +397,15 @@ def test_what_a_killed_exporter_leaves_is_removed(make_peer: MakePeer) -> None:
     assert not path.exists()
 
 
+def test_a_strange_file_among_the_sockets_stops_nobody(make_peer: MakePeer, runtime_folder: Path) -> None:
+    strange = [runtime_folder / name for name in ("ipc-a-b.sock", "ipc-1-2-3.sock")]
+    for path in strange:
+        path.touch()
+    make_peer().run(EXPORT.format(size=4))
+    for path in strange:
+        path.unlink()
+
+
 def test_a_process_that_ends_by_itself_leaves_no_socket(make_peer: MakePeer) -> None:
     peer = make_peer()
     path = Path(handle_of(peer.run(EXPORT.format(size=4))).exporter)
@@ -524,6 +533,23 @@ def test_bytes_that_are_no_handle_are_refused(device: Any) -> None:
             IpcHandle.from_bytes(bad)
     with pytest.raises(InvalidInputError, match=r"^import_ipc takes an IpcHandle, got bytes; bytes become one by"):
         device.memory.import_ipc(data)
+    with pytest.raises(InvalidInputError, match=r"^revoke takes the IpcHandle of an export, got bytes"):
+        device.memory.revoke(data)
+    with pytest.raises(InvalidInputError, match=r"bytes are no EventHandle, but have some of its fields$"):
+        EventHandle.from_bytes(data)
+    with pytest.raises(InvalidInputError, match=r"^IpcHandle.from_bytes takes what to_bytes gave, got str"):
+        IpcHandle.from_bytes("text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), "30", None])
+def test_a_timeout_that_is_none_is_refused(device: Any, timeout_s: Any) -> None:
+    handle = device.memory.export_ipc(numbered(device, 3))
+    for use in (device.memory.import_ipc, device.memory.revoke):
+        with pytest.raises(InvalidInputError, match=rf"^timeout_s must be seconds, .* got {timeout_s!r}$"):
+            use(handle, timeout_s=timeout_s)
+    with pytest.raises(InvalidInputError, match=r"^on_revoke is called with the mapping, and 5 cannot be called$"):
+        device.memory.import_ipc(handle, 5)
+    device.memory.revoke(handle)
 
 
 def test_an_exporter_that_was_never_there_is_an_error(device: Any) -> None:

@@ -80,6 +80,25 @@ def test_what_was_exported_alone_keeps_its_export(device: Any, peer: Peer, tenso
         device.memory.revoke(handle)
 
 
+def test_storages_at_one_address_are_what_they_are(device: Any, peer: Peer) -> None:
+    memory = torch.arange(4.0, device=device.torch_device)
+    both = [torch.empty(0, device=device.torch_device).set_(_another_storage_at(memory), 0, (4,), (1,)) for _ in "ab"]
+    handles, texts = together(device, both)
+    assert peer.run(IMPORT, texts=texts) == [[0.0, 1.0, 2.0, 3.0]] * 2
+    peer.run("for mapping in mappings: mapping.close()")
+    for handle in {handle.export_id: handle for handle in handles}.values():
+        device.memory.revoke(handle)
+
+
+def _another_storage_at(memory: torch.Tensor) -> torch.UntypedStorage:
+    if memory.is_cpu:
+        return torch.from_numpy(memory.numpy()).untyped_storage()
+    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(  # type: ignore[assignment]
+        memory.data_ptr(), memory.device, memory.nbytes
+    )
+    return storage
+
+
 def test_all_are_exported_or_none(device: Any, tensors: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = device.memory.export_ipc(tensors[0])
     sharing = device.memory._ipc._sharing
