@@ -36,15 +36,16 @@ _LONGEST_S = 365 * 86400.0  # libraries count milliseconds or nanoseconds in 64 
 class Collectives(Part):
     """Through the torch.distributed back end that the device was registered with.
 
-    ``native_ops`` and ``native_dtypes`` are what that library reduces itself, whatever the combination, the same on
-    every supported torch. The rest of what has a meaning is reduced by ``rlcore.collectives.groups``: the library
-    moves bytes, and each rank reduces its share.
+    ``native_ops`` and ``native_dtypes`` are what that library reduces itself, in any combination but those of
+    ``not_native``, the same on every supported torch. The rest of what has a meaning is reduced by
+    ``rlcore.collectives.groups``: the library moves bytes, and each rank reduces its share.
     """
 
     name: ClassVar = "collectives"
     members: ClassVar = ("backend", "init_kwargs", "reduce_ops", "dtypes")
     native_ops: ClassVar[frozenset[str]] = frozenset({"sum", "product", "min", "max"})
     native_dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.int32})
+    not_native: ClassVar[frozenset[tuple[str, torch.dtype]]] = frozenset()
     """What every library has; a vendor says what its own has."""
 
     @property
@@ -96,7 +97,8 @@ class Collectives(Part):
             return Capability("unsupported", self._device.evidence, reason)
         if op not in self.native_ops:
             return Capability("emulated", self._device.evidence, f"{self.backend} has no {op}")
-        if dtype not in self.native_dtypes or (op == "avg" and not dtype.is_floating_point):
+        is_mean_of_whole = op == "avg" and not dtype.is_floating_point
+        if dtype not in self.native_dtypes or is_mean_of_whole or (op, dtype) in self.not_native:
             return Capability("emulated", self._device.evidence, f"{self.backend} has no {op} of {dtype_name(dtype)}")
         return Capability("native", self._device.evidence)
 
