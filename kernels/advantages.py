@@ -58,7 +58,7 @@ def group_advantage(
         implementation: run this one or raise; None chooses.
 
     Returns:
-        float32, shape of the rewards; computed in float64 from float32, so that equal rewards give exactly 0.
+        float32, shape of the rewards; computed in float64 where the device has it. Equal rewards give exactly 0.
 
     Raises:
         InvalidInputError: rewards that are not finite, groups or lengths that do not fit them.
@@ -86,7 +86,11 @@ def group_advantage(
 def group_advantage_reference(
     reward: Tensor, length: Tensor | None, member_N: Tensor | None, *, mode: Mode, epsilon: float
 ) -> Tensor:
-    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0; lengths are float64."""
+    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0; lengths are float64.
+
+    torch_npu makes float32 of float64: sums are of differences from one reward of the group, which are 0 where all are
+    equal.
+    """
     if is_checked_on_device(reward):
         check_rewards(reward, length)
 
@@ -96,10 +100,17 @@ def group_advantage_reference(
         # index_put_ adds in a fixed order on every device
         return torch.zeros_like(value).index_put_((member_N,), value, accumulate=True)[member_N]
 
+    def one_of_each(value: Tensor) -> Tensor:
+        if member_N is None:
+            return value[:, :1]
+        return torch.zeros_like(value).scatter_reduce_(0, member_N, value, "amax", include_self=False)[member_N]
+
     value = reward.double()
     size = total(torch.ones_like(value))
     weight = length if length is not None and mode == "opo" else torch.ones_like(value)
-    baseline = total(weight * value) / total(weight).clamp(min=1)
+    total_weight = total(weight)
+    value = value - one_of_each(value).masked_fill((size == 1) | (total_weight == 0), 0.0)
+    baseline = total(weight * value) / total_weight.clamp(min=1)
     centred = value - baseline.masked_fill(size == 1, 0.0)
     if mode == "rloo":
         centred *= size / (size - 1).clamp(min=1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.advantages import MODES
 from rlcore.ops import group_advantage
 
 
@@ -75,6 +76,21 @@ def test_responses_without_a_token_give_finite_advantages(mode: Any) -> None:
 def test_equal_rewards_give_exactly_zero_and_one_alone_keeps_its_reward(mode: str) -> None:
     assert group_advantage(torch.full((3, 7), 0.1), mode=mode).count_nonzero() == 0
     torch.testing.assert_close(group_advantage([[2.5]], mode=mode), torch.tensor([[2.5]]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, -1 / 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_rewards_give_exactly_zero_without_float64(
+    mode: Any, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "double", torch.Tensor.float)  # as with torch_npu
+    rewards, lengths = torch.full((3, 11), reward), torch.arange(1, 34).view(3, 11)
+    by_length = mode in ("opo", "reinforce++")
+    found = group_advantage(rewards, mode=mode, lengths=lengths if by_length else None)
+    assert found.count_nonzero() == 0
+    shuffled = torch.randperm(33, generator=torch.Generator().manual_seed(0))
+    group, length = (shuffled % 4).square(), lengths.flatten() if by_length else None
+    assert group_advantage(rewards.flatten(), group=group, mode=mode, lengths=length).count_nonzero() == 0
 
 
 def test_no_rewards_give_no_advantages() -> None:
