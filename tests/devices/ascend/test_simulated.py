@@ -7,7 +7,6 @@ NPU's numbers.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_sharded_training_over_hccl_has_the_losses_of_the_cpu(run_simulated: Any
 def test_offloaded_training_goes_on_where_it_was(run_simulated: Any) -> None:
     found = task(run_simulated, "offloaded_training")
     assert found["with moves"] == pytest.approx(found["without"], rel=1e-6)
-    assert found["device bytes away"] < 0.6 * found["device bytes before"]
+    assert found["device bytes away"] < 0.1 * found["device bytes before"]
 
 
 def test_what_is_not_simulated_fails_and_is_named(run_simulated: Any, tmp_path: Path) -> None:
@@ -103,36 +102,13 @@ def test_the_vendors_attention_is_taken_where_it_gives_what_plain_torch_gives(
     assert {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"} <= operators(tmp_path)["operator"]
 
 
-# ----------------------------------------------------------------------------------------------------- the quickstart
-
-_QUICKSTART = """\
-import sys
-import rlcore.quickstart.run
-rlcore.quickstart.run.GATE_ACCURACY = 0.1  # the first third of the imitation
-from rlcore.cli import main
-sys.argv[0] = "rlcore"
-main()
-"""
-
-
-def quickstart(run: Any, folder: Path, *options: str) -> list[dict[str, float]]:
-    found = run("-c", _QUICKSTART, "quickstart", "--output", str(folder), *options, timeout_s=800)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.timeout(1800)
 def test_the_quickstarts_rewards_are_those_of_the_cpu(run_simulated: Any, tmp_path: Path) -> None:
-    """Imitated on the CPU; from that checkpoint on the npu (simulated CANN), and on the CPU."""
-    quickstart(run_simulated, tmp_path / "cpu", "--device", "cpu", "--steps", "1")
-    shutil.copytree(tmp_path / "cpu", tmp_path / "npu")
-    curves = {
-        kind: quickstart(run_simulated, tmp_path / kind, "--resume", "--device", kind, "--steps", "4")
-        for kind in ("cpu", "npu")
-    }
-    rewards = {kind: [step["reward"] for step in curve] for kind, curve in curves.items()}
-    print(f"reward by step, simulated CANN and CPU: {rewards}")
-    assert len(rewards["npu"]) == 5 and rewards["npu"][-1] > 0
-    assert rewards["npu"] == pytest.approx(rewards["cpu"], abs=0.02)
-    losses = {kind: [step["loss"] for step in curve[2:]] for kind, curve in curves.items()}
-    assert losses["npu"] == pytest.approx(losses["cpu"], rel=0.05, abs=5e-3)
+    found = task(run_simulated, "quickstart")
+    rewards = {kind: [step["reward"] for step in curve] for kind, curve in found.items()}
+    losses = {kind: [step["loss"] for step in curve] for kind, curve in found.items()}
+    counted = operators(tmp_path)
+    print(f"{len(counted['operator'])} operators simulated, refused: {sorted(counted['refused'])}; {rewards} {losses}")
+    assert rewards["npu"] == rewards["cpu"]
+    assert losses["npu"] == pytest.approx(losses["cpu"], rel=0, abs=1e-6)
+    assert rewards["npu"][-1] > rewards["npu"][0] and len(set(losses["npu"])) > 3  # it learned, and not once
+    assert len(counted["operator"]) > 50 and not counted["refused"]
