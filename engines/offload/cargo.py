@@ -16,6 +16,8 @@ from rlcore.engines.offload.storages import bytes_of
 
 _ROUNDED_TO = 512
 """Bytes of an allocation by torch."""
+_LARGEST_SMALL = 1 << 20
+"""Bytes of an allocation that torch takes from segments of their own, of 2 MiB, and never from a larger piece."""
 _MOST_PIECES = 16
 _SMALLEST_PIECE = 1 << 30
 
@@ -134,8 +136,9 @@ class Arrival:
     """What is away of one set on its way back.
 
     With ``gathers`` torch's allocator is made to take memory from the device in few pieces, in which the storages then
-    lie: other processes open pieces, so that these tensors are shared with them quickly. They are not one piece, which
-    nobody else could have any of before all that lies in it has left again.
+    lie, but for small ones: other processes open pieces, so that these tensors are shared with them quickly. They are
+    not one piece, which nobody else could have any of before all that lies in it has left again. Free memory that the
+    allocator has kept would be taken instead: it must be given back before.
     """
 
     def __init__(self, cargo: Cargo, *, gathers: bool = False) -> None:
@@ -148,8 +151,7 @@ class Arrival:
         self.largest_bytes = max((part.storage_bytes for parcel in self._rest for part in parcel.ranges), default=0)
         self.moved_bytes = self.taken_bytes = 0
         self.is_pinned = cargo.is_pinned
-        self._gathers = gathers
-        self._ungathered = deque(_allocations(self._rest).values() if gathers else ())
+        self._ungathered = deque(_large_allocations(self._rest) if gathers else ())
         self._piece_bytes = max(_SMALLEST_PIECE, sum(self._ungathered) // _MOST_PIECES)
         self._gathered_bytes = 0
 
@@ -162,6 +164,11 @@ class Arrival:
         return bool(self._rest)
 
     @property
+    def gathers(self) -> bool:
+        """More pieces will be taken."""
+        return bool(self._ungathered)
+
+    @property
     def needed_bytes(self) -> int:
         """Of device memory, for the next parcel."""
         return sum(part.storage_bytes for part in self._absent())
@@ -169,8 +176,8 @@ class Arrival:
     def unpack(self) -> Parcel:
         """The next parcel, its storages there. Raises what torch raises when there is no memory; nothing is taken."""
         absent = self._absent()
-        if self._gathers:
-            self._gather(sum(_allocations(itertools.islice(self._rest, 1)).values()))
+        if self.gathers:
+            self._gather(sum(_large_allocations(itertools.islice(self._rest, 1))))
         try:
             for part in absent:
                 part.storage.resize_(part.storage_bytes)
@@ -218,11 +225,12 @@ class Arrival:
         return [part for part in self._rest[0].ranges if not part.storage.nbytes()]
 
 
-def _allocations(parcels: Iterable[Parcel]) -> dict[int, int]:
-    """Absent storage -> bytes that torch's allocator takes for it; other memory has an owner of its own."""
-    return {
+def _large_allocations(parcels: Iterable[Parcel]) -> list[int]:
+    """Bytes that torch's allocator takes for each absent storage; other memory has an owner of its own."""
+    absent = {
         part.storage._cdata: -(-part.storage_bytes // _ROUNDED_TO) * _ROUNDED_TO
         for parcel in parcels
         for part in parcel.ranges
         if isinstance(part.storage, torch.UntypedStorage) and not part.storage.nbytes()
     }
+    return [nbytes for nbytes in absent.values() if nbytes > _LARGEST_SMALL]

@@ -71,6 +71,8 @@ class Resident:
             self._cargo.parcels.extend(Parcel(None, [part]) for part in whole(storages))
             for storage in storages:
                 storage.resize_(0)
+            if freed:
+                self.device.memory.empty_cache()  # other processes are to have it
         self._cargo.release(arena_of(self.device))
         self._is_away = True
         self._guard.lift()

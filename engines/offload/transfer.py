@@ -79,14 +79,19 @@ class Transfer:
         self._grant: Grant | None = None
 
     def run(self) -> None:
-        """All of it.
+        """All of it; what has left and is not taken again is the device's, for other processes.
 
         Raises:
             DeviceError: host or device memory does not do. Everything is where it was, or the message says otherwise.
         """
         self.begin()
+        if any(way.gathers for way in self._in):
+            self._device.memory.empty_cache()  # it would be taken instead of whole pieces
         with undone_by(self._undo):
             self._move()
+        if self._freed_bytes > self._taken_bytes:
+            self._device.memory.empty_cache()
+            self._ended |= dict.fromkeys((way for way in self._out if way.freed_bytes), time.perf_counter())
 
     def begin(self) -> None:
         """Raises DeviceError, before anything moves, where the host has not enough memory."""

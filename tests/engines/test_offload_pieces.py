@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rlcore.engines.offload import cargo as cargo_module
+from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.cargo import Arrival
-from rlcore.engines.offload.resident import Resident
+from rlcore.engines.offload.resident import Resident, exchange
 from rlcore.registry import get_device
 
 MB = 1 << 20
@@ -39,6 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
 
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(cargo_module, "_SMALLEST_PIECE", 4096)
+        monkeypatch.setattr(cargo_module, "_LARGEST_SMALL", 512)
         return pieces
 
     return start
@@ -48,10 +50,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     ("sizes", "pieces"),
     [
         ([1000] * 3, [3072]),
-        ([4096, 100, 5000, 8192], [4096, 512 + 5120, 8192]),
+        ([4096, 100, 5000, 100, 1000, 8192], [4096, 5120, 1024 + 8192]),
         ([4096] * 64, [4 * 4096] * 16),
     ],
-    ids=["one", "whole storages", "at most 16"],
+    ids=["one", "whole storages, without small ones", "at most 16"],
 )
 @pytest.mark.parametrize("limit", [1 << 40, 0], ids=["there", "not there"])
 def test_pieces_hold_what_comes_next(
@@ -74,19 +76,70 @@ def test_a_swap_gathers_nothing(asked: Callable[[int], list[int]]) -> None:
     assert all(tensor.eq(4096 % 251).all() for tensor in tensors)
 
 
-@pytest.mark.gpu
-def test_few_handles_open_what_has_come_back() -> None:
-    device = get_device("cuda")
-    resident, tensors = away([20 * MB + 512 * number for number in range(200)], device)
-    device.memory.empty_cache()
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each time that the host was given free memory back."""
+    calls: list[int] = []
+    monkeypatch.setattr(get_device("cpu").memory, "empty_cache", lambda: calls.append(len(calls)))
+    return calls
+
+
+def test_what_leaves_is_given_back_to_the_device(emptied: list[int]) -> None:
+    cpu = get_device("cpu")
+    large, _ = away([8192] * 4, cpu)
+    assert len(emptied) == 1
+    large.offload()
+    assert len(emptied) == 1, "it was away"
+    large.onload()
+    assert len(emptied) == 1, "nothing is free"
+    small, _ = away([4096] * 4, cpu)
+    exchange([large], [small])
+    assert len(emptied) == 3, "half of it is free"
+    exchange([small], [large])
+    assert len(emptied) == 3, "all of it is used again"
+    large.meta()
+    assert len(emptied) == 4
+    large.meta()
+    assert len(emptied) == 4, "it was nowhere"
+
+
+def test_a_failed_move_gives_nothing_back(emptied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = get_device("cpu")
+    resident, tensors = away([8192] * 4, cpu)
     resident.onload()
-    assert all(tensor.eq((20 * MB + 512 * number) % 251).all() for number, tensor in enumerate(tensors))
+    monkeypatch.setattr(arena_of(cpu), "reserve", lambda nbytes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        resident.offload()
+    assert len(emptied) == 1
+    assert all(tensor.eq(8192 % 251).all() for tensor in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", [0, 100])
+def test_few_handles_open_what_has_come_back(small: int) -> None:
+    device = get_device("cuda")
+    sizes = [size + 512 * number for size in (20 * MB, 4 * MB) for number in range(100)] + [512 << 10] * small
+    resident, tensors = away(sizes, device)
+    kept = [torch.empty(20 * MB, dtype=torch.uint8, device="cuda") for _ in range(50)]
+    del kept  # what torch keeps is not used again
+    resident.onload()
+    assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
     handles = device.memory.export_ipc_together(tensors)
     exports = {handle.export_id: handle for handle in handles}
-    assert len(exports) <= 16
+    assert len(exports) <= 16 + small / 2 + 1, "small ones lie in segments of 2 MiB"
     for handle in exports.values():
         device.memory.revoke(handle)
-    before = device.memory.stats().reserved_bytes
-    resident.offload()
-    device.memory.empty_cache()
-    assert before - device.memory.stats().reserved_bytes >= sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("leave", ["offload", "meta"])
+def test_other_processes_have_the_memory_of_what_left(leave: str) -> None:
+    device = get_device("cuda")
+    resident, tensors = away([20 * MB] * 50, device)
+    resident.onload()
+    reserved, free = device.memory.stats().reserved_bytes, device.memory.info().free_bytes
+    getattr(resident, leave)()
+    gone = 50 * 20 * MB
+    assert reserved - device.memory.stats().reserved_bytes >= gone
+    assert device.memory.info().free_bytes - free >= 0.9 * gone
+    assert len(tensors) == 50

@@ -7,8 +7,7 @@ it is loaded. It generates nothing: ``held()`` gives what each worker holds.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,9 +244,24 @@ def write(weights: Mapping[str, Tensor], path: Path) -> Path:
     return path
 
 
-def expected(weights: Mapping[str, Tensor], sizes: Sizes, shards: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """What each shard of a fresh engine would hold."""
-    models = [SmallModel(sizes, shard, shards, dtype) for shard in range(shards)]
-    for model in models:
-        model.load_weights(weights.items())
-    return [dict(itertools.chain(model.named_parameters())) for model in models]
+def expected(
+    weights: Mapping[str, Tensor],
+    sizes: Sizes,
+    shards: int,
+    dtype: torch.dtype,
+    devices: Sequence[str | torch.device] = (),
+) -> list[dict[str, Tensor]]:
+    """What each shard of a fresh engine would hold, on the host.
+
+    Args:
+        devices: of each shard, by default the host. One may round ``exp`` as another does not.
+    """
+    return [
+        _loaded(weights, SmallModel(sizes, shard, shards, dtype), device)
+        for shard, device in zip(range(shards), devices or ["cpu"] * shards, strict=True)
+    ]
+
+
+def _loaded(weights: Mapping[str, Tensor], model: SmallModel, device: str | torch.device) -> dict[str, Tensor]:
+    model.to(device).load_weights((name, weight.to(device)) for name, weight in weights.items())
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

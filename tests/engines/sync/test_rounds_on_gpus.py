@@ -18,8 +18,9 @@ from rlcore.errors import UnsupportedError
 
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim=128, layers=24)
-"""1.5 GB in 290 tensors, most of which torch's allocator would keep in blocks of their own."""
-MOST_HANDLES = 32
+"""1.6 GB in 266 tensors, most of which torch's allocator would keep in blocks of their own."""
+MOST_HANDLES = 16 + 2
+"""What is small among them takes less than a segment of 2 MiB, and others may have left room in one."""
 
 
 class Place(NamedTuple):
@@ -42,7 +43,8 @@ class Engines(NamedTuple):
 
     def check(self) -> None:
         """Every worker holds what a fresh engine would of the trainer's weights."""
-        fresh = expected(self.train.state_dict(), self.sizes, self.shards, torch.bfloat16)
+        devices = [rlcore.get_device(name).torch_device for name in self.infer.devices]
+        fresh = expected(self.train.state_dict(), self.sizes, self.shards, torch.bfloat16, devices)
         for own, wanted in zip(self.infer._call("held"), fresh, strict=True):
             for name, tensor in wanted.items():
                 assert torch.equal(own[name], tensor), name
