@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlcore.bench.result import Effort
 from rlcore.errors import BenchError
@@ -63,6 +63,10 @@ class Work:
     num_runs: int | None = None
     """Exactly so many runs, each timed and checked, none to warm up: for a whole program that takes minutes.
     None: the runner warms up and samples as ``Sampling`` says."""
+    runs_on: Literal["host", "stream", "device"] = "device"
+    """What ``run`` uses. "host": no device; it is timed as on a host, whatever the device. "stream": its work is all
+    queued on the device's current stream or ordered behind that; ``device_time`` is then without the time to queue it,
+    and would be too short for work elsewhere. "device": anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

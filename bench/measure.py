@@ -11,6 +11,7 @@ import math
 import resource
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.device_clock import DeviceClock, Flush
 from rlcore.bench.result import CaseResult, Metric, Status
 from rlcore.bench.telemetry import Monitor, marks
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
-_FLUSH_BYTES = 256 << 20
-"""More than the last cache of any accelerator known here; as in triton.testing.do_bench."""
-_HOST_FLUSH_BYTES = 32 << 20
-"""More than the caches of the cores; those that sockets share hold more, and take too long to overwrite."""
+_NEGLIGIBLE = 0.01
+"""Of a run's time: how long the host may take to queue it for ``device_time`` to be the device's all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,8 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
 
 
 def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
-    flush = _Flush(device)
-    trials = [_Trial(contender, device, sampling, work.num_runs, flush) for contender in work.contenders]
+    flush = Flush(device, is_host=_is_on_host(work, device))
+    trials = [_Trial(contender, work, device, sampling, flush) for contender in work.contenders]
     for trial in trials:
         if work.num_runs is None:
             trial.attempt(trial.warm_up)
@@ -83,41 +83,35 @@ def _in_turns(trials: list[_Trial]) -> Iterator[_Trial]:
         yield from active
 
 
-class _Flush:
-    """Overwrites the caches; its memory is taken when it is first used."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self._buffer: torch.Tensor | None = None
-
-    def __call__(self) -> None:
-        if self._buffer is None:
-            nbytes = _HOST_FLUSH_BYTES if self._device.spec.is_host else _FLUSH_BYTES
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._buffer.zero_()
+def _is_on_host(work: Work, device: Any) -> bool:
+    return bool(device.spec.is_host) or work.runs_on == "host"
 
 
 class _Trial:
     """One contender being measured."""
 
-    def __init__(
-        self, contender: Contender, device: Any, sampling: Sampling, num_runs: int | None, flush: _Flush
-    ) -> None:
+    def __init__(self, contender: Contender, work: Work, device: Any, sampling: Sampling, flush: Flush) -> None:
         self.contender = contender
         self.device = device
         self.sampling = sampling
-        self.num_runs = num_runs
+        self.num_runs = work.num_runs
         self.first_run_s: float | None = None
         self.num_warmup = 0
         self.runs_per_sample = 1
         self.samples: list[float] = []
         self.own_samples: dict[str, list[float]] = {}
         """By the name of a clock beside the host's."""
+        self.unhidden_s: list[float] = []
+        """How long the host took to queue a run, where ``device_time`` holds that."""
         self.quantities: dict[str, list[Quantity]] = {}
         self.failure: _Failure | None = None
         self._flush = flush
+        self._is_on_host = _is_on_host(work, device)
+        self._is_on_stream = work.runs_on == "stream" and not self._is_on_host
+        self._device_clock: DeviceClock | None = None
         self._output: Any = None
         self._own: dict[str, float] = {}
+        self._queued_s = 0.0
         self._spent_s = 0.0
 
     def attempt(self, step: Any) -> None:
@@ -156,6 +150,14 @@ class _Trial:
             self.num_warmup += 1
         if self.contender.seconds is None:
             self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
+            if self._is_on_stream and self._queued_s > _NEGLIGIBLE * recent[-1]:
+                self._hide_queueing()
+
+    def _hide_queueing(self) -> None:
+        self._output = None
+        clock = DeviceClock(self.device, self._flush)
+        if clock.can_hide(self.contender.run, self.runs_per_sample, self._queued_s):
+            self._device_clock = clock
 
     @property
     def _has_warmed_up_long_enough(self) -> bool:
@@ -170,17 +172,29 @@ class _Trial:
         if self.is_cold:
             self._flush()
         self.samples.append(self._timed(self.runs_per_sample))
-        for name, seconds in self._own.items():
-            self.own_samples.setdefault(name, []).append(seconds)
         if self.num_runs is not None:
             self.contender.check(self._output)
         if self.contender.quantities is not None:
             for name, quantity in self.contender.quantities(self._output).items():
                 self.quantities.setdefault(name, []).append(quantity)
+        is_hidden = self._device_clock is not None and self._time_on_device(self._device_clock)
+        for name, seconds in self._own.items():
+            self.own_samples.setdefault(name, []).append(seconds)
+        if "device_time" in self._own and not is_hidden and self._queued_s > _NEGLIGIBLE * self.samples[-1]:
+            self.unhidden_s.append(self._queued_s)
+
+    def _time_on_device(self, clock: DeviceClock) -> bool:
+        """Whether that is without the host's time."""
+        self._output = None
+        start = time.perf_counter()
+        launched = clock.time(self.contender.run, self.runs_per_sample)
+        self._spent_s += time.perf_counter() - start
+        self._output, self._own = launched.output, {"device_time": launched.seconds}
+        return launched.is_hidden
 
     def _timed_with_memory(self) -> float:
         """Also what one run takes at its peak beyond what was there before: inputs are not counted, its output is."""
-        if self.device.spec.is_host:
+        if self._is_on_host:
             return self._timed(1)
         memory = self.device.memory
         self._output = None
@@ -197,7 +211,7 @@ class _Trial:
         """Of one run, from many in a row: the counters move about ten times a second."""
         self.device.synchronize()
         before, started, runs = monitor.energy_j(), time.perf_counter(), 0
-        if before is None:
+        if before is None or self._is_on_host != self.device.spec.is_host:
             return
         while time.perf_counter() - started < self.sampling.energy_s:
             self._timed(self.runs_per_sample)
@@ -211,6 +225,8 @@ class _Trial:
         found += [Metric(name=name, unit="s", samples=samples) for name, samples in self.own_samples.items()]
         if self.first_run_s is not None:
             found.append(Metric(name="first_run", unit="s", samples=[self.first_run_s]))
+        if self.unhidden_s:
+            found.append(Metric(name="queueing_in_device_time", unit="s", samples=self.unhidden_s))
         return found + [
             Metric(name=name, unit=found[0].unit, samples=[quantity.value for quantity in found])
             for name, found in self.quantities.items()
@@ -222,27 +238,32 @@ class _Trial:
         self._output = None
 
     def _timed(self, runs: int) -> float:
-        """Seconds of one run by the host's clock; ``_own`` is what it took by clocks that others do not advance."""
+        """Seconds of one run by the host's clock, from an idle device until it is done.
+
+        ``_own`` is what it took by clocks that others do not advance.
+        """
         self._output = None  # so that memory holds one output, not two
-        run, is_host = self.contender.run, self.device.spec.is_host
-        events = None if is_host else [self.device.streams.event(timing=True) for _ in range(2)]
+        run, has_events = self.contender.run, not self._is_on_host and self._device_clock is None
+        events = [self.device.streams.event(timing=True) for _ in range(2)] if has_events else []
         self.device.synchronize()
-        start, processor = time.perf_counter(), _processor_s()
+        processor, start = _processor_s(), time.perf_counter()
         if events:
             events[0].record()
         for _ in range(runs):
             output = run()
         if events:
             events[1].record()
-        self.device.synchronize()
+        queued = time.perf_counter()
+        if not self._is_on_host:
+            self.device.synchronize()
         elapsed, processor = time.perf_counter() - start, _processor_s() - processor
-        self._output = output
+        self._output, self._queued_s = output, (queued - start) / runs
         self._spent_s += elapsed
         if self.contender.seconds is not None:
             return self.contender.seconds(output)
         if events:
             self._own = {"device_time": events[0].elapsed_time(events[1]) / 1000 / runs}
-        elif processor > 0:
+        elif self._is_on_host and processor > 0:
             self._own = {"processor_time": processor / runs}
         return elapsed / runs
 
@@ -306,6 +327,14 @@ def _status(error: Exception) -> Status:
     # torch's CPU allocator raises a plain RuntimeError.
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error):
         return "oom"
-    if isinstance(error, (UnsupportedError, MissingDependencyError, DeviceError)):
+    if isinstance(error, (UnsupportedError, MissingDependencyError, DeviceError)) or _is_of_another_library(error):
         return "blocked"
     return "fail"
+
+
+def _is_of_another_library(error: Exception) -> bool:
+    """An import that fails in a library this installation has: some import what they need when first called."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+    importing = [module for module in modules if module not in {"importlib", "_frozen_importlib"}]
+    return isinstance(error, ImportError) and importing[-1] != __name__.partition(".")[0]

@@ -30,7 +30,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     """"time" is the wall clock's, "device_time" that of events on the device, "processor_time" that of the host's
-    processors in this process; "first_run" is reported apart."""
+    processors in this process; "queueing_in_device_time" is what of ``device_time`` may be the host's; "first_run" is
+    reported apart."""
     unit: str
     samples: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """In the order measured, none left out."""

@@ -31,7 +31,8 @@ def _prepare(backward: bool, device: Any) -> Work:
     contenders = tuple(
         _contender(device, L, (N, D), dtype, backward=backward) for L in (_HOST_LENGTHS if is_host else _LENGTHS)
     )
-    return Work(contenders=contenders, params={"heads": N, "head_size": D, "dtype": dtype_name(dtype)})
+    params: dict[str, int | float | str] = {"heads": N, "head_size": D, "dtype": dtype_name(dtype)}
+    return Work(contenders=contenders, params=params, runs_on="stream")
 
 
 def _contender(device: Any, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:

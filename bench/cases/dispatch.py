@@ -16,7 +16,7 @@ def _prepare_device_lookup(device: Any) -> Work:
         expect(found is device, f"get_device({device.name!r}) returned {found!r}")
 
     contender = Contender(implementation="registry", run=lambda: get_device(device.name), check=check)
-    return Work(contenders=(contender,), params={})
+    return Work(contenders=(contender,), params={}, runs_on="host")
 
 
 def _prepare_op_choice(device: Any) -> Work:
@@ -26,7 +26,8 @@ def _prepare_op_choice(device: Any) -> Work:
     def check(choice: Choice) -> None:
         expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
-    return Work(contenders=(Contender(implementation="dispatch", run=run, check=check),), params={})
+    contender = Contender(implementation="dispatch", run=run, check=check)
+    return Work(contenders=(contender,), params={}, runs_on="host")
 
 
 device_lookup_case = Case(

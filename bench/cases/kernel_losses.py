@@ -76,6 +76,7 @@ class _Losses:
             params=self.inputs.params,
             flops=6 * size.T * size.V * size.H,
             bytes=2 * (size.T + size.V) * size.H * size.dtype.itemsize,
+            runs_on="stream",
         )
 
 

@@ -61,7 +61,12 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
     contenders = [contender(*pair) for pair in calls.items()]
     contenders.append(Contender(implementation="copy", run=copies, check=lambda _: None))
     num_bytes = num_calls * token_bytes * len(tokens)
-    return Work(contenders=tuple(contenders), params={"T": len(tokens), **params, "calls": num_calls}, bytes=num_bytes)
+    return Work(
+        contenders=tuple(contenders),
+        params={"T": len(tokens), **params, "calls": num_calls},
+        bytes=num_bytes,
+        runs_on="stream",
+    )
 
 
 def _by_implementation(op: str, device: Any, call: Callable[..., Any]) -> dict[str, Call]:

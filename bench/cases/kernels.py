@@ -87,6 +87,7 @@ def _prepare_token_logprob(device: Any, *, backward: bool) -> Work:
         params=inputs.params,
         # The backward reads the logits again and writes as much.
         bytes=(3 if backward else 1) * size.T * size.V * size.dtype.itemsize,
+        runs_on="stream",
     )
 
 
@@ -139,6 +140,7 @@ def _prepare_linear_logprob(device: Any, *, size: Size, backward: bool) -> Work:
         # The logits and both gradients; that some make the logits twice is not needed.
         flops=(6 if backward else 2) * size.T * size.V * size.H,
         bytes=(2 if backward else 1) * (size.T + size.V) * size.H * size.dtype.itemsize,
+        runs_on="stream",
     )
 
 
@@ -213,7 +215,7 @@ def _prepare_accuracy(device: Any) -> Work:
 
     scorers = _scorers("linear_logprob", device, linear_logprob, linear_logprob_peers())
     contenders = tuple(contender(*scorer) for scorer in scorers.items())
-    return Work(contenders=contenders, params=inputs.params)
+    return Work(contenders=contenders, params=inputs.params, runs_on="stream")
 
 
 def _of_logprob(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:

@@ -37,6 +37,7 @@ def _prepare(device: Any) -> Work:
             _contender("read", 4 * numel, source.sum, check_sum),
         ),
         params={"dtype": "float32"},
+        runs_on="stream",
     )
 
 

@@ -97,6 +97,7 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Any) -> Work:
             "layers": size.layers,
             "dtype": dtype_name(size.dtype),
         },
+        runs_on="stream",
     )
 
 

@@ -60,7 +60,7 @@ def _prepare_sweep(device: Any) -> Work:
     device.seed(0)
     sizes = _HOST_SIZES if device.spec.is_host else _SIZES
     products = [_Product(device, size, dtype) for dtype in _DTYPES for size in sizes]
-    return Work(contenders=tuple(map(_contender, products)), params={})
+    return Work(contenders=tuple(map(_contender, products)), params={}, runs_on="stream")
 
 
 def _contender(product: _Product) -> Contender:

@@ -24,7 +24,7 @@ def _prepare_import(device: Any) -> Work:
 
     # The process times the import itself, so that starting Python is not counted.
     contender = Contender(implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float)
-    return Work(contenders=(contender,), params={})
+    return Work(contenders=(contender,), params={}, runs_on="host")
 
 
 def _prepare_help(device: Any) -> Work:
@@ -32,7 +32,7 @@ def _prepare_help(device: Any) -> Work:
         expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 
     contender = Contender(implementation="python", run=lambda: _python(_HELP, "--help"), check=check)
-    return Work(contenders=(contender,), params={})
+    return Work(contenders=(contender,), params={}, runs_on="host")
 
 
 import_case = Case(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import statistics
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,6 +284,36 @@ def test_error_is_a_status_with_its_reason(error: Exception, status: str, reason
     result = run_one(contender(raising(error)))
     assert (result.status, result.metrics) == (status, [])
     assert result.reason.startswith(reason)
+
+
+def test_import_that_fails_in_another_library_is_blocked_and_in_ours_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_peer.py").write_text("def late():\n    import not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = importlib.import_module("a_peer").late
+    result = run_one(contender(late))
+    assert (result.status, result.reason) == ("blocked", "ModuleNotFoundError: No module named 'not_installed'")
+    # As an operator of this package would: nobody else can mend that.
+    monkeypatch.setitem(late.__globals__, "__name__", "rlcore.kernels.some")
+    assert run_one(contender(late)).status == "fail"
+    monkeypatch.setitem(late.__globals__, "__name__", "rlcore_plugin")
+    assert run_one(contender(late)).status == "blocked"
+    # An import that another import asks for, in a gradient too.
+    (tmp_path / "wants_more.py").write_text("import not_installed\n")
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            importlib.import_module("wants_more")
+
+    x = torch.ones(2, requires_grad=True)
+    result = run_one(contender(lambda: Late.apply(x).sum().backward()))
+    assert (result.status, result.reason) == ("blocked", "ModuleNotFoundError: No module named 'not_installed'")
 
 
 def test_error_while_preparing_is_the_result_of_the_case() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -44,6 +46,28 @@ def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.
     monkeypatch.setattr(ViewCopies, "run", last_is_lost)
     with pytest.raises(AssertionError, match="arrived with other values"):
         contender.check(contender.run())
+
+
+def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync_copies, "_CHECKED_AT_ONCE", 1000)
+    sync = weight_sync_copies._Sync(get_device("cpu"), weight_sync_copies._for_host(QWEN2_7B), torch.bfloat16, 1)
+    copies = ViewCopies(sync.pieces, sync.sources, [sync.engine])
+    assert 0 < _largest_taken(lambda: sync.check(copies.run)) < sync.engine.numel() // 2
+
+    def but_one() -> None:
+        copies.run()
+        sync.engine[-1] = 9
+
+    monkeypatch.setattr(weight_sync_copies, "_NUM_CHECKED", 1)
+    monkeypatch.setattr(sync, "pieces", sync.pieces[:1])
+    with pytest.raises(AssertionError, match="elements were not written"):
+        sync.check(but_one)
+
+
+def _largest_taken(run: Callable[[], None]) -> int:
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run()
+    return max(event.cpu_memory_usage for event in profiler.events())
 
 
 @pytest.mark.parametrize(("model", "names"), [(QWEN2_7B, 254), (QWEN3_30B_A3B, 18722)])
