@@ -7,8 +7,10 @@ A loss is taken in chunks of rows, as in ``linear_loss``, with the exponentials 
 temporary. Where those of all rows take no more than the budget and the accumulators of the gradients, which they make
 needless, there is one chunk, and the exponentials wait for the backward.
 
-The gradient of the hidden states is multiplied a wave of tiles at a time: 806 TFLOP/s on one H200 in runs of 1024 rows
-(H = 4096, V = 151936), 698 to 724 in runs of 2048 and more.
+A chunk's gradient of the hidden states is multiplied a wave of tiles at a time: the loss of 65536 x 2048 x 151936 takes
+203 ms on one H200, 212 with a product of the whole chunk, of 32768 x 896 51.2 and 52.9, of 8192 x 4096 50.8 and 51.0.
+That of strips is one product of all rows: linear_logprob in strips of 0.5 GiB, forward and backward, takes 57.2 ms and
+by waves 69.6 (H = 896), 60.7 and 62.3 (H = 4096); a loss of exponentials that were kept 47.3 and 48.1.
 
 Letters: T rows, H hidden size, V vocabulary.
 """
@@ -51,7 +53,9 @@ _TILE_BYTES = 12
 """Of the three statistics of a tile's row."""
 _ROUND_ROWS = 1024
 """Products of so many rows leave few cores idle: 8192 x 4096 x 151936 takes 45.6 ms on one H200 in chunks of 3072 rows,
-46.6 in three even ones of 2816, 47.6 in four of 2048."""
+46.6 in three even ones of 2816, 47.6 in four of 2048. Where they do not fit, chunks in multiples of a tile are as good:
+65536 x 2048 x 151936 takes 202.9 ms in chunks of 3328, 202.2 in those of 3072, 207.9 in those of 2048; with 32768 rows
+of 896 it is 51.2, 51.1 and 51.6."""
 
 
 def _budget(task: HeadTask) -> int:
@@ -117,7 +121,6 @@ class _StripGradients:
     def __init__(self, known_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needs: Needs) -> None:
         self._known_TH, self._needs = known_TH, needs
         self._head = LinearHead(weight_VH, None, None)
-        self._product_rows = rows_of_a_wave(known_TH.shape[1], known_TH.device) or max(len(known_TH), 1)
         self._hidden_TH: Tensor | None = None
         self._weight_VH = torch.empty_like(weight_VH) if needs.weight else None
         self._bias_V = torch.empty_like(bias_V) if needs.bias and bias_V is not None else None
@@ -126,22 +129,17 @@ class _StripGradients:
         head = self._head
         operand_TV = dlogits_TV.to(head.operand)
         if self._needs.hidden:
-            self._add_hidden(columns, operand_TV)
+            self._add_hidden(operand_TV, head.weight_VH[columns])
         if self._weight_VH is not None:
             torch.mm(operand_TV.T, self._known_TH, out=self._weight_VH[columns])
         if self._bias_V is not None:
             self._bias_V[columns] = dlogits_TV.sum(0, dtype=head.wide)
 
-    def _add_hidden(self, columns: slice, operand_TV: Tensor) -> None:
-        head, strip_VH, is_first = self._head, self._head.weight_VH[columns], self._hidden_TH is None
+    def _add_hidden(self, operand_TV: Tensor, strip_VH: Tensor) -> None:
         if self._hidden_TH is None:
-            is_only = len(strip_VH) == len(head.weight_VH)
-            self._hidden_TH = torch.empty_like(self._known_TH, dtype=None if is_only else head.wide)
-        for run in row_chunks(len(operand_TV), self._product_rows):
-            if is_first:
-                self._hidden_TH[run] = head.product(operand_TV[run], strip_VH)
-            else:
-                head.accumulate(self._hidden_TH[run], operand_TV[run], strip_VH)
+            self._hidden_TH = self._head.product(operand_TV, strip_VH)
+        else:
+            self._head.accumulate(self._hidden_TH, operand_TV, strip_VH)
 
     def totals(self) -> Totals:
         hidden_TH = None if self._hidden_TH is None else self._hidden_TH.to(self._known_TH.dtype)

@@ -48,7 +48,7 @@ def _advantage_kernel(
     if LEAVES_OUT:
         centred *= tl.where(N > 1, num_rewards / num_others, 1.0)
     if NORMALISES:  # a division for each group, not for each reward: it is slow in float64
-        deviation = tl.sqrt(tl.sum(centred * centred, 1) / num_others)
+        deviation = tl.sqrt(tl.sum(centred * centred, 1) * (1.0 / num_others))
         centred *= (1.0 / (tl.where(N > 1, deviation, 1.0) + epsilon))[:, None]
     tl.store(advantages + at, centred.to(tl.float32), mask=inside)
     # One reward that is not finite makes its baseline so: float64 holds every sum of others.

@@ -55,8 +55,22 @@ def _repeated(x, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _first_above(edges, low, size, bound):
+    """Of each bound the place of the first edge above it, among ``size`` from ``low`` on."""
+    at = tl.zeros(bound.shape, tl.int32) + low
+    while size > 0:
+        half = tl.cdiv(size, 2)
+        at += tl.where(tl.load(edges + at + half - 1) <= bound, half, 0)
+        size -= half
+    return at
+
+
+@triton.jit
 def _is_last(edges, E, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
-    """1 where a sequence ends behind a token of this block: of each run the edges in turn, after a bisection."""
+    """1 where a sequence ends behind a token of this block: of each run the edges in turn, each by a bisection.
+
+    Not one by one: empty sequences share an edge, and thousands of them at the end would be a walk of milliseconds.
+    """
     low = 0
     high = 0
     low_size = E
@@ -65,21 +79,17 @@ def _is_last(edges, E, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
         low, low_size = _narrowed(edges, low, low_size, first, WAYS)
         high, high_size = _narrowed(edges, high, high_size, first + BLOCK, WAYS)
     begin = tl.arange(0, BLOCK // _RUN) * _RUN
-    at = tl.zeros([BLOCK // _RUN], tl.int32) + low
-    size = high - low
-    while size > 0:
-        half = tl.cdiv(size, 2)
-        at += tl.where(tl.load(edges + at + half - 1) <= first + begin, half, 0)
-        size -= half
+    bound = first + begin
     is_behind = tl.zeros([BLOCK // _RUN], tl.int32)  # a bit for each token of the run
     num_left = high - low
     while num_left > 0:
-        edge = tl.load(edges + at, mask=at < high, other=first) - first
-        place = tl.minimum(edge, 2 * BLOCK).to(tl.int32) - begin - 1
-        is_inside = (place >= 0) & (place < _RUN)
+        at = _first_above(edges, low, high - low, bound)
+        edge = tl.load(edges + at, mask=at < high, other=0).to(tl.int64)
+        place = tl.minimum(edge - first, 2 * BLOCK).to(tl.int32) - begin - 1
+        is_inside = (edge > bound) & (place < _RUN)  # so that it ends, whatever the edges are
         is_behind |= tl.where(is_inside, 1 << place, 0)
         num_left = tl.sum(is_inside.to(tl.int32), 0)
-        at += 1
+        bound = tl.maximum(bound, edge)
     return _repeated(is_behind, _RUN) >> (tl.arange(0, BLOCK) % _RUN) & 1
 
 

@@ -40,7 +40,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-200.0)
 """Logits are -inf only by the bias: they are lifted to this exponent, where 2^c is 0 and 0 times c is no NaN."""
 BOTTOM = tl.constexpr(-1e20)
-"""The logit of columns beyond V."""
+"""The logit of columns beyond V, and the least maximum of a tile."""
 SCALE = tl.constexpr(32768.0)
 LOG2_SCALE = tl.constexpr(15.0)
 TINY = tl.constexpr(2.0**-25)
@@ -94,11 +94,13 @@ def _statistics_kernel(
         if IS_EDGE:
             z = tl.where((v0 + tl.arange(0, BV) < V)[None, :], z, BOTTOM)
         k = tl.load(sharpness_T + t, mask=t < T, other=1.0) * LOG2_E
-        highest = tl.max(z, 1)
-        m = tl.where(highest == -float("inf"), 0.0, highest) * k
-        c = z * k[:, None] - m[:, None]
-        if bias is not None:
-            c = tl.maximum(c, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        highest = tl.maximum(tl.max(z, 1), BOTTOM)
+        m = highest * k
+        if bias is None:
+            c = z * k[:, None] - m[:, None]
+        else:
+            # The fused product is not rounded as m is: of a tile that the bias masks, the difference would be 2^40.
+            c = tl.maximum((z - highest[:, None]) * k[:, None], LEAST, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(c)
         at = (v0 // BV).to(tl.int64) * T + t
         tl.store(peak + at, m, mask=t < T)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels import triton_returns
@@ -71,6 +72,28 @@ def test_what_masked_tokens_hold_has_no_influence_on_a_scan() -> None:
     values[~mask], rewards[~mask] = math.nan, math.inf
     for one, other in zip(gae(values, rewards, mask, **options), want, strict=True):
         assert torch.equal(one, other)
+
+
+def test_edges_that_are_one_are_not_walked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_loads, load = 0, InterpreterBuilder.create_masked_load
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        return load(*arguments)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    _, rewards, _ = random_tokens()
+    counts = []
+    for repeats in (1, 3000):  # of an edge inside, and of the last, as where cu_seqlens is padded
+        edges = torch.cat((EDGES[:-1], EDGES[5:6].repeat(repeats), EDGES[-1:].repeat(repeats))).sort().values
+        num_loads = 0
+        found = discounted_return(rewards, gamma=GAMMA, cu_seqlens=edges, implementation="triton")
+        counts.append(num_loads)
+        want = discounted_return(rewards, gamma=GAMMA, cu_seqlens=edges, implementation="reference")
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    # The check of the edges reads each twice, 8 at a time; a walk would be a load for each.
+    assert 0 < counts[0] < counts[1] < counts[0] + len(edges) / 2
 
 
 @pytest.mark.parametrize("edges", [[0], [0, 0, 0]])

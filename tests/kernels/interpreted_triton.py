@@ -262,6 +262,23 @@ def test_tiles_with_masked_columns_and_peaks() -> None:
     assert_gradients_close(got, torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide))
 
 
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e30, -1e9], ids=str)
+@pytest.mark.usefixtures("_tiles_on_cpu")
+def test_masked_tiles_neither_outrank_low_rows_nor_overflow(masked: float) -> None:
+    (hidden, weight, bias), targets, _ = head_inputs()
+    hidden[2], targets = 0.0, targets % 256
+    bias[:256] -= 400  # below 2^-200 of what a masked tile must not be taken for
+    bias[256:] = masked  # a whole tile, and the one at the edge
+    narrow = [x.requires_grad_() for x in (hidden, weight, bias)]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    found = scored_in_tiles(*narrow[:2], targets, bias=narrow[2])
+    want = scored_in_float64(*wide[:2], targets, bias=wide[2])
+    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-4)
+    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=2e-4)
+    got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
+    assert_gradients_close(got, torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide))
+
+
 @sequence_level
 def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) -> tuple[Tensor, dict[str, Tensor]]:
     edges = per_token["cu_seqlens"]

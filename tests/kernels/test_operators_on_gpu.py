@@ -105,11 +105,15 @@ def test_reruns_are_bit_identical() -> None:
 def test_temporaries_stay_within_the_budget() -> None:
     hidden, weight, targets, tokens = random_inputs(4096, 256, 50000, torch.bfloat16)
     budget = 100 * 2**20
-    linear_loss(hidden, weight, targets, policy_loss(), **tokens)
+
+    def run() -> Tensor:
+        return linear_loss(hidden, weight, targets, policy_loss(), memory_budget_bytes=budget, **tokens).loss
+
+    run()  # torch keeps 32 MiB for cuBLAS from the first product on; without a budget this loss begins with none
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss = linear_loss(hidden, weight, targets, policy_loss(), memory_budget_bytes=budget, **tokens).loss
+    loss = run()
     accumulators = (hidden.numel() + weight.numel()) * 4
     assert torch.cuda.max_memory_allocated() - before <= accumulators + budget + 8 * 2**20
     assert loss.requires_grad
@@ -209,6 +213,7 @@ def test_forward_and_backward_are_captured_in_a_graph(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it imports inductor
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # inductor's first, to get its memory pool
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_calls_what_eager_code_calls(mode: str) -> None:
     hidden, weight, targets, _ = random_inputs(300, 64, 5000, torch.bfloat16)
