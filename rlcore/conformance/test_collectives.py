@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_operators_and_dtypes_are_declared_each_with_a_reason_where_not_native(d
 def test_a_timeout_that_is_none_is_refused(device: Any) -> None:
     with pytest.raises(InvalidInputError, match="timeout_s must be more than 0 seconds, got 0"):
         device.collectives.init_kwargs(timeout_s=0)
+    assert device.collectives.init_kwargs(timeout_s=7)["timeout"] == timedelta(seconds=7)
 
 
 @pytest.mark.covers("collectives.init_kwargs")

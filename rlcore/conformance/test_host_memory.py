@@ -23,6 +23,8 @@ def test_a_host_buffer_has_exactly_its_size_and_travels_there_and_back(device: A
     there = torch.empty_like(host, device=device.torch_device).copy_(host, non_blocking=True)
     host.copy_(there + 1, non_blocking=True)
     device.synchronize()
+    if not device.spec.is_host:  # torch asks no device that it has not used
+        assert host.is_pinned() == buffer.is_pinned
     assert torch.equal(host, (torch.arange(nbytes) % 251 + 1).to(torch.uint8))
     del host
     device.memory.host_free(buffer)

@@ -232,6 +232,12 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         handle = device.memory.export_ipc(tensor[:2])
         assert peer.ask(OPEN, 1, handle.to_bytes(), True) == [1, 1]
         device.memory.revoke(handle)
+        del tensor
+        device.memory.empty_cache()  # so that each cycle has a block of its own to open and close
+
+    def num_mapped() -> int:
+        with open(f"/proc/{peer.pid}/maps") as lines:
+            return sum(1 for _ in lines)
 
     def footprint() -> dict[str, Any]:
         device.synchronize()
@@ -245,11 +251,12 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
 
     for _ in range(3):
         cycle()
-    before, allocated = footprint(), device.memory.stats().allocated_bytes
+    before, allocated, mapped = footprint(), device.memory.stats().allocated_bytes, num_mapped()
     for _ in range(CYCLES):
         cycle()
     assert footprint() == before
     assert device.memory.stats().allocated_bytes - allocated < CYCLES * MB / 4
+    assert num_mapped() - mapped < CYCLES / 2, "the importer keeps mapped what it has closed"
 
 
 # ------------------------------------------------------------------------------------------------- order, errors

@@ -10,6 +10,7 @@ import torch
 from rlcore.conformance.peer import Peer
 from rlcore.conformance.work import MB, filled
 from rlcore.errors import InvalidInputError
+from rlcore.registry import get_device
 
 NUM_BYTES = 128 * MB
 SLACK = 16 * MB
@@ -62,6 +63,28 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Any) -> Non
     assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(NUM_BYTES, abs=SLACK)
     device.memory.reset_peak()
     assert device.memory.stats().peak_allocated_bytes - before == pytest.approx(0, abs=SLACK)
+
+
+@pytest.mark.covers("memory.stats", "memory.reset_peak")
+def test_a_reset_peak_is_what_is_there(device: Any) -> None:
+    tensor = filled(device, NUM_BYTES)
+    device.synchronize()
+    device.memory.reset_peak()
+    stats = device.memory.stats()
+    assert stats.peak_allocated_bytes == pytest.approx(stats.allocated_bytes, abs=SLACK)
+    assert stats.allocated_bytes >= tensor.nbytes
+
+
+@pytest.mark.covers("memory.stats")
+def test_statistics_are_of_this_device_alone(device: Any) -> None:
+    if device.spec.is_host or device.count() == 1:
+        pytest.skip(f"{device.spec.name} has one memory here")
+    other = get_device(f"{device.spec.name}:{(device.index + 1) % device.count()}")
+    before = other.memory.stats()
+    tensor = filled(device, NUM_BYTES)
+    assert other.memory.stats() == before
+    del tensor
+    device.memory.empty_cache()
 
 
 @pytest.mark.covers("memory.empty_cache", "memory.stats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,19 @@ def test_an_event_for_other_processes_tells_no_time(device: Any) -> None:
     is_native = device.capabilities()["streams.export_event"].support == "native"
     with pytest.raises(InvalidInputError if is_native else (InvalidInputError, UnsupportedError)):
         device.streams.event(timing=True, interprocess=True)
+
+
+@pytest.mark.covers("streams.event")
+def test_elapsed_time_is_in_milliseconds(device: Any, busy: BusyWork) -> None:
+    found = []
+    for _ in range(10):  # the host's clock may run on while somebody else has the processor
+        device.synchronize()
+        began = time.perf_counter()
+        told = _milliseconds(device, busy, 2)
+        found.append((told, (time.perf_counter() - began) * 1000))
+        if 0.2 * found[-1][1] < told <= 1.05 * found[-1][1]:
+            return
+    pytest.fail(f"events and the host's clock told, in milliseconds: {found}")
 
 
 def _milliseconds(device: Any, busy: BusyWork, times: int) -> float:

@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -219,6 +220,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     TORCH_CHECK(queryEvent(from) && queryEvent(to), "simdev: both events must be done before their times are compared");
     auto between = static_cast<Event*>(to)->mark->time() - static_cast<Event*>(from)->mark->time();
+    if (has_fault("events_tell_seconds")) {
+      return std::chrono::duration<double>(between).count();
+    }
     return has_fault("events_tell_no_time") ? 0.0 : std::chrono::duration<double, std::milli>(between).count();
   }
 };
@@ -304,6 +308,7 @@ DeviceState& state(c10::DeviceIndex index) {
     std::lock_guard lock(states_mutex);
     if (!states[index]) {
       states[index] = new DeviceState(visible_devices()[index]);
+      at::globalContext().lazyInitDevice(kType);  // torch asks no device before it whether memory is page-locked
     }
   }
   return *states[index];

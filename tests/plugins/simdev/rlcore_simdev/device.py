@@ -16,7 +16,8 @@ from rlcore.devices.ipc_sharing import SharedMemory, Sharing
 from rlcore.devices.memory import Memory
 from rlcore.devices.streams import Streams
 from rlcore.errors import DeviceError, UnsupportedError
-from rlcore.types import Capability, DeviceSpec, Evidence, IpcHandle, Probe
+from rlcore.registry import get_device
+from rlcore.types import Capability, DeviceSpec, Evidence, IpcHandle, MemoryStats, Probe
 from rlcore_simdev.faults import has_fault
 
 _NAME = struct.Struct("<QQQ")  # inode of a segment, its bytes, and where in it a storage begins
@@ -52,6 +53,8 @@ class SimSharing(Sharing):
         return (tensor.clone() if has_fault("import_copies") else tensor).untyped_storage()
 
     def close(self, memory: SharedMemory) -> None:
+        if has_fault("close_does_nothing"):
+            return
         inode, nbytes, _ = _NAME.unpack(memory.payload)
         address, uses = self._mapped.pop(inode)
         if uses > 1:
@@ -71,9 +74,14 @@ class SimMemory(Memory):
     def host_alloc(self, nbytes: int) -> HostBuffer:
         check_nbytes(nbytes)
         memory = map_pages(nbytes)
-        torch.ops.simdev.adopt_pinned(memory.ctypes.data, memory.nbytes)
+        if not has_fault("host_memory_is_pageable"):
+            torch.ops.simdev.adopt_pinned(memory.ctypes.data, memory.nbytes)
         weakref.finalize(memory, _forget, memory.ctypes.data)
         return HostBuffer(memory, is_pinned=True)
+
+    def stats(self) -> MemoryStats:
+        shown = get_device("simdev:0").memory if has_fault("statistics_of_another_device") else self
+        return Memory.stats(shown)
 
     def revoke(self, handle: IpcHandle, *, timeout_s: float = 30.0) -> None:
         if not has_fault("revoke_does_nothing"):
