@@ -54,13 +54,14 @@ class CpuMemory(Memory):
         return MemoryInfo(free, total)
 
     def stats(self) -> MemoryStats:
-        anonymous, shared, resident = (
-            _kib_field("/proc/self/status", field) for field in ("RssAnon", "RssShmem", "VmRSS")
+        anonymous, shared, files, resident, peak = (
+            _kib_field("/proc/self/status", field) for field in ("RssAnon", "RssShmem", "RssFile", "VmRSS", "VmHWM")
         )
+        allocated = anonymous + shared  # an exported storage is shared
         return MemoryStats(
-            allocated_bytes=anonymous + shared,  # an exported storage is shared
+            allocated_bytes=allocated,
             reserved_bytes=resident,
-            peak_allocated_bytes=_kib_field("/proc/self/status", "VmHWM"),
+            peak_allocated_bytes=max(allocated, peak - files),  # the kernel's peak has the pages of libraries in it
         )
 
     def reset_peak(self) -> None:
