@@ -75,7 +75,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_what_is_sent_arrives_as_it_was(value: Any) -> None:
     body, tensors = dump_plain_call(("method", (value,), {"key": value}))
     with pytest.MonkeyPatch.context() as patch:
