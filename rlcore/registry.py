@@ -299,7 +299,7 @@ def _failure_of_torch() -> str:
         importlib.import_module("torch")
     except Exception as error:
         cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
-        return f"import torch failed: {type(error).__name__}: {error}{cause} `rlcore doctor` says what to do"
+        return f"import torch failed: {type(error).__name__}: {error}{cause}; `rlcore doctor` says what to do"
     return ""
 
 

@@ -76,7 +76,7 @@ def test_a_wheel_without_cann_does_not_take_discovery_down(run_python: Any, tmp_
     assert set(found) >= {"cpu", "cuda", "npu"}
     for count, reason in found.values():
         assert (count, "Failed to load the backend extension: torch_npu" in reason) == (0, True)
-        assert "(ImportError: libhccl.so: cannot open shared object file) `rlcore doctor` says what to do" in reason
+        assert "(ImportError: libhccl.so: cannot open shared object file); `rlcore doctor` says what to do" in reason
 
 
 def _devices(run_python: Any, **env: str) -> dict[str, Any]:
