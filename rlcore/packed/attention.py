@@ -71,11 +71,9 @@ def packed_hidden_states(
         choices=plan.choices if implementation is None else {},
         choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
     )
-    # Before compiled blocks ask, which would stay in pieces: within FSDP's forward the root's parameters have the dtype.
-    _choose(packed, input_ids, compute_dtype(next(decoder.parameters())))
     # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
     dtype = compute_dtype(next(decoder.parameters()))
-    if implementation is None and dtype not in plan.choices:
+    if dtype not in packed.choices:
         _choose(packed, input_ids, dtype)
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],

@@ -15,6 +15,7 @@ import pytest
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
 
 TASKS = Path(__file__).with_name("simulated_tasks.py")
+ROUNDS = Path(__file__).parents[2] / "engines" / "sync" / "test_rounds_on_gpus.py"
 
 
 def operators(folder: Path) -> dict[str, set[str]]:
@@ -59,6 +60,16 @@ def test_offloaded_training_goes_on_where_it_was(run_simulated: Any) -> None:
     found = task(run_simulated, "offloaded_training")
     assert found["with moves"] == pytest.approx(found["without"], rel=1e-6)
     assert found["device bytes away"] < 0.1 * found["device bytes before"]
+
+
+def test_weights_reach_another_process_by_every_route(run_simulated: Any, tmp_path: Path) -> None:
+    torch_npus_own = "ignore:TypedStorage is deprecated:UserWarning"
+    options = ("-q", "-p", "no:cacheprovider", "-W", torch_npus_own, "-m", "npu_sim")
+    found = run_simulated("-m", "pytest", *options, str(ROUNDS))
+    assert found.returncode == 0, found.stdout
+    assert "3 passed" in found.stdout  # direct and packed on one NPU, a group of two
+    counted = operators(tmp_path)
+    assert {"HcclSend", "HcclRecv"} <= counted["operator"] and not counted["refused"]
 
 
 def test_what_is_not_simulated_fails_and_is_named(run_simulated: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weight syncs on GPUs, between processes that share one, on several, and from one to another.
 
-On the CPU the same bodies are marked slow: what they show there is in test_rounds_between_processes.py too.
+On the CPU the same bodies are marked slow: what they show there is in test_rounds_between_processes.py too. On NPUs
+they run over the simulated CANN, from tests/devices/ascend/test_simulated.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ONE = pytest.param(Place(["cuda:0"], ["cuda:0"]), marks=pytest.mark.gpu, id="one
 SAME_TWO = pytest.param(Place(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]), marks=pytest.mark.multigpu, id="same two")
 APART = pytest.param(Place(["cuda:0"], ["cuda:1"]), marks=pytest.mark.multigpu, id="apart")
 ON_HOST = pytest.param(Place(["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]), marks=pytest.mark.slow, id="host")
+NPU = pytest.param(Place(["npu:0"], ["npu:0"]), marks=pytest.mark.npu_sim, id="npu")
+NPU_APART = pytest.param(Place(["npu:0"], ["npu:1"]), marks=pytest.mark.npu_sim, id="npu apart")
 HOST_APART = pytest.param(Place(["cpu:0"], ["cpu:1"]), marks=pytest.mark.slow, id="host apart")
 
 
@@ -81,7 +84,7 @@ def build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("route", ["direct", "packed"])
-@pytest.mark.parametrize("place", [ONE, SAME_TWO, APART, ON_HOST])
+@pytest.mark.parametrize("place", [ONE, SAME_TWO, APART, ON_HOST, NPU])
 def test_weights_of_another_process(build: Build, place: Place, route: str) -> None:
     engines = build(place)
     opened = []
@@ -117,7 +120,7 @@ def test_few_handles_are_opened_after_an_offload(build: Build, place: Place) -> 
     engines.check()
 
 
-@pytest.mark.parametrize("place", [APART, HOST_APART])
+@pytest.mark.parametrize("place", [APART, HOST_APART, NPU_APART])
 def test_through_a_group(build: Build, place: Place) -> None:
     engines = build(place)
     for _ in range(2):
