@@ -7,9 +7,6 @@ from typing import ClassVar, final
 import torch
 
 from rlcore.devices.collectives import Collectives
-from rlcore.types import Capability
-
-_NO_PRODUCT = frozenset({torch.bfloat16, torch.int16})
 
 
 @final
@@ -22,9 +19,4 @@ class HcclCollectives(Collectives):
     native_dtypes: ClassVar = frozenset(
         {torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8}
     )
-
-    def reduction(self, op: str, dtype: torch.dtype) -> Capability:
-        how = super().reduction(op, dtype)
-        if how.support == "native" and op == "product" and dtype in _NO_PRODUCT:
-            return Capability("emulated", self._device.evidence, f"hccl has no product of {str(dtype)[6:]}")
-        return how
+    not_native: ClassVar = frozenset({("product", torch.bfloat16), ("product", torch.int16)})
