@@ -12,6 +12,8 @@ from rlcore.conformance.members import required_members
 from rlcore.conformance.table import into, main, table
 from rlcore.errors import InvalidInputError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def report(name: str, **members: tuple[str, str, str]) -> dict[str, Any]:
     keys = ("support", "reason", "result")
@@ -56,6 +58,13 @@ def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> Non
         path.write_text(json.dumps(found))
     main([*map(str, paths), "--into", str(document)])
     assert document.read_text() == f"# Devices\n<!-- members -->\n{TABLE}\n<!-- /members -->\nend\n"
+
+
+def test_the_page_shows_the_reports_of_the_repository() -> None:
+    paths = sorted((ROOT / "bench" / "results" / "conformance").glob("*.json"))
+    page = (ROOT / "docs" / "devices.md").read_text()
+    assert [path.stem for path in paths] == ["cpu", "cuda", "npu", "simdev"]
+    assert page == into(page, table([json.loads(path.read_text()) for path in paths])), "run: make results"
 
 
 def test_a_document_without_marks_and_a_file_that_is_no_report_are_refused() -> None:
