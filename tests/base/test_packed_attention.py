@@ -569,7 +569,7 @@ def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fa
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("decoder", ["qwen2", "gemma2"], indirect=True)
 def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_choice, "_refusal", lambda name, *_: None)  # on the CPU it has no backward to probe
+    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: None)  # on the CPU it has no backward to probe
     # Uncompiled it is plain torch operations.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert_close(run(decoder, implementation="flex_attention"), run(decoder, implementation="padded"), 2e-6)
