@@ -22,6 +22,7 @@ _LEAST_PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; gloo, NCCL and data loaders use it too."""
 _LEAST_FILES = 4096
+_MOST_NAMES = 5
 _SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
@@ -75,8 +76,10 @@ def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
     ]
     if not dead:
         return ok("none")
+    names = [path.name for path in sorted(dead)]
+    rest = f" and {len(dead) - _MOST_NAMES} more" if len(dead) > _MOST_NAMES else ""
     return warn(
-        f"{len(dead)} of dead processes: {', '.join(path.name for path in sorted(dead))}",
+        f"{len(dead)} of dead processes: {', '.join(names[:_MOST_NAMES])}{rest}",
         f"rm -r {' '.join(map(str, sorted(dead)))}",
     )
 

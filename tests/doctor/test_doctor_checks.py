@@ -152,9 +152,11 @@ def test_leftovers_of_dead_processes_are_found(runtime: Path, tmp_path: Path, de
     (runtime / f"ipc-{os.getpid()}-1.sock").touch()  # this process id, another process
     worker = f'{{"pid":{pid},"started":{started},"parent":1,"device":"cpu:0","engines":[]}}'
     (runtime / f"worker-{pid_namespace()}-{pid}.json").write_text(worker)
-    (tmp_path / f"torch_{pid}_12345_0").touch()
+    for number in range(3):
+        (tmp_path / f"torch_{pid}_12345_{number}").touch()
     found = host.leftovers(tmp_path)
-    assert (found.status, found.found.partition(":")[0]) == ("WARN", "5 of dead processes")
+    assert (found.status, found.found.partition(":")[0]) == ("WARN", "7 of dead processes")
+    assert found.found.endswith(f".json, torch_{pid}_12345_0 and 2 more")
     subprocess.run(found.fix, shell=True, check=True)
     assert host.leftovers(tmp_path) == ok("none")
 
