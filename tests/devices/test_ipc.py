@@ -390,7 +390,7 @@ def test_what_a_killed_exporter_leaves_is_removed(make_peer: MakePeer) -> None:
     path = Path(handle_of(peer.run(EXPORT.format(size=MB))).exporter)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert set(shared_memory_names()) <= segments
+    wait_until(lambda: set(shared_memory_names()) <= segments)  # neighbours make some, too
     peer.kill()
     assert path.exists()
     make_peer().run(EXPORT.format(size=4))
