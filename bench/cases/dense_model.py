@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.bench.cases.language_model import transformers_class
+from rlcore.bench.cases.language_model import qwen2_config, transformers_class
 from rlcore.nn import HuggingFaceTrainModule, meta_device
 
 _STD = 0.02
@@ -33,20 +33,7 @@ class Dense:
 
     def config(self) -> Any:
         """Raises MissingDependencyError without transformers."""
-        return transformers_class("Qwen2Config")(
-            architectures=["Qwen2ForCausalLM"],
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            tie_word_embeddings=self.is_tied,
-            max_position_embeddings=32_768,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+        return qwen2_config(self, max_position_embeddings=32_768, tie_word_embeddings=self.is_tied)
 
     @property
     def num_multiplied(self) -> int:

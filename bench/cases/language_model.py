@@ -56,8 +56,12 @@ def transformers_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def config(size: Size) -> Any:
-    """Raises MissingDependencyError without transformers."""
+def qwen2_config(size: Any, **options: Any) -> Any:
+    """Of a ``Size``, or of what else has its numbers of a model.
+
+    Raises:
+        MissingDependencyError: there is no transformers.
+    """
     return transformers_class("Qwen2Config")(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=size.vocabulary,
@@ -66,13 +70,16 @@ def config(size: Size) -> Any:
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        dtype=size.dtype,
+        **options,
     )
+
+
+def config(size: Size) -> Any:
+    """Raises MissingDependencyError without transformers."""
+    return qwen2_config(size, max_position_embeddings=4096, tie_word_embeddings=True, dtype=size.dtype)
 
 
 class Folder:
