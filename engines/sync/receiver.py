@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
-from operator import is_not
 from typing import Any
 
 import msgspec
@@ -19,17 +15,16 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.sync.meeting import Meeting
-from rlcore.engines.sync.opened import Opened
 from rlcore.engines.sync.place import Place, decoded, place_of
-from rlcore.engines.sync.planned import Planned, Summary, source_name
+from rlcore.engines.sync.planned import Planned, Summary
 from rlcore.engines.sync.planner import Planner
 from rlcore.engines.sync.proof import checksums
-from rlcore.engines.sync.sender import Offer, Packing, Sender, sender_here
-from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, slot_of, views
+from rlcore.engines.sync.reach import Reach
+from rlcore.engines.sync.sender import Packing
+from rlcore.engines.sync.slabs import Bucket, check, check_slot_bytes, views
 from rlcore.engines.sync.source import Manifest, dtype_of
 from rlcore.engines.sync.target import Target
-from rlcore.errors import DeviceError, StateError, SyncError, UnsupportedError
-from rlcore.types import IpcHandle
+from rlcore.errors import StateError, SyncError, UnsupportedError
 
 
 class Receiver:
@@ -39,6 +34,7 @@ class Receiver:
         self._target = target
         self._device = target.device
         self._place = place_of(self._device)
+        self._reach = Reach(self._device)
         self._trainer = ""
         """Whose slabs and tensors are open."""
         self._planner: Planner | None = None
@@ -54,17 +50,10 @@ class Receiver:
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
-        self._offered: list[Sender | Opened] = []
-        self._given: list[Mapping[int, Tensor]] = []
-        self._sources: dict[str, Tensor] = {}
-        """All that is in ``_given``."""
-        self._slabs: list[Any] = []
         self._buffer: Tensor | None = None
         self._meeting: Meeting | None = None
         self.is_whole = True
         """What the target holds is of one version: it may be used."""
-        self._using = threading.RLock()
-        """Held while the memory of others is read: a revocation waits for it."""
 
     # ---------------------------------------------------------------------------------------------- agree
 
@@ -184,56 +173,16 @@ class Receiver:
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
-        self._close_offers()
-        opened = 0
-        for number, offer in enumerate(decoded(one, Offer, "offer") for one in offers):
-            here = sender_here(offer.epoch)
-            if here is not None:
-                self._offered.append(here)
-            elif offer.handles is None:
-                raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
-            else:
-                self._offered.append(Opened(offer, partial(self._import, number, timeout_s)))
-                opened += len(offer.handles)
-        return opened
-
-    def _import(self, sender: int, timeout_s: float, handle: IpcHandle) -> Any:
-        # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
-        try:
-            return self._device.memory.import_ipc(handle, self._let_go, timeout_s=timeout_s)
-        except DeviceError as error:
-            raise DeviceError(f"the memory of the trainer's rank {sender} cannot be opened: {error}") from error
-
-    def _let_go(self, mapping: Any) -> None:
-        with self._using:
-            mapping.close()
-
-    def _close_offers(self) -> None:
-        for offered in self._offered:
-            if isinstance(offered, Opened):
-                offered.close()
-        self._offered, self._given, self._sources = [], [], {}
+        return self._reach.open_offers(offers, timeout_s)
 
     def pull(self, round_id: int, digest: str) -> int:
         """Copy a whole plan from the senders' tensors; its bytes. Done on the device when this returns."""
         plan = self._writing(round_id, digest)
-        with self._using:
-            plan.whole().run(self._found_sources(), plan.destinations())
+        with self._reach.using():
+            plan.whole().run(self._reach.sources(), plan.destinations())
             self._device.synchronize()
         plan.is_pulled = True
         return plan.read_bytes
-
-    def _found_sources(self) -> dict[str, Tensor]:
-        """The senders' tensors by ``source_name``; the same mapping while none has moved."""
-        given = [offered.tensors() for offered in self._offered]
-        if len(given) != len(self._given) or any(map(is_not, given, self._given)):
-            self._given = given
-            self._sources = {
-                source_name(sender, number): tensor
-                for sender, tensors in enumerate(given)
-                for number, tensor in tensors.items()
-            }
-        return self._sources
 
     def _plan(self, round_id: int, digest: str) -> Planned:
         self._check_round(round_id)
@@ -259,17 +208,14 @@ class Receiver:
 
     def open_slabs(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
         """Reach the slabs of all senders, as ``open_offers`` does; the handles that had to be opened."""
-        self._close_slabs()
-        for sender, handle in enumerate(handles):
-            self._slabs.append(self._import(sender, timeout_s, IpcHandle.from_bytes(handle)))
-        return len(handles)
+        return self._reach.open_slabs(handles, timeout_s)
 
     def unpack(self, packings: bytes) -> int:
         """Empty slots, as a list of ``Packing`` says; the payload's bytes. Done on the device when this returns."""
         moved = 0
-        with self._using:
+        with self._reach.using():
             for order in decoded(packings, list[Packing], "list of Packing"):
-                moved += self._take(order, slot_of(self._slabs[order.sender].tensor, order.slot))
+                moved += self._take(order, self._reach.slot(order.sender, order.slot))
             self._device.synchronize()
         return moved
 
@@ -377,8 +323,7 @@ class Receiver:
     def _let_go_of_trainer(self) -> None:
         self._trainer = ""
         self.leave()
-        self._close_offers()
-        self._close_slabs()
+        self._reach.close()
 
     def reloaded(self) -> None:
         """The target was loaded whole from elsewhere, such as from disk."""
@@ -392,11 +337,6 @@ class Receiver:
         self._scratch, self._staging, self._live, self._remembered = {}, {}, {}, {}
         for plan in self._plans.values():
             plan.forget_round()
-
-    def _close_slabs(self) -> None:
-        for mapping in self._slabs:
-            mapping.close()
-        self._slabs = []
 
     def close(self) -> None:
         """Let go of everything of others."""

@@ -26,7 +26,6 @@ from rlcore.engines.sync.parties import LocalParties, WorkerParties
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Packing, Sender
-from rlcore.engines.sync.slabs import slot_of
 from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 
@@ -77,7 +76,7 @@ def unpack(pair: Pair, **changed: Any) -> int:
 
 @pytest.mark.parametrize("place", [0, 9, 17, 600, 1500, -520])
 def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -> None:
-    slot = slot_of(pair.receiver._slabs[0].tensor, 0)
+    slot = pair.receiver._reach.slot(0, 0)
     last = int(slot.view(torch.int64)[2])
     at = place if place >= 0 else last + place
     slot[at] ^= 1
@@ -90,7 +89,7 @@ def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -
 
 def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
     """Its end was not written, or its header says less than the plan."""
-    slot = slot_of(pair.receiver._slabs[0].tensor, 0)
+    slot = pair.receiver._reach.slot(0, 0)
     words = slot.view(torch.int64)
     nbytes = int(words[2])
     whole = slot.clone()
