@@ -21,9 +21,10 @@ import msgspec
 
 from rlcore.bench.calibrate import calibrate
 from rlcore.bench.case import Case, load_cases
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measure import run_case
 from rlcore.bench.result import Effort
 from rlcore.bench.system import new_record
+from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
 _GRACE_S = 3.0

@@ -21,8 +21,8 @@ import msgspec
 from rlcore.bench.calibrate import Store
 from rlcore.bench.case import Case
 from rlcore.bench.child import Answer, Job
-from rlcore.bench.measure import Sampling
 from rlcore.bench.result import Calibration, CaseResult, Effort, Record
+from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
 _STOP_S = 10.0

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from rlcore.bench.case import Case
-from rlcore.bench.measure import Sampling
 from rlcore.bench.result import CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
+from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
 _EFFORTS: tuple[Effort, ...] = ("quick", "standard", "full")

@@ -9,7 +9,8 @@ import torch
 
 from rlcore.bench.case import Case, Work, load_cases, select_cases
 from rlcore.bench.cases import kernel_inputs, kernel_scans
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measure import run_case
+from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 from rlcore.registry import get_device, registry
 

@@ -16,9 +16,9 @@ from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 from rlcore.bench.case import Case
 from rlcore.bench.compare import Comparison, compare
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.measure import Sampling
 from rlcore.bench.result import CaseResult, Record
 from rlcore.bench.runner import Run
+from rlcore.bench.trial import Sampling
 
 ROUNDS, GPU_ROUNDS = 30, 10
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=2, stable_spread=1.0)

@@ -10,7 +10,8 @@ import torch
 from typer.main import get_command
 
 from rlcore.bench.case import Case, Contender, Work, expect, load_cases
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measure import run_case
+from rlcore.bench.trial import Sampling
 from rlcore.cli_bench import bench
 from rlcore.registry import get_device
 

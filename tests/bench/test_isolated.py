@@ -16,9 +16,9 @@ from faulty_cases import CASES, SLEEP_S
 from rlcore.bench import isolated as module
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.measure import Sampling
 from rlcore.bench.result import read
 from rlcore.bench.runner import Run
+from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)

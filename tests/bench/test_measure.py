@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measure import run_case
 from rlcore.bench.result import CaseResult
+from rlcore.bench.trial import Sampling
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats

@@ -10,7 +10,8 @@ import torch
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import weight_sync_copies
 from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measure import run_case
+from rlcore.bench.trial import Sampling
 from rlcore.kernels.strided_copy import ViewCopies
 from rlcore.registry import get_device
 
