@@ -14,32 +14,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import msgspec
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.sync.exchange import exchange_bytes
+from rlcore.engines.sync.named_holding import NamedHolding, NamedTensors
 from rlcore.engines.sync.options import RoundOptions
 from rlcore.engines.sync.parties import Call, JoinedParties, LocalParties, Parties, SpmdParties
 from rlcore.engines.sync.place import Route, decoded
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Sender
-from rlcore.engines.sync.source import Manifest, Source, describe
 from rlcore.engines.sync.target import ModuleTarget, Target
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError
+from rlcore.errors import InvalidInputError, RlcoreError, SyncError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
-from rlcore.weights.view import WeightView, whole
-
-NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 _VERBS = frozenset(
     (
@@ -133,53 +128,6 @@ def _remote(control: Control | Sequence[Control]) -> Parties:
     return JoinedParties([_RemoteParty(one, f"receiver {number}") for number, one in enumerate(control)])
 
 
-class _NamedHolding:
-    """Named tensors of one rank, sharded or whole."""
-
-    def __init__(self, get: Callable[[], NamedTensors], num_ranks: int) -> None:
-        self._get = get
-        self._num_ranks = num_ranks
-        self._tensors: dict[str, Tensor] = {}
-        self._source: Source | None = None
-
-    def refresh(self) -> None:
-        """Take the tensors as they are now.
-
-        Raises:
-            SyncError: they are not those of the first time.
-        """
-        tensors = {name: tensor.detach() for name, tensor in dict(self._get()).items()}
-        source = describe(itertools.starmap(_view, tensors.items()), self._num_ranks)
-        if self._source is not None and source.manifest.digest != self._source.manifest.digest:
-            found = mismatch(self._tensors, tensors) or "their dtypes, order or sharding are others"
-            raise SyncError(f"the tensors are not those that this sender was first given: {found}; make a new sender")
-        self._tensors, self._source = tensors, source
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._current.manifest
-
-    def parts(self) -> list[Tensor]:
-        return self._current.parts()
-
-    def compute(self, weights: Sequence[int]) -> list[Tensor]:
-        tensors = list(self._tensors.values())
-        return [whole(tensors[number]).contiguous() for number in weights]
-
-    def changes(self) -> list[int]:
-        return [one._version for one in self.parts()]
-
-    @property
-    def _current(self) -> Source:
-        if self._source is None:
-            raise StateError("the sender has no tensors yet; call send()")
-        return self._source
-
-
-def _view(name: str, tensor: Tensor) -> WeightView:
-    return WeightView(name, tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
 class WeightSender:
     """Gives named tensors to the receiver at the other end of a channel, or to several, who commit together.
 
@@ -207,7 +155,7 @@ class WeightSender:
         sharded = next((tensor for tensor in first.values() if isinstance(tensor, DTensor)), None)
         sample = next(iter(first.values())) if sharded is None else sharded.to_local()
         self._device = get_device(sample.device)
-        self._holding = _NamedHolding(get, 1 if sharded is None else dist.get_world_size())
+        self._holding = NamedHolding(get, 1 if sharded is None else dist.get_world_size())
         self._sender = Sender(self._holding, self._device)
         own: Parties = LocalParties("the sender", [self._sender])
         remote = _remote(control)
