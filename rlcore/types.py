@@ -309,3 +309,5 @@ class SyncReport:
     """Bytes that went through the engine's own loader instead of planned copies."""
     handles_opened: int
     seconds: float
+    why_on_host: str = ""
+    """The reason for which "packed" went through shared memory of the host and not of the devices; "" if it did not."""

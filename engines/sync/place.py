@@ -14,7 +14,6 @@ from rlcore.processes import boot_id, pid_namespace, start_time
 
 Route = Literal["local", "direct", "packed", "collective"]
 ROUTES: tuple[Route, ...] = ("local", "direct", "packed", "collective")
-"""The first that works is chosen."""
 
 T = TypeVar("T")
 
@@ -64,8 +63,8 @@ def decoded(data: bytes, kind: type[T], what: str) -> T:
         raise SyncError(f"these {len(data)} bytes are no {what}: {error}") from error
 
 
-def refusal(route: Route, senders: Sequence[Place], receivers: Sequence[Place]) -> str:
-    """Why a route cannot be taken between these, or ""."""
+def refusal(route: Route, is_on_host: bool, senders: Sequence[Place], receivers: Sequence[Place]) -> str:
+    """Why a route cannot be taken between these, through memory of the host or not, or ""."""
     processes = {place.process for place in senders}
     if route == "local":
         apart = [place for place in receivers if processes != {place.process}]
@@ -76,9 +75,9 @@ def refusal(route: Route, senders: Sequence[Place], receivers: Sequence[Place]) 
     for what in ("machine", "device"):
         if len({getattr(place, what) for place in everyone}) > 1:
             return f"it shares memory, and these are on more than one {what}"
-    if unshared := [place.unshared for place in senders if place.unshared]:
-        return unshared[0]
-    return ""
+    if is_on_host:
+        return "its slabs are on the host anyway" if any(place.is_host for place in senders) else ""
+    return next((place.unshared for place in senders if place.unshared), "")
 
 
 def _meeting(senders: Sequence[Place], receivers: Sequence[Place]) -> str:

@@ -9,13 +9,14 @@ from functools import partial
 from operator import is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlcore.engines.sync.opened import Opened
 from rlcore.engines.sync.place import decoded
 from rlcore.engines.sync.planned import source_name
 from rlcore.engines.sync.sender import Offer, Sender, sender_here
-from rlcore.engines.sync.slabs import slot_of
+from rlcore.engines.sync.slabs import host, slot_of
 from rlcore.errors import DeviceError, SyncError
 from rlcore.types import IpcHandle
 
@@ -30,6 +31,9 @@ class Reach:
         self._sources: dict[str, Tensor] = {}
         """All that is in ``_given``."""
         self._slabs: list[Any] = []
+        self._is_on_host = False
+        self._room: Tensor | None = None
+        """For what is in a slab on the host."""
         self._using = threading.RLock()
 
     @contextlib.contextmanager
@@ -53,15 +57,16 @@ class Reach:
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
             else:
-                self._offered.append(Opened(offer, partial(self._import, number, timeout_s)))
+                self._offered.append(Opened(offer, partial(self._import, number, timeout_s, owner=self._device)))
                 opened += len(offer.handles)
         return opened
 
     def open_slabs(self, handles: list[bytes], timeout_s: float) -> int:
         """Reach the slabs of all senders, as ``open_offers`` does; the handles that had to be opened."""
         self._close_slabs()
-        for sender, handle in enumerate(handles):
-            self._slabs.append(self._import(sender, timeout_s, IpcHandle.from_bytes(handle)))
+        for sender, handle in enumerate(map(IpcHandle.from_bytes, handles)):
+            self._is_on_host = handle.device != self._device.spec.name
+            self._slabs.append(self._import(sender, timeout_s, handle, host() if self._is_on_host else self._device))
         return len(handles)
 
     def sources(self) -> dict[str, Tensor]:
@@ -77,17 +82,27 @@ class Reach:
         return self._sources
 
     def slot(self, sender: int, slot: int) -> Tensor:
-        """A slot of a sender's slabs."""
+        """A slot of a sender's slabs, where it is."""
         return slot_of(self._slabs[sender].tensor, slot)
+
+    def received(self, sender: int, slot: int, nbytes: int) -> Tensor:
+        """A slot on this device, as far as ``nbytes``; until the next is asked for."""
+        found = self.slot(sender, slot)
+        if not self._is_on_host:
+            return found
+        if self._room is None or self._room.numel() != found.numel():
+            self._room = torch.empty_like(found, device=self._device.torch_device)
+        self._room[:nbytes].copy_(found[:nbytes])
+        return self._room
 
     def close(self) -> None:
         self._close_offers()
         self._close_slabs()
 
-    def _import(self, sender: int, timeout_s: float, handle: IpcHandle) -> Any:
+    def _import(self, sender: int, timeout_s: float, handle: IpcHandle, owner: Any) -> Any:
         # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
         try:
-            return self._device.memory.import_ipc(handle, self._let_go, timeout_s=timeout_s)
+            return owner.memory.import_ipc(handle, self._let_go, timeout_s=timeout_s)
         except DeviceError as error:
             raise DeviceError(f"the memory of the trainer's rank {sender} cannot be opened: {error}") from error
 
@@ -104,4 +119,4 @@ class Reach:
     def _close_slabs(self) -> None:
         for mapping in self._slabs:
             mapping.close()
-        self._slabs = []
+        self._slabs, self._room, self._is_on_host = [], None, False

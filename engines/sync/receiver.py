@@ -215,7 +215,8 @@ class Receiver:
         moved = 0
         with self._reach.using():
             for order in decoded(packings, list[Packing], "list of Packing"):
-                moved += self._take(order, self._reach.slot(order.sender, order.slot))
+                nbytes = self._bucket(order).nbytes
+                moved += self._take(order, self._reach.received(order.sender, order.slot, nbytes))
             self._device.synchronize()
         return moved
 

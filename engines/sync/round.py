@@ -17,9 +17,9 @@ from typing import Any
 
 from rlcore.engines.sync.options import Clock, RoundOptions
 from rlcore.engines.sync.parties import Parties
-from rlcore.engines.sync.place import ROUTES, Place, Route, decoded, is_unwise, refusal
+from rlcore.engines.sync.place import Place, decoded, is_unwise, refusal
 from rlcore.engines.sync.planned import Summary
-from rlcore.engines.sync.routes import PATHS, Path
+from rlcore.engines.sync.routes import PATHS, Direct, Local, Packed, PackedOnHost, Path
 from rlcore.engines.sync.source import Manifest
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError
 from rlcore.types import SyncReport
@@ -58,9 +58,10 @@ class Agreement:
     def nbytes(self, weights: Sequence[int]) -> int:
         return sum(self.manifest.weights[number].nbytes for number in weights)
 
-    def slab_bytes(self) -> int:
+    def slab_bytes(self, is_on_host: bool) -> int:
         most = max(self._of_sender(sender) for sender in range(len(self.senders)))
-        largest = _HOST_SLAB_BYTES if any(place.is_host for place in self.senders) else _SLAB_BYTES
+        is_on_host |= any(place.is_host for place in self.senders)
+        largest = _HOST_SLAB_BYTES if is_on_host else _SLAB_BYTES
         size = _SMALLEST_SLAB_BYTES
         while size < min(2 * most, largest):
             size *= 2
@@ -79,8 +80,11 @@ class Rounds:
         self.name = uuid.uuid4().hex
         """By which receivers know these senders from others."""
         self.agreement: Agreement | None = None
-        self.paths: dict[Route, Path] = {}
-        self.route: Route = "local"
+        self.paths: dict[type[Path], Path] = {}
+        self.kind: type[Path] = Local
+        """Of the path that was chosen."""
+        self.unshared = ""
+        """Why it had to be ``PackedOnHost``, when it was chosen."""
         self.last: list[Any] = []
         """What the senders' in-place changes had come to when the receivers were given the weights they have."""
 
@@ -139,7 +143,8 @@ class _Round:
         self._rounds.last = self._changes
         return SyncReport(
             version=self._options.version,
-            route=self._rounds.route,
+            route=self._rounds.kind.route,
+            why_on_host=self._rounds.unshared if self._rounds.kind is PackedOnHost else "",
             moved_bytes=self._moved,
             needed_bytes=self._needed_bytes if self._moved else 0,
             fallback_bytes=self._loaded,
@@ -152,14 +157,13 @@ class _Round:
         is_staged, is_proven = self._options.is_staged, self._agreed.is_proven
         if is_staged:
             self._check_can_stage()
-        self._slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes()
-        self._choose_route()
+        self._choose_path()
         self.is_under_way = True
         if not is_staged:
             poison()
         if not is_proven:  # the proof overwrites what is there
             self._prove()
-        self._moved = self._transfer(self._agreed.digests, self._rounds.route)
+        self._moved = self._transfer(self._agreed.digests, self._rounds.kind)
         self._load(self._agreed.fallback)
         self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
         if self._options.is_verified:
@@ -235,41 +239,49 @@ class _Round:
 
     # ---------------------------------------------------------------------------------------------- route
 
-    def _choose_route(self) -> None:
+    def _choose_path(self) -> None:
         """Open the route that was asked for, or the first that can be had."""
-        reasons = []
-        for route in (self._options.route,) if self._options.route else ROUTES:
-            why_not = self._try(route)
+        reasons: dict[type[Path], str] = {}
+        for kind in PATHS:
+            if self._options.route not in (None, kind.route):
+                continue
+            why_not = self._try(kind)
             if not why_not:
-                self._rounds.route = route
+                self._rounds.kind = kind
+                if kind is PackedOnHost:
+                    self._rounds.unshared = reasons[Packed]
                 return
-            reasons.append(f"{route}: {why_not}")
+            reasons[kind] = why_not
+        told = "; ".join(f"{kind.route}{' on the host' * kind.is_on_host}: {why}" for kind, why in reasons.items())
         asked = f"route={self._options.route!r}" if self._options.route else "every route"
-        raise UnsupportedError(f"{asked} from {self._senders.label} to {self._receivers.label}", "; ".join(reasons))
+        raise UnsupportedError(f"{asked} from {self._senders.label} to {self._receivers.label}", told)
 
-    def _try(self, route: Route) -> str:
+    def _try(self, kind: type[Path]) -> str:
         """Why it cannot be taken, or ""."""
-        reason = refusal(route, self._agreed.senders, self._agreed.receivers)
+        if kind is Packed and PackedOnHost in self._rounds.paths:  # whose slabs would be given up for another try
+            return self._rounds.unshared
+        reason = refusal(kind.route, kind.is_on_host, self._agreed.senders, self._agreed.receivers)
         if not reason and self._options.route is None:
-            reason = is_unwise(route, self._agreed.senders)
+            reason = is_unwise(kind.route, self._agreed.senders)
         if reason:
             return reason
+        self._slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes(kind.is_on_host)
         try:
-            self._open(route, self._agreed.digests)
+            self._open(kind, self._agreed.digests)
         except (UnsupportedError, DeviceError) as error:
-            self._rounds.paths.pop(route, None)
+            self._rounds.paths.pop(kind, None)
             return str(error).partition("\n")[0]
         return ""
 
-    def _open(self, route: Route, digests: Sequence[str]) -> Path:
-        path = self._rounds.paths.setdefault(route, PATHS[route](self._senders, self._receivers))
+    def _open(self, kind: type[Path], digests: Sequence[str]) -> Path:
+        path = self._rounds.paths.setdefault(kind, kind(self._senders, self._receivers))
         self._opened += path.open(digests, self._slab_bytes, self._generation, self._clock.left)
         return path
 
     # ----------------------------------------------------------------------------------------------- move
 
-    def _transfer(self, digests: Sequence[str], route: Route) -> int:
-        path = self._open(route, digests)
+    def _transfer(self, digests: Sequence[str], kind: type[Path]) -> int:
+        path = self._open(kind, digests)
         return path.move(self._id, digests, self._options.is_checked, self._clock.left)
 
     def _load(self, weights: Sequence[int]) -> None:
@@ -278,8 +290,8 @@ class _Round:
             computed = [number for number in group if self._agreed.manifest.weights[number].parameter is None]
             digests = self._all_receivers("plan_load", group)
             self._all_senders("compute", computed)
-            is_offered = not computed or self._rounds.route != "direct"  # only parameters are exported
-            self._moved += self._transfer(digests, self._rounds.route if is_offered else "packed")
+            is_offered = not computed or self._rounds.kind is not Direct  # only parameters are exported
+            self._moved += self._transfer(digests, self._rounds.kind if is_offered else Packed)
             self._all_receivers("load", self._id, group)
 
     def _groups(self, weights: Sequence[int]) -> Iterator[list[int]]:

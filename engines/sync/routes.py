@@ -29,6 +29,8 @@ class Path(ABC):
     """One route between these senders and receivers; what it has opened stays open for the next round."""
 
     route: ClassVar[Route]
+    is_on_host: ClassVar[bool] = False
+    """Through shared memory of the host, because others cannot open the devices' own."""
 
     meeting = ""
     """The folder of the group that it has formed."""
@@ -160,7 +162,8 @@ class Packed(Bucketed):
         self._handles: list[bytes] = []
 
     def _connect(self, slot_bytes: int, left: Left) -> int:
-        handles = self._senders.call("open_slabs", [(slot_bytes,)] * len(self._senders), left())
+        asked = [(slot_bytes, self.is_on_host)] * len(self._senders)
+        handles = self._senders.call("open_slabs", asked, left())
         if handles == self._handles:
             return 0
         self._handles = []
@@ -201,6 +204,12 @@ class Packed(Bucketed):
             pack()
             return unpack()
         return int(at_once([unpack, pack])[0])
+
+
+class PackedOnHost(Packed):
+    """Through slabs in the host's memory, to which each sender copies from its device, and each receiver to its own."""
+
+    is_on_host = True
 
 
 class Collective(Bucketed):
@@ -264,4 +273,5 @@ class Collective(Bucketed):
         return sent, received
 
 
-PATHS: dict[Route, type[Path]] = {path.route: path for path in (Local, Direct, Packed, Collective)}
+PATHS: tuple[type[Path], ...] = (Local, Direct, Packed, Collective, PackedOnHost)
+"""In the order in which they are tried."""

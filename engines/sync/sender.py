@@ -207,15 +207,22 @@ class Sender:
 
     # ------------------------------------------------------------------------------------- packed, collective
 
-    def open_slabs(self, slot_bytes: int) -> bytes:
-        """The handle of two slots; the same until another size is asked for."""
-        return self._slots(slot_bytes).handle.to_bytes()
+    def open_slabs(self, slot_bytes: int, is_on_host: bool = False) -> bytes:
+        """The handle of two slots, on the device or on the host; the same until others are asked for.
 
-    def _slots(self, slot_bytes: int) -> Slabs:
+        Raises:
+            DeviceError, UnsupportedError: the memory is not there or cannot be shared; says why.
+        """
+        if self._slabs is not None and self._slabs.is_on_host != is_on_host:
+            self._drop_slabs(30.0)
+        return self._slots(slot_bytes, is_on_host).handle.to_bytes()
+
+    def _slots(self, slot_bytes: int, is_on_host: bool = False) -> Slabs:
+        """Those that there are, if they are of this size."""
         check_slot_bytes(slot_bytes)
         if self._slabs is None or self._slabs.slot_bytes != slot_bytes:
             self._drop_slabs(30.0)
-            self._slabs = Slabs(self._device, slot_bytes)
+            self._slabs = Slabs(self._device, slot_bytes, is_on_host=is_on_host)
         return self._slabs
 
     def take_plan(self, digest: str, slot_bytes: int, pieces: bytes) -> int:
@@ -230,7 +237,9 @@ class Sender:
         """Fill a slot, as a ``Packing`` says; the payload's bytes. Done on the device when this returns."""
         if order is None:
             return 0
-        bucket, _ = self._fill(decoded(order, Packing, "packing"))
+        packing = decoded(order, Packing, "packing")
+        bucket, _ = self._fill(packing)
+        self._slots(packing.slot_bytes).show(packing.slot, bucket.nbytes)
         self._device.synchronize()
         return bucket.payload_bytes
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlcore.engines.sync.regions import Copy
 from rlcore.engines.sync.source import dtype_of
 from rlcore.errors import DeviceError, InvalidInputError, SyncError
+from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
 NUM_SLOTS = 2
@@ -134,17 +135,14 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Slabs:
-    """Two slots of one allocation of a sender."""
+    """Two slots of one allocation of a sender, and two more in shared memory of the host if receivers open those."""
 
-    def __init__(self, device: Any, slot_bytes: int) -> None:
+    def __init__(self, device: Any, slot_bytes: int, *, is_on_host: bool = False) -> None:
         self.slot_bytes = slot_bytes
-        self._device = device
-        try:
-            self._memory = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
-        except RuntimeError as error:
-            raise DeviceError(
-                f"{device.name} has no memory for {NUM_SLOTS} slabs of {slot_bytes} bytes; give a smaller slab_bytes"
-            ) from error
+        self.is_on_host = is_on_host
+        self._memory = _allocated(device, slot_bytes)
+        self._owner = host() if is_on_host else device
+        self._shared = _allocated(self._owner, slot_bytes) if is_on_host else self._memory
         self._handle: IpcHandle | None = None
 
     @property
@@ -155,17 +153,37 @@ class Slabs:
             DeviceError, UnsupportedError: the memory cannot be shared; says why.
         """
         if self._handle is None:
-            self._handle = self._device.memory.export_ipc(self._memory)
+            self._handle = self._owner.memory.export_ipc(self._shared)
         return self._handle
 
     def slot(self, number: int) -> Tensor:
+        """To be filled, on the device."""
         return slot_of(self._memory, number)
+
+    def show(self, number: int, nbytes: int) -> None:
+        """Let receivers see what the slot holds, once the device has done it."""
+        if self.is_on_host:
+            slot_of(self._shared, number)[:nbytes].copy_(self.slot(number)[:nbytes])
 
     def close(self, timeout_s: float) -> None:
         """Raises StateError when a receiver does not let go."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._device.memory.revoke(handle, timeout_s=timeout_s)
+            self._owner.memory.revoke(handle, timeout_s=timeout_s)
+
+
+def host() -> Any:
+    """The device whose memory every process of a machine can open."""
+    return get_device("cpu")
+
+
+def _allocated(device: Any, slot_bytes: int) -> Tensor:
+    try:
+        return torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{device.name} has no memory for {NUM_SLOTS} slabs of {slot_bytes} bytes; give a smaller slab_bytes"
+        ) from error
 
 
 def slot_of(memory: Tensor, number: int) -> Tensor:
