@@ -16,7 +16,7 @@ from rlcore.devices.profiler import Profiler
 from rlcore.devices.streams import Streams
 from rlcore.errors import UnsupportedError
 from rlcore.launch import Launch
-from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe
+from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
 
 class GenericTorchDevice:
@@ -85,6 +85,10 @@ class GenericTorchDevice:
             capability=".".join(str(getattr(found, part)) for part in ("major", "minor") if hasattr(found, part)),
             cores=int(getattr(found, "multi_processor_count", 0)),
         )
+
+    def simulation(self) -> Simulation | None:
+        """What stands in for the vendor's libraries below torch; None: the vendor's own are loaded."""
+        return None
 
     def driver_version(self) -> str:
         """Of the vendor's driver. Raises UnsupportedError where it cannot be asked; so do the next two."""

@@ -37,7 +37,7 @@ class Settings:
     probe_timeout_s: float = 10.0
     """How long a third party's device may take to say whether it is there."""
     simulated: bool = False
-    """The vendor's libraries are a stand-in: a device says so in its name and in its capabilities."""
+    """The vllm executor may start on a simulated device; whether a device is one, it knows without this."""
     cache: Path = Path()
     """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
     runtime: Path = Path()

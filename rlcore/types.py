@@ -182,6 +182,26 @@ class Capability:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What stands in for a vendor's libraries, and what this run has asked of it."""
+
+    name: str
+    """Such as "simulated CANN"."""
+    operators: tuple[str, ...]
+    """That it computed, in this process and in those that share its log."""
+    refused: tuple[str, ...]
+    """That it does not have, and that failed."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.operators)} operators simulated, refused: {', '.join(self.refused) or 'none'}"
+
+    def counted(self) -> dict[str, str | int | list[str]]:
+        """For reports."""
+        counts = {"operators_simulated": len(self.operators), "operators_refused": len(self.refused)}
+        return {"name": self.name, **counts, "refused": list(self.refused)}
+
+
 class _Handle:
     """Plain data that travels to another process in any way."""
 

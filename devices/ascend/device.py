@@ -9,6 +9,7 @@ from typing import ClassVar, final
 
 import torch
 
+from rlcore.devices.ascend import simulation
 from rlcore.devices.ascend.collectives import HcclCollectives
 from rlcore.devices.ascend.memory import AscendMemory
 from rlcore.devices.ascend.npu import npu
@@ -21,16 +22,15 @@ from rlcore.devices.profiler import Profiler
 from rlcore.devices.streams import Streams
 from rlcore.launch import Launch
 from rlcore.processes import boot_id
-from rlcore.settings import Settings
-from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe
+from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
 
 @final
 class AscendDevice(GenericTorchDevice):
     """One NPU, by its index among the visible ones.
 
-    What it says of itself was never tried on an NPU: its evidence is "declared", or "simulated" where
-    ``RLCORE_SIMULATED=1`` says that the libraries below torch_npu are the tests' stand-in for CANN.
+    What it says of itself was never tried on an NPU: its evidence is "declared", or "simulated" where the library below
+    torch_npu says that it is a stand-in for CANN.
     """
 
     memory_class: ClassVar[type[Memory]] = AscendMemory
@@ -40,7 +40,7 @@ class AscendDevice(GenericTorchDevice):
 
     @property
     def evidence(self) -> Evidence:  # type: ignore[override]  # a word of the class, for other devices
-        return "simulated" if Settings.from_env().simulated else "declared"
+        return "simulated" if simulation.name() else "declared"
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
@@ -55,12 +55,15 @@ class AscendDevice(GenericTorchDevice):
     def properties(self) -> DeviceProperties:
         found = npu().get_device_properties(self.index)
         return DeviceProperties(
-            name=f"{found.name} (simulated CANN)" if self.evidence == "simulated" else found.name,
+            name=f"{found.name} ({stand_in})" if (stand_in := simulation.name()) else found.name,
             uuid=str(getattr(found, "uuid", "")) or self._made_uuid(),
             total_bytes=self.memory.info().total_bytes,
             capability="",  # torch_npu repeats what a variable says
             cores=int(getattr(found, "cube_core_num", 0)),
         )
+
+    def simulation(self) -> Simulation | None:
+        return simulation.found()
 
     def activate(self) -> None:
         npu().set_device(self.index)

@@ -18,7 +18,6 @@ from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, cann, driver
 from rlcore.devices.ipc_sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
-from rlcore.settings import Settings
 
 
 class _Name(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +35,6 @@ def why_no_ipc() -> str:
     """Why this torch_npu, CANN and driver share no memory between processes, or ""."""
     if not hasattr(torch.TypedStorage, "_share_npu_"):
         return "this torch_npu has no IPC of tensors, which came with its 7.2.0 releases"
-    if Settings.from_env().simulated:
-        return ""
     for what, found, floor in (("CANN", cann(), CANN_FOR_IPC), ("the driver", driver(), DRIVER_FOR_IPC)):
         if found is not None and found < floor:
             return f"IPC needs {what} {floor} or newer, this is {found}"

@@ -55,6 +55,8 @@ class Report:
         return found
 
     def summary(self) -> Iterator[str]:
+        if (simulation := self.device.simulation()) is not None:
+            yield str(simulation)
         for member, result in self.results().items():
             how = self.support[member]
             reason = f": {how.reason}" if how.reason else ""
@@ -62,9 +64,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         device, results = self.device, self.results()
+        simulation = device.simulation()
         return {
             "schema": SCHEMA,
             "device": {"name": device.name, "vendor": device.vendor, "product": device.properties().name},
+            "simulation": None if simulation is None else simulation.counted(),
             "versions": {"rlcore": rlcore.__version__, "torch": torch.__version__, "python": platform.python_version()},
             "members": {
                 member: {

@@ -29,7 +29,7 @@ def table(reports: list[dict[str, Any]]) -> str:
             raise InvalidInputError(f"a report of the suite has schema {SCHEMA!r}, this one {report.get('schema')!r}")
     reasons: dict[str, int] = {}
     members = dict.fromkeys(member for report in reports for member in report["members"])
-    head = "| member | " + " | ".join(report["device"]["name"].partition(":")[0] for report in reports) + " |"
+    head = "| member | " + " | ".join(map(_column, reports)) + " |"
     lines = [head, "| --- |" + " --- |" * len(reports)]
     for member in members:
         cells = [_cell(report["members"].get(member), reasons) for report in reports]
@@ -53,6 +53,12 @@ def into(document: str, text: str, mark: str = MARK) -> str:
     return f"{before}{first}\n{text}\n{last}{after}"
 
 
+def _column(report: dict[str, Any]) -> str:
+    kind = str(report["device"]["name"]).partition(":")[0]
+    simulation = report.get("simulation")
+    return f"{kind} ({simulation['name']})" if simulation else kind
+
+
 def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
     if member is None:
         return "absent"
@@ -69,9 +75,17 @@ def _provenance(report: dict[str, Any]) -> str:
     evidence = sorted({member["evidence"] for member in report["members"].values()})
     return (
         f"* {report['device']['name']}: {report['device']['product']}, torch {report['versions']['torch']}, "
-        f"evidence {' and '.join(evidence)}; {results.count('passed')} members passed, "
+        f"evidence {' and '.join(evidence)}{_simulated(report.get('simulation'))}; "
+        f"{results.count('passed')} members passed, "
         f"{results.count('failed')} failed, {results.count('skipped')} skipped, {results.count('untested')} untested"
     )
+
+
+def _simulated(found: dict[str, Any] | None) -> str:
+    """None where the vendor's own libraries ran; reports from before this was recorded have no such entry."""
+    if found is None:
+        return ""
+    return f", {found['operators_simulated']} operators simulated, refused: {', '.join(found['refused']) or 'none'}"
 
 
 def main(arguments: list[str] | None = None) -> None:

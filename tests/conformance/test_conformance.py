@@ -87,6 +87,7 @@ def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> No
     report = runs.outcome(run).report
     assert report["schema"] == "rlcore.conformance/1"
     assert report["device"]["name"] == f"{run.device}:0"
+    assert report["simulation"] is None  # nothing says that it stands in for a vendor's libraries
     assert set(report["versions"]) == {"rlcore", "torch", "python"}
     for member, found in report["members"].items():
         assert found["support"] in ("native", "emulated", "unsupported"), member

@@ -50,6 +50,14 @@ def test_the_table_has_a_row_for_each_member_and_a_note_for_each_reason() -> Non
     assert table(REPORTS) == TABLE
 
 
+def test_a_simulated_device_is_called_so_and_its_operators_are_counted() -> None:
+    simulation = {"name": "simulated X", "operators_simulated": 7, "operators_refused": 2, "refused": ["a", "b"]}
+    lines = table([REPORTS[0] | {"simulation": None}, REPORTS[1] | {"simulation": simulation}]).splitlines()
+    assert lines[0] == "| member | a | b (simulated X) |"
+    assert "evidence hardware; 1 members passed" in lines[-2]
+    assert "evidence hardware, 7 operators simulated, refused: a, b; 1 members passed" in lines[-1]
+
+
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
     document = tmp_path / "devices.md"
     document.write_text("# Devices\n<!-- members -->\nold\n<!-- /members -->\nend\n")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.settings import Settings
 
 if TYPE_CHECKING:
     from rlcore.engines.executors.vllm.interfaces import Allocation
@@ -55,6 +56,15 @@ def prepare(vllm_version: str) -> None:
         raise InvalidInputError(
             f"{_FORMAT_SWITCH}={os.environ[_FORMAT_SWITCH]} keeps weights in the vendor's order (FRACTAL_NZ), into "
             "which no weight can be synced; unset it, or set it to 0"
+        )
+
+
+def check_device(device: Any) -> None:
+    """Raises UnsupportedError for a simulated device, unless ``RLCORE_SIMULATED=1`` asks for that."""
+    if device.evidence == "simulated" and not Settings.from_env().simulated:
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}, {device.properties().name}",
+            "it is simulated, and vLLM's kernels are not; set RLCORE_SIMULATED=1 to try how far it comes",
         )
 
 

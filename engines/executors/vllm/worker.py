@@ -10,7 +10,7 @@ import msgspec
 
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each
-from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm import ascend, versions
 from rlcore.engines.executors.vllm.arguments import check_own, engine_arguments
 from rlcore.engines.executors.vllm.extension import Answer
 from rlcore.engines.executors.vllm.interfaces import Engine
@@ -57,8 +57,10 @@ class VllmWorker(Worker):
         Raises:
             CheckpointError: the folder is incomplete or damaged.
             InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
-            MissingDependencyError, UnsupportedError: vLLM is absent, or of a version that rlcore does not know.
+            MissingDependencyError, UnsupportedError: vLLM is absent, or of a version that rlcore does not know; or the
+                device is a simulated one.
         """
+        ascend.check_device(self.device)
         check_own(engine_args)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()

@@ -37,14 +37,21 @@ def _simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
 
 
 @pytest.fixture
+def libraries(_simulated: dict[str, str]) -> Path:
+    """The folder of the stand-in's libraries."""
+    return Path(_simulated["LD_LIBRARY_PATH"])
+
+
+@pytest.fixture
 def run_simulated(_simulated: dict[str, str], tmp_path: Path) -> RunSimulated:
     """Run Python where ``import torch`` brings the real torch_npu over the simulated CANN, in an empty folder.
 
-    The log of operators, simulated and refused, is ``cann.log`` there.
+    The log of operators, simulated and refused, is ``cann.log`` there. A variable that is None is not set.
     """
 
-    def run(*arguments: str, timeout_s: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
-        variables = os.environ | _simulated | {"CANN_SIM_LOG": str(tmp_path / "cann.log")} | env
+    def run(*arguments: str, timeout_s: float = 280, **env: str | None) -> subprocess.CompletedProcess[str]:
+        asked = os.environ | _simulated | {"CANN_SIM_LOG": str(tmp_path / "cann.log")} | env
+        variables = {name: value for name, value in asked.items() if value is not None}
         python = Path(_simulated["PATH"].split(":")[0], "python")
         command = [str(python), *arguments]
         return subprocess.run(

@@ -7,6 +7,7 @@ NPU's numbers.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,67 @@ def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: P
     assert report["device"]["product"] == "Ascend910B1 (simulated CANN)"
     assert {member["evidence"] for member in report["members"].values()} == {"simulated"}
     counted = operators(tmp_path)
-    print(f"simulated CANN: {len(counted['operator'])} operators simulated, refused: {sorted(counted['refused'])}")
-    assert not counted["refused"]
+    assert report["simulation"] == {
+        "name": "simulated CANN",
+        "operators_simulated": len(counted["operator"]),
+        "operators_refused": 0,
+        "refused": [],
+    }
+    assert f"simulated CANN: {len(counted['operator'])} operators simulated, refused: none" in found.stdout
     assert len(counted["operator"]) > 50
+    skipped = {test: one["reason"] for test, one in report["tests"].items() if one["result"] == "skipped"}
+    assert all("a lost wait would not have been seen" in reason for reason in skipped.values()), skipped
+
+
+_SAYS = """\
+import json, torch, rlcore
+device = rlcore.get_device("npu")
+(torch.ones(2, device="npu") + 1).tolist()
+try:
+    torch.ops.npu.npu_rotary_mul(*[torch.ones(1, 1, 1, 8, device="npu")] * 3)
+except NotImplementedError:
+    pass
+found = device.simulation()
+capabilities = {how.evidence for how in device.capabilities().values()}
+print(json.dumps([device.properties().name, *capabilities, found.counted() if found else None]))
+"""
+
+
+def test_the_stand_in_is_known_by_what_it_says_itself_and_not_by_a_variable(run_simulated: Any, tmp_path: Path) -> None:
+    name, evidence, counted = json.loads(run_simulated("-c", _SAYS, RLCORE_SIMULATED="0").stdout)
+    assert (name, evidence) == ("Ascend910B1 (simulated CANN)", "simulated")
+    assert {
+        "name": "simulated CANN",
+        "operators_refused": 1,
+        "refused": ["npu::npu_rotary_mul"],
+    }.items() <= counted.items()
+    assert counted["operators_simulated"] == len(operators(tmp_path)["operator"]) > 1
+
+
+def test_no_variable_makes_a_library_that_does_not_say_so_a_simulation(
+    run_simulated: Any, libraries: Path, tmp_path: Path
+) -> None:
+    """As CANN's own is: without the function by which a stand-in tells its name."""
+    silent = tmp_path / "cann"
+    shutil.copytree(libraries, silent)
+    library = silent / "libascendcl.so"
+    library.write_bytes(library.read_bytes().replace(b"rlcore_simulation", b"silent_simulation"))
+    found = run_simulated("-c", _SAYS, RLCORE_SIMULATED="1", LD_LIBRARY_PATH=str(silent))
+    assert json.loads(found.stdout) == ["Ascend910B1", "declared", None], found.stderr
+
+
+_OF_A_CHILD = """\
+import os, subprocess, sys, torch, rlcore
+subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, device='npu').exp().tolist()"], check=True)
+print(os.environ["CANN_SIM_LOG"], "aten::exp" in rlcore.get_device("npu").simulation().operators)
+"""
+
+
+def test_a_run_without_a_log_has_one_for_all_its_processes_and_leaves_none(run_simulated: Any) -> None:
+    found = run_simulated("-c", _OF_A_CHILD, CANN_SIM_LOG=None)
+    path, is_told = found.stdout.split()
+    assert is_told == "True"
+    assert not Path(path).exists()
 
 
 def task(run_simulated: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import rlcore
 from rlcore.engines.executors.vllm import ascend, regions
+from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.launchers import launch
 from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
 from tests.devices.ascend import vllm_contract as contract
@@ -99,6 +101,25 @@ def test_weights_in_the_vendors_order_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_without_an_npu_it_does_not_start() -> None:
     with pytest.raises(DeviceError, match="device 'npu' is not available here: torch_npu is not installed"):
         rlcore.InferenceEngine("nowhere", executor="vllm").build(devices="npu:0")
+
+
+def test_on_a_simulated_device_it_does_not_start_unless_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SimpleNamespace(name="Ascend910B1 (simulated CANN)")
+    device = SimpleNamespace(evidence="simulated", name="npu:0", properties=lambda: names)
+    with pytest.raises(UnsupportedError, match=r"vllm executor on npu:0, Ascend910B1 \(simulated CANN\).*SIMULATED=1"):
+        ascend.check_device(device)
+    monkeypatch.setenv("RLCORE_SIMULATED", "1")
+    ascend.check_device(device)
+    monkeypatch.delenv("RLCORE_SIMULATED")
+    device.evidence = "declared"
+    ascend.check_device(device)
+
+
+def test_the_worker_asks_about_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(VllmWorker, "device", SimpleNamespace(evidence="simulated", name="npu:0",
+                        properties=lambda: SimpleNamespace(name="a stand-in")), raising=False)  # fmt: skip
+    with pytest.raises(UnsupportedError, match="on npu:0, a stand-in"):
+        VllmWorker.build(object.__new__(VllmWorker), tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------- where it differs

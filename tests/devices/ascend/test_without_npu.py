@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.ascend import sharing
+from rlcore.devices.ascend import sharing, simulation
 from rlcore.devices.ascend.sharing import why_no_ipc
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
 from rlcore.doctor import ascend
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import launch
+from rlcore.types import Simulation
 
 VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 NPU = {"torch-npu": "2.13.0"}
@@ -162,6 +163,28 @@ def test_the_doctor_asks_for_the_driver_where_torch_npu_is(tmp_path: Path) -> No
     assert ascend.driver(NPU, path).found == "driver 25.2.0: processes share NPU memory from 25.3.rc1 on"
     path.write_text("Version=25.5.0\n")
     assert ascend.driver(NPU, path) == ascend.ok("driver 25.5.0")
+
+
+# ------------------------------------------------------------------------------------------------ simulation
+
+
+def test_a_variable_makes_no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded library that does not name itself is CANN; here the C library stands where CANN is."""
+    monkeypatch.setenv("RLCORE_SIMULATED", "1")
+    for library in ("libascendcl.so", "libc.so.6"):  # not loaded, and loaded
+        simulation._asked.cache_clear()
+        monkeypatch.setattr(simulation, "_LIBRARY", library)
+        assert (simulation.name(), simulation.found()) == ("", None)
+
+
+def test_what_a_stand_in_says_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("operator aten::add\nrefused npu::x\noperator aten::add\noperator HcclSend\nrefused HCCL of u8\n")
+    told = {"rlcore_simulation": "simulated X", "rlcore_simulation_log": str(log)}
+    monkeypatch.setattr(simulation, "_asked", told.get)
+    found = simulation.found()
+    assert found == Simulation("simulated X", ("HcclSend", "aten::add"), ("HCCL of u8", "npu::x"))
+    assert str(found) == "simulated X: 2 operators simulated, refused: HCCL of u8, npu::x"
 
 
 # ------------------------------------------------------------------------------------------------ sharing

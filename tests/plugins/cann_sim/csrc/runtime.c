@@ -36,6 +36,17 @@ void sim_log(const char* kind, const char* what) {
   }
 }
 
+// What rlcore's plugin asks the library that is loaded as CANN: only a stand-in has an answer.
+
+const char* rlcore_simulation(void) {
+  return "simulated CANN";
+}
+
+const char* rlcore_simulation_log(void) {
+  const char* path = getenv("CANN_SIM_LOG");
+  return path ? path : "";
+}
+
 // ------------------------------------------------------------------------------------------------ what is there
 
 static int from_env(const char* name, int otherwise) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -13,6 +15,16 @@ def take_over() -> None:
 
     from rlcore_cann_sim import vendor_operators
 
+    _begin_log()
     torch.ops.load_library(str(Path(os.environ["CANN_SIM_LIBRARIES"], "liboperators.so")))
     torch.ops.cann_sim.take_over()
     vendor_operators.register()
+
+
+def _begin_log() -> None:
+    """Of this run: a process and those that it starts have one, by its variable. Without it, it is made and removed."""
+    if "CANN_SIM_LOG" not in os.environ:
+        handle, os.environ["CANN_SIM_LOG"] = tempfile.mkstemp(prefix="cann_sim-", suffix=".log")
+        os.close(handle)
+        atexit.register(Path(os.environ["CANN_SIM_LOG"]).unlink, missing_ok=True)
+    Path(os.environ["CANN_SIM_LOG"]).touch()

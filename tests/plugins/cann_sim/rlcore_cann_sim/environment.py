@@ -64,7 +64,6 @@ def variables(folder: Path) -> dict[str, str]:
         "ASCEND_HOME_PATH": str(folder / "cann"),
         "ASCEND_OPP_PATH": str(folder / "cann"),
         "CANN_SIM_LIBRARIES": str(folder / "cann"),
-        "CANN_SIM_LOG": str(folder / "cann.log"),
         "RLCORE_SIMULATED": "1",
         "TASK_QUEUE_ENABLE": "0",  # the simulation is synchronous
         "OMP_NUM_THREADS": "1",
