@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlcore.devices.ipc_channel import Channel
 from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke, peer_of, receive, send
+from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
 from rlcore.devices.ipc_sharing import SharedMemory
 from rlcore.devices.ipc_socket import listen
 from rlcore.errors import DeviceError, StateError
 from rlcore.processes import start_time
 from rlcore.types import IpcExport
 
-_REPLY_TIMEOUT_S = 10.0  # an importer waits for this very reply
+_MOST_UNREAD_GRANTS = 64  # a process waits for one at a time; each keeps a descriptor open here
 _LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has ended
 
 
@@ -36,7 +37,7 @@ _LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has 
 class _Importer:
     """One process that has asked for something."""
 
-    connection: socket.socket
+    channel: Channel
     pid: int
     started: int | None
     is_lost: bool = False
@@ -106,7 +107,9 @@ class Exporter:
     """This process's ledger; its socket and thread begin with the first export."""
 
     def __init__(self) -> None:
+        self._exporting = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
+        """Guards the ledger. Nothing that takes long is done under it: every other process waits meanwhile."""
         self._exports: dict[str, Export] = {}
         self._ids: dict[int, str] = {}  # storage -> its export
         self._listener: socket.socket | None = None
@@ -127,16 +130,20 @@ class Exporter:
         Raises:
             StateError: a storage was resized while other processes had it open.
         """
-        with self._changed:
+        with self._exporting:
             self._start()
-            new = sorted((one for one in storages if not self._is_exported(one)), key=_range_of)
-            if new:
-                export = Export(secrets.token_hex(8), device_uuid, new, share(new[0]))
-                self._exports[export.export_id] = export
-                self._ids.update((one._cdata, export.export_id) for one in new)
-            return [self._exports[self._ids[one._cdata]] for one in storages]
+            with self._changed:
+                found = {one._cdata: export for one in storages if (export := self._export_of(one))}
+            if new := sorted((one for one in storages if one._cdata not in found), key=_range_of):
+                memory = share(new[0])  # which may copy it
+                added = Export(secrets.token_hex(8), device_uuid, new, memory)
+                found |= {one._cdata: added for one in new}
+                with self._changed:
+                    self._exports[added.export_id] = added
+                    self._ids.update((one._cdata, added.export_id) for one in new)
+            return [found[one._cdata] for one in storages]
 
-    def _is_exported(self, storage: torch.UntypedStorage) -> bool:
+    def _export_of(self, storage: torch.UntypedStorage) -> Export | None:
         known = self._exports.get(self._ids.get(storage._cdata, ""))
         if known is not None and known.has_moved:
             if holders := self._holders(known):
@@ -145,8 +152,8 @@ class Exporter:
                     "call revoke(handle) before its memory is freed or offloaded"
                 )
             self._forget(known)
-            return False
-        return known is not None and not known.is_revoked
+            return None
+        return None if known is None or known.is_revoked else known
 
     def open_here(self, claim: Claim, make: Callable[[Export], Mapping]) -> Mapping:
         """A mapping for this process itself, of a storage as it is."""
@@ -175,10 +182,11 @@ class Exporter:
             export = self._exports.get(export_id)
             if export is None:
                 raise StateError(f"export {export_id} was revoked before; export the tensor again to share it")
+            importers = [] if export.is_revoked else list(export.claims)
+            mappings = list(export.mappings)
             export.is_revoked = True
-            importers, mappings = list(export.claims), list(export.mappings)
         for importer in importers:
-            _tell(importer, Revoke(export_id), deadline)
+            _tell(importer, Revoke(export_id))
         for mapping in mappings:
             mapping.revoke()
         with self._changed:
@@ -251,19 +259,20 @@ class Exporter:
         except OSError:  # it has gone again, or this process has no descriptors left
             time.sleep(_LOOK_AGAIN_S)
             return
-        peer = peer_of(connection)
+        channel = Channel(connection)
+        peer = channel.peer
         if peer.uid != os.getuid():
-            connection.close()
+            channel.close()
             return
-        importer = _Importer(connection, peer.pid, start_time(peer.pid))
-        selector.register(connection, selectors.EVENT_READ, importer)
+        importer = _Importer(channel, peer.pid, start_time(peer.pid))
+        selector.register(channel, selectors.EVENT_READ, importer)
         with self._changed:
             self._importers.append(importer)
 
     def _answer(self, importer: _Importer) -> bool:
         """Take one message; False when there will be no more."""
         try:
-            received = receive(importer.connection)
+            received = importer.channel.receive()
         except DeviceError:
             return False
         if received is None:
@@ -287,7 +296,7 @@ class Exporter:
             if export is not None and not reason:
                 export.claims[importer] += 1
                 reply, descriptor = Granted(claim.request, claim.export_id), export.memory.descriptor
-            return _tell(importer, reply, time.monotonic() + _REPLY_TIMEOUT_S, descriptor)
+            return _tell(importer, reply, descriptor) and importer.channel.num_descriptors_waiting < _MOST_UNREAD_GRANTS
 
     def _release(self, importer: _Importer, export_id: str) -> None:
         with self._changed:
@@ -298,7 +307,7 @@ class Exporter:
 
     def _lose(self, importer: _Importer) -> None:
         with self._changed:
-            importer.connection.close()
+            importer.channel.close()
             importer.is_lost = True
             self._importers.remove(importer)
             self._changed.notify_all()
@@ -306,7 +315,7 @@ class Exporter:
     def close_sockets(self) -> None:
         """In a forked child: what it inherited would hide from importers that the exporter has ended."""
         for importer in self._importers:
-            importer.connection.close()
+            importer.channel.close_unlocked()
         if self._listener is not None:
             self._listener.close()
 
@@ -315,10 +324,10 @@ def _range_of(storage: torch.UntypedStorage) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _tell(importer: _Importer, message: Message, deadline: float, descriptor: int | None = None) -> bool:
+def _tell(importer: _Importer, message: Message, descriptor: int | None = None) -> bool:
     try:
-        send(importer.connection, message, descriptor=descriptor, deadline=deadline)
-    except OSError:  # it has ended, or does not read: either is seen by whoever waits for its release
+        importer.channel.send(message, descriptor)
+    except OSError:  # it has ended, which is seen by whoever waits for its release
         return False
     return True
 

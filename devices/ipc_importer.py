@@ -10,18 +10,17 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from rlcore.devices.ipc_channel import Channel
 from rlcore.devices.ipc_exporter import refusal
 from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke, peer_of, receive, send
-from rlcore.devices.ipc_socket import connect, ended, silent
+from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc_socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
-
-_RELEASE_TIMEOUT_S = 10.0  # only a stopped exporter does not read at once
 
 Open = Callable[[int | None], torch.UntypedStorage]
 """Takes the descriptor that came with the grant."""
@@ -31,27 +30,28 @@ class _Connection:
     """To one exporter. A thread hears what the exporter says."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        self.claiming = threading.Lock()
-        """Held by the one thread that asks for something."""
         self.is_lost = False
         self._lock = threading.Lock()
         self._awaited = 0
         self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
-        self._socket = connect(path, timeout_s)
-        self.pid = peer_of(self._socket).pid
+        self._channel = Channel(connect(path, timeout_s))
+        self.pid = self._channel.peer.pid
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
-    def claim(self, claim: Claim, timeout_s: float) -> int | None:
-        """Ask for an export; its descriptor, if it has one, is the caller's."""
-        deadline = time.monotonic() + timeout_s
+    def claim(self, claim: Claim, deadline: float) -> int | None:
+        """Ask for an export; its descriptor, if it has one, is the caller's. One thread at a time calls this.
+
+        Raises:
+            TimeoutError: the exporter has not answered by ``deadline`` (monotonic).
+        """
         self._awaited = claim.request
         try:
-            send(self._socket, claim, deadline=deadline)
-            answer, descriptor = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except (queue.Empty, TimeoutError) as error:
-            raise DeviceError(silent(self.pid, timeout_s)) from error
+            self._channel.send(claim)
+            answer, descriptor = self._answers.get(timeout=_remaining_s(deadline))
+        except queue.Empty as error:
+            raise TimeoutError from error
         except OSError as error:
             raise DeviceError(ended(self.pid)) from error
         finally:
@@ -64,7 +64,7 @@ class _Connection:
 
     def release(self, export_id: str) -> None:
         with contextlib.suppress(OSError):  # an exporter that has ended needs no word
-            send(self._socket, Release(export_id), deadline=time.monotonic() + _RELEASE_TIMEOUT_S)
+            self._channel.send(Release(export_id))
 
     def add(self, mapping: Mapping) -> None:
         """Pass revocations on to it; one may have come already."""
@@ -83,8 +83,8 @@ class _Connection:
                 del self._mappings[export_id]
                 self._revoked.discard(export_id)
 
-    def close_socket(self) -> None:
-        self._socket.close()
+    def close_in_child(self) -> None:
+        self._channel.close_unlocked()
 
     def _listen(self) -> None:
         while (received := self._receive()) is not None:
@@ -120,7 +120,7 @@ class _Connection:
 
     def _receive(self) -> tuple[Message, int | None] | None:
         try:
-            return receive(self._socket)
+            return self._channel.receive()
         except DeviceError:  # whoever answers there is no exporter
             return None
 
@@ -138,7 +138,7 @@ class _Connection:
                 mapping for mappings in self._mappings.values() for mapping in mappings if not mapping.is_revoked
             ]
         self._answers.put((None, None))
-        self.close_socket()
+        self._channel.close()
         for mapping in mappings:
             mapping.revoke()
 
@@ -146,6 +146,7 @@ class _Connection:
 @dataclass(slots=True)
 class _Opened:
     storage: torch.UntypedStorage
+    connection: _Connection
     count: int = 1
 
 
@@ -154,6 +155,9 @@ class Importer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards the tables, and is held only while they are looked at."""
+        self._asking: dict[str, threading.Lock] = {}
+        """Of each exporter: held by the one thread that connects to it or asks it for something."""
         self._connections: dict[str, _Connection] = {}
         self._opened: dict[tuple[str, str], _Opened] = {}
 
@@ -169,57 +173,80 @@ class Importer:
         timeout_s: float,
     ) -> Mapping:
         """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of it."""
-        connection = self._connection(path, timeout_s)
         key = (device_name, claim.export_id)
-        with connection.claiming:
-            storage = self._reuse(key)
-            if storage is None:
-                storage = _open(connection, claim, open_storage, timeout_s)
-                with self._lock:
-                    self._opened[key] = _Opened(storage)
+        try:
+            opened = self._reuse(key) or self._open(key, path, claim, open_storage, timeout_s)
+        except TimeoutError as error:
+            raise DeviceError(silent(pid_of(path), timeout_s)) from error
 
         def release(mapping: Mapping) -> None:
-            connection.remove(mapping)
-            if self._drop(key):
+            opened.connection.remove(mapping)
+            if self._drop(key, opened):
                 close_storage()
-                connection.release(claim.export_id)
+                opened.connection.release(claim.export_id)
 
-        mapping = make(storage, release)
-        connection.add(mapping)
+        mapping = make(opened.storage, release)
+        opened.connection.add(mapping)
         return mapping
 
-    def _connection(self, path: str, timeout_s: float) -> _Connection:
-        with self._lock:
-            known = self._connections.get(path)
-            if known is None or known.is_lost:
-                known = self._connections[path] = _Connection(path, timeout_s)
-            return known
+    def _open(self, key: tuple[str, str], path: str, claim: Claim, open_storage: Open, timeout_s: float) -> _Opened:
+        deadline = time.monotonic() + timeout_s
+        with self._turn(path, deadline):
+            if opened := self._reuse(key):  # opened by another thread meanwhile
+                return opened
+            connection = self._connection(path, deadline)
+            opened = _Opened(_granted(connection, claim, open_storage, deadline), connection)
+            with self._lock:
+                self._opened[key] = opened
+            return opened
 
-    def _reuse(self, key: tuple[str, str]) -> torch.UntypedStorage | None:
+    @contextlib.contextmanager
+    def _turn(self, path: str, deadline: float) -> Iterator[None]:
+        """To ask the exporter at ``path``, when other threads have had their answers."""
+        with self._lock:
+            asking = self._asking.setdefault(path, threading.Lock())
+        if not asking.acquire(timeout=_remaining_s(deadline)):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            asking.release()
+
+    def _connection(self, path: str, deadline: float) -> _Connection:
+        """For the thread whose turn it is."""
+        known = self._connections.get(path)
+        if known is None or known.is_lost:
+            known = self._connections[path] = _Connection(path, _remaining_s(deadline))
+        return known
+
+    def _reuse(self, key: tuple[str, str]) -> _Opened | None:
         with self._lock:
             opened = self._opened.get(key)
-            if opened is None:
+            if opened is None or opened.connection.is_lost:
                 return None
             opened.count += 1
-            return opened.storage
+            return opened
 
-    def _drop(self, key: tuple[str, str]) -> bool:
+    def _drop(self, key: tuple[str, str], opened: _Opened) -> bool:
         """True when that was the last use."""
         with self._lock:
-            opened = self._opened[key]
             opened.count -= 1
-            if opened.count == 0:
+            if opened.count == 0 and self._opened.get(key) is opened:
                 del self._opened[key]
             return opened.count == 0
 
     def close_sockets(self) -> None:
         """In a forked child: what it inherited would hide from exporters that the importer has ended."""
         for connection in self._connections.values():
-            connection.close_socket()
+            connection.close_in_child()
 
 
-def _open(connection: _Connection, claim: Claim, open_storage: Open, timeout_s: float) -> torch.UntypedStorage:
-    descriptor = connection.claim(claim, timeout_s)
+def _remaining_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _granted(connection: _Connection, claim: Claim, open_storage: Open, deadline: float) -> torch.UntypedStorage:
+    descriptor = connection.claim(claim, deadline)
     try:
         return open_storage(descriptor)
     except BaseException:

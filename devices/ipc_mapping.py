@@ -66,12 +66,14 @@ class Mapping:
         self._release(self)
 
     def revoke(self) -> None:
-        """The exporter's word has come; called once, in the thread that heard it."""
+        """The exporter's word has come; ``on_revoke`` is called once, in the thread that heard it first."""
+        with self._closing:
+            on_revoke, self._on_revoke = self._on_revoke, None
         self.is_revoked = True
-        if self._on_revoke is None:
+        if on_revoke is None:
             return
         try:
-            self._on_revoke(self)
+            on_revoke(self)
         except Exception:  # the thread that hears the exporter must go on
             _log.exception("on_revoke of %r failed", self)
 

@@ -6,10 +6,8 @@ One message is one packet (SOCK_SEQPACKET), msgpack, with at most one file descr
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
-import time
 from typing import NamedTuple
 
 import msgspec
@@ -75,23 +73,8 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-def send(connection: socket.socket, message: Message, *, descriptor: int | None = None, deadline: float) -> None:
-    """Raises OSError if the other end is gone, TimeoutError if it has not made room by ``deadline`` (monotonic)."""
-    descriptors = [] if descriptor is None else [descriptor]
-    data = msgspec.msgpack.encode(message)
-    while True:
-        try:
-            socket.send_fds(connection, [data], descriptors, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            return
-        except BlockingIOError:
-            _wait_for_room(connection, deadline)
-
-
-def _wait_for_room(connection: socket.socket, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError("the other process does not read its messages")
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
 
 
 def receive(connection: socket.socket) -> tuple[Message, int | None] | None:

@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import socket
+import struct
 from pathlib import Path
 
 from rlcore.devices.ipc_messages import peer_of
@@ -44,25 +45,32 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     """To the exporter at ``path``.
 
     Raises:
-        DeviceError: it has ended, does not answer, or is another user's.
+        DeviceError: it has ended, or is another user's.
+        TimeoutError: it does not answer.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(timeout_s)
+        # With a timeout of Python's own it would give up at once where others wait to be accepted.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
         connection.connect(path)
-        connection.settimeout(None)
         _check_owner(connection, path)
     except BaseException as error:
         connection.close()
         match error:
             case FileNotFoundError() | ConnectionRefusedError():
                 raise DeviceError(ended(pid_of(path))) from error
-            case TimeoutError():
-                raise DeviceError(silent(pid_of(path), timeout_s)) from error
+            case BlockingIOError():
+                raise TimeoutError from error
             case OSError():
                 raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
         raise
     return connection
+
+
+def _timeval(seconds: float) -> bytes:
+    """As the kernel wants it, which takes 0 for ever."""
+    whole, part = divmod(max(1, round(seconds * 1_000_000)), 1_000_000)
+    return struct.pack("ll", whole, part)
 
 
 def pid_of(path: str) -> str:
@@ -106,8 +114,11 @@ def _remove_sockets_of_the_dead(folder: Path) -> None:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
         try:
             connection.connect(str(path))
+        except BlockingIOError:  # so many wait there already
+            return True
         except OSError:
             return False
     return True

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rlcore.devices.ipc_exporter import Exporter
+from rlcore.devices.ipc_importer import Importer
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import shared_memory_names, start_time
 from rlcore.registry import get_device
@@ -328,7 +329,7 @@ def test_an_importer_that_hangs_up_but_lives_has_not(device: Any, make_peer: Mak
     import_in(peer, text)
     peer.run(
         "import socket; from rlcore.devices.ipc_importer import importer\n"
-        "for c in importer()._connections.values(): c._socket.shutdown(socket.SHUT_RDWR)"
+        "for c in importer()._connections.values(): c._channel._connection.shutdown(socket.SHUT_RDWR)"
     )
     with pytest.raises(StateError, match=rf"is still open in process {peer.pid} after 0.3 s"):
         device.memory.revoke(handle_of(text), timeout_s=0.3)
@@ -559,6 +560,7 @@ def test_an_exporter_that_was_never_there_is_an_error(device: Any) -> None:
 
 def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(peer.run(EXPORT.format(size=4)))
+    monkeypatch.setattr("rlcore.devices.ipc_importer._importer", Importer())  # it has no connection yet
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(
