@@ -133,7 +133,7 @@ def _facts(record: Record) -> dict[str, str]:
         **system.other_software_stack,
         **dict(sorted(record.dependencies.items())),
         "rlcore": record.rlcore,
-        "commit": record.commit or "unknown",
+        "commit": record.commits(),
         "python": system.python,
         "operating system": system.operating_system,
         "processor": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores",

@@ -1,58 +1,88 @@
-"""How long a run will take: what its cases took here before, or what their authors say."""
+"""How long a run will take, and what fits into the time it has: what cases took here before, or what authors say."""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.bench.case import Case
+from rlcore.bench.result import Effort, Record
 from rlcore.bench.runner import Plan
 from rlcore.settings import Settings
 
-_CHILD_S = 4.0
-"""To start the process that forks the others."""
+_START_S: dict[Effort, float] = {"quick": 6.0, "standard": 12.0, "full": 20.0}
+"""To start the process that forks the others, and to measure the limits where they are not known."""
+_ON_DEVICE_S = 2.0
+"""Until a new process has an accelerator, beside what the authors say."""
 _WHOLE_PROGRAM_S = 60.0
 """A round that takes so long is a whole program's, whose case states its number of runs: it has no second one."""
 
 
-class Durations:
-    """Seconds of each case, all rounds, on one device in runs of one kind. Kept in the cache folder."""
+class _Known(msgspec.Struct, frozen=True):
+    round_s: float
+    is_repeated: bool
 
-    def __init__(self, device_name: str, plan: Plan) -> None:
-        self._path = Settings.from_env().cache / f"bench-durations-{device_name.replace(':', '-')}-{plan.effort}.json"
-        self._rounds = plan.rounds
+
+class Durations:
+    """Seconds of each case on one device in runs of one kind. Kept in the cache folder."""
+
+    def __init__(self, device: Any, plan: Plan) -> None:
+        name = device.name.replace(":", "-")
+        self._path = Settings.from_env().cache / f"bench-rounds-{name}-{plan.effort}.json"
+        self._plan = plan
         self._known = _read(self._path)
-        self._started: dict[str, float] = {}
-        self._spent: dict[str, float] = {}
+        self._on_device_s = 0.0 if device.spec.is_host else _ON_DEVICE_S
+
+    def of_round(self, case: Case) -> float:
+        known = self._known.get(case.name)
+        return known.round_s if known else case.estimate_s + self._on_device_s
 
     def of(self, case: Case) -> float:
-        rounds = 1 if case.estimate_s >= _WHOLE_PROGRAM_S else self._rounds
-        return self._known.get(case.name, case.estimate_s * rounds)
+        """All its rounds."""
+        known = self._known.get(case.name)
+        is_repeated = known.is_repeated if known else case.estimate_s < _WHOLE_PROGRAM_S
+        return self.of_round(case) * (self._plan.rounds if is_repeated else 1)
 
     def total(self, cases: Sequence[Case]) -> float:
-        return _CHILD_S + sum(map(self.of, cases))
+        return _START_S[self._plan.effort] + sum(map(self.of, cases))
 
-    def begin(self, case: Case) -> None:
-        self._started[case.name] = time.monotonic()
-
-    def end(self, case: Case) -> None:
-        spent = time.monotonic() - self._started[case.name]
-        self._spent[case.name] = self._spent.get(case.name, 0.0) + spent
-
-    def keep(self) -> None:
-        """For the next run; a cache that cannot be written costs it nothing but a better estimate."""
+    def keep(self, record: Record) -> None:
+        """What the cases of its last call took, for the next; a cache that cannot be written costs that run nothing
+        but a better estimate."""
+        repeated = {result.name for result in record.cases if result.is_repeated}
+        rounds = record.calls[-1].rounds if record.calls else {}
+        found = {name: _Known(statistics.fmean(taken), name in repeated) for name, taken in rounds.items()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, msgspec.json.encode(self._known | self._spent))
+            write_file(self._path, msgspec.json.encode(self._known | found))
 
 
-def _read(path: Path) -> dict[str, float]:
+class TimeLimit:
+    """Until when a run may last."""
+
+    def __init__(self, minutes: float | None, durations: Durations, started: float) -> None:
+        """``minutes`` count from ``started``, by ``time.monotonic``; None: as long as it takes."""
+        self._end = None if minutes is None else started + 60 * minutes
+        self._durations = durations
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self._end is None else self._end - time.monotonic()
+
+    def has_time_for(self, case: Case) -> bool:
+        """For a round of it."""
+        return self.left_s is None or self._durations.of_round(case) <= self.left_s
+
+
+def _read(path: Path) -> dict[str, _Known]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Known])
     except (OSError, msgspec.DecodeError):
         return {}

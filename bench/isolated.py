@@ -21,7 +21,7 @@ import msgspec
 from rlcore.bench.calibrate import Store
 from rlcore.bench.case import Case
 from rlcore.bench.child import Answer, Job
-from rlcore.bench.result import Calibration, CaseResult, Effort, Record
+from rlcore.bench.result import Calibration, CaseResult, Effort, Record, Status
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
@@ -58,23 +58,23 @@ class Isolated:
     def calibrate(self, effort: Effort) -> Calibration:
         return self._or_raise(Job(do="calibrate", device=self._device_name, effort=effort), Calibration)
 
-    def run_case(self, case: Case, sampling: Sampling) -> list[CaseResult]:
-        """What ``measure.run_case`` finds; where its process ends before that, one result that says how."""
-        job = Job(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=case.timeout_s)
+    def run_case(self, case: Case, sampling: Sampling, left_s: float | None = None) -> list[CaseResult]:
+        """What ``measure.run_case`` finds; where its process ends before that, one result that says how.
+
+        Args:
+            left_s: what the run has left; a case that takes longer is ended, and skipped.
+        """
+        timeout_s = case.timeout_s if left_s is None else max(0.0, min(case.timeout_s, left_s))
+        job = Job(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=timeout_s)
         oom_kills = _oom_kills()
         answer = self._ask(job)
         if answer.has_result:
-            return msgspec.json.decode(answer.body, type=list[CaseResult])
-        is_oom = answer.signal == signal.SIGKILL and _oom_kills() > oom_kills
-        return [
-            CaseResult(
-                name=case.name,
-                implementation="",
-                status="oom" if is_oom else "fail",
-                params={},
-                reason="the system ended its process for want of memory" if is_oom else self._how(answer, job),
-            )
-        ]
+            return _results(answer, case)
+        if answer.is_late and timeout_s < case.timeout_s:
+            return [_ended(case, "skipped", f"the time that the run had (--within) ended {timeout_s:.0f} s into it")]
+        if answer.signal == signal.SIGKILL and _oom_kills() > oom_kills:
+            return [_ended(case, "oom", "the system ended its process for want of memory")]
+        return [_ended(case, "fail", self._how(answer, job))]
 
     def _or_raise(self, job: Job, kind: type[_T]) -> _T:
         answer = self._ask(job)
@@ -144,10 +144,21 @@ class Isolated:
         return f"its process ended with exit code {answer.code}{last}"
 
 
+def _results(answer: Answer, case: Case) -> list[CaseResult]:
+    try:
+        return msgspec.json.decode(answer.body, type=list[CaseResult])
+    except msgspec.ValidationError as error:  # such as a quantity of 0 or NaN, which no record may hold
+        return [_ended(case, "fail", f"what it found is no result: {error}")]
+
+
+def _ended(case: Case, status: Status, reason: str) -> CaseResult:
+    return CaseResult(name=case.name, implementation="", status=status, params={}, reason=reason)
+
+
 def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
     """The record with the limits of its machine, measured now where they are absent or stale."""
     store = Store(record)
-    calibration = None if is_forced else store.load()
+    calibration = None if is_forced else record.calibration or store.load()
     if calibration is None:
         calibration = isolated.calibrate(record.effort)
         store.save(calibration)

@@ -25,6 +25,8 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
     device.activate()
     try:
         work = case.prepare(device)
+        if not isinstance(work, Work):
+            raise TypeError(f"prepare returned {work!r}, which is no bench.case.Work")
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
         return [_not_measured(case.name, "", {}, failure_of(error))]
     try:

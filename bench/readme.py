@@ -114,11 +114,6 @@ def _software(record: Record) -> str:
     return f"torch {record.dependencies['torch']}, Python {record.system.python}, host threads: {record.num_threads}"
 
 
-def _commit(record: Record) -> str:
-    commit, _, modified = (record.commit or "unknown").partition("-")
-    return f"{commit[:12]}{' with changes' if modified else ''}"
-
-
 def _percent(value: float) -> str:
     return f"{value:.1%}".replace("%", " %")
 
@@ -139,7 +134,7 @@ def report(results: Path) -> str | None:
 
 _LEARNS = "quickstart/learns"
 _PRODUCT = "matrix product attained, {}"
-_MADE_WITH: dict[str, Cell] = {"made with": _software, "commit": _commit}
+_MADE_WITH: dict[str, Cell] = {"made with": _software, "commit": Record.commits}
 _ROWS: dict[str, dict[str, Cell]] = {
     "full": {
         "model of the step of RL": _model,

@@ -80,8 +80,7 @@ def _about(run: Run) -> dict[str, Any]:
                     f"Python {system.python}",
                 ]
             ),
-            "rlcore": f"{record.rlcore}, commit {(record.commit or 'unknown')[:12]}"
-            + (" with changes" if (record.commit or "").endswith("-modified") else ""),
+            "rlcore": f"{record.rlcore}, commit {record.commits()}",
             "measured": f"{record.started_at[:16].replace('T', ' ')} UTC, {record.effort} run, "
             f"{len(passed)} of {len(record.cases)} results",
         },

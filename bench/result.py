@@ -96,6 +96,11 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.status != "pass" and (self.metrics or not self.reason):
             raise ValueError(f"a result with status {self.status!r} must have a reason and no metrics")
 
+    @property
+    def is_repeated(self) -> bool:
+        """Measured again in later rounds; what states its number of runs is not, nor what failed."""
+        return self.has("first_run")
+
     def has(self, metric: str) -> bool:
         return any(found.name == metric for found in self.metrics)
 
@@ -145,15 +150,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits that could not be measured, and why."""
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of ``rlcore bench run``, which may continue a record."""
+
+    started_at: str
+    """UTC, ISO 8601."""
+    commit: str | None
+    rounds: dict[str, list[Positive]]
+    """Seconds of each round of each case that it ran, all contenders and the start of the process included."""
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run of ``rlcore bench run``."""
+    """What ``rlcore bench run`` measured on one machine."""
 
     schema: Literal["rlcore.bench/1"]
     started_at: str
     """UTC, ISO 8601."""
     rlcore: str
     commit: str | None
-    """Of the git checkout that ran, "-modified" when its files differ; None without a checkout."""
+    """Of the git checkout that ran first, "-modified" when its files differ; None without a checkout."""
     effort: Effort = "standard"
     system: System
     dependencies: dict[str, str]
@@ -162,7 +177,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: int
     """Threads torch computes with on the host."""
     calibration: Calibration | None = None
+    calls: list[Call] = []
+    """That measured it, in order; records before these were kept have none."""
     cases: list[CaseResult]
+
+    def commits(self) -> str:
+        """Of all that its results were measured with, shortened."""
+        calls = [call.commit for call in self.calls if call.rounds] or [self.commit]
+        parts = [(commit or "unknown").partition("-") for commit in calls]
+        return ", ".join(
+            dict.fromkeys(f"{commit[:12]}{' with changes' if changes else ''}" for commit, _, changes in parts)
+        )
 
 
 def encode(record: Record) -> bytes:

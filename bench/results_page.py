@@ -32,11 +32,10 @@ def _section(name: str, record: Record) -> str:
     system = record.system
     software = [system.framework or f"torch {record.dependencies['torch']}", f"Python {system.python}"]
     software += [f"{what} {version}" for what, version in system.other_software_stack.items()]
-    commit, _, modified = (record.commit or "unknown").partition("-")
     lines = [
         f"\n## {name}: {device_of(record)}\n",
-        f"{record.started_at[:10]}, {', '.join(software)}; rlcore {record.rlcore}, commit {commit[:12]}"
-        f"{' with changes' if modified else ''}; host: {system.host_processor_model_name}, "
+        f"{record.started_at[:10]}, {', '.join(software)}; rlcore {record.rlcore}, commit {record.commits()}; "
+        f"host: {system.host_processor_model_name}, "
         f"{system.host_processor_core_count} cores.\n",
     ]
     if passed:

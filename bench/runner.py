@@ -1,4 +1,4 @@
-"""Run cases in rounds, keep what is done on disk, and say how long it will take.
+"""Run cases in rounds, keep what is done on disk, and go on with what an earlier call has left.
 
 A round is every case once, each in a process of its own (``isolated.py``). Later rounds measure the same again some
 time later in another process: what differs between rounds is the noise that ``compare`` must not take for a change.
@@ -7,6 +7,7 @@ time later in another process: what differs between rounds is the noise that ``c
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from pathlib import Path
 import msgspec
 
 from rlcore.bench.case import Case
-from rlcore.bench.result import CaseResult, Effort, Metric, Record, identity, write
+from rlcore.bench.compare import what_differs
+from rlcore.bench.result import Call, CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
 _EFFORTS: tuple[Effort, ...] = ("quick", "standard", "full")
+_NO_NUMBER = ("skipped", "fail", "oom")
 
 RunCase = Callable[[Case], list[CaseResult]]
 Report = Callable[[Case, list[CaseResult]], None]
@@ -54,6 +57,11 @@ PLANS: dict[Effort, Plan] = {
 }
 
 
+def most_telling_first(cases: Sequence[Case]) -> list[Case]:
+    """What a quick run has comes before what only longer ones have: a run that is cut short has that at least."""
+    return sorted(cases, key=lambda case: _EFFORTS.index(case.effort))
+
+
 def check_can_write(path: Path) -> None:
     """Raises BenchError when it cannot be, before minutes are spent."""
     if not os.access(path.parent, os.W_OK):
@@ -64,9 +72,17 @@ def _ignore(case: Case, results: list[CaseResult]) -> None:
     pass
 
 
+def _always(case: Case) -> bool:
+    return True
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One run of cases; ``record`` is what the file holds."""
+    """One run of cases; ``record`` is what the file holds.
+
+    A record with results is gone on with: they stay, but for cases without any number, which run again. Rounds are
+    added to those that this very commit measured.
+    """
 
     record: Record
     path: Path
@@ -74,10 +90,22 @@ class Run:
     rounds: int = 1
     report: Report = _ignore
     """Gets each case when a round of it ended, with all rounds of it so far."""
+    has_time_for: Callable[[Case], bool] = _always
+    """Whether another round of it fits into the time that the run has."""
     _results: dict[str, list[CaseResult]] = field(default_factory=dict)
+    _settled: set[str] = field(default_factory=set)
+    """Cases that other code measured: their rounds are not mixed with those of this run."""
 
     def __post_init__(self) -> None:
         check_can_write(self.path)
+        by_case: dict[str, list[CaseResult]] = {}
+        for result in self.record.cases:
+            by_case.setdefault(result.name, []).append(result)
+        self._results = {name: found for name, found in by_case.items() if not _is_open(found)}
+        now = self.record.calls[-1].commit if self.record.calls else self.record.commit
+        for call in self.record.calls:
+            if call.commit != now or now is None or now.endswith("-modified"):
+                self._settled |= call.rounds.keys() & self._results.keys()
 
     def cases(self, cases: Sequence[Case], left_out: Sequence[Case] = ()) -> Record:
         """Run ``cases``; each is in the file when it ends.
@@ -86,41 +114,83 @@ class Run:
             BenchError: the record cannot be written; it is as it was after the case before.
             KeyboardInterrupt: after writing what is done, and the rest as skipped.
         """
-        for case in left_out:
-            self._results[case.name] = [_skipped(case, f"it takes longer than a {self.record.effort} run has")]
         try:
             for number in range(self.rounds):
                 for case in cases:
-                    self._round(case, number)
-        except KeyboardInterrupt:
-            for case in cases:
-                self._results.setdefault(case.name, [_skipped(case, "the run was interrupted")])
+                    if self._wants_round(case, number):
+                        self._round(case)
+        finally:
+            self._skip(cases, "the run was interrupted")
+            self._skip(left_out, f"it takes longer than a {self.record.effort} run has")
             self._write()
-            raise
         return self.record
 
-    def _round(self, case: Case, number: int) -> None:
-        earlier = self._results.get(case.name, [])
-        if number and not any(map(_is_repeated, earlier)):
-            return
-        found = self.run(case)
-        self._results[case.name] = _merged(earlier, found) if number else found
-        self._write()
+    def _skip(self, cases: Sequence[Case], reason: str) -> None:
+        for case in cases:
+            skipped = CaseResult(name=case.name, implementation="", status="skipped", params={}, reason=reason)
+            self._results.setdefault(case.name, [skipped])
+
+    def _wants_round(self, case: Case, number: int) -> bool:
+        found = self._results.get(case.name)
+        if found is not None and (case.name in self._settled or number < _rounds_of(found)):
+            return False
+        if self.has_time_for(case):
+            return True
+        self._skip([case], "the time that the run had (--within) did not suffice for it")
+        return False
+
+    def _round(self, case: Case) -> None:
+        started = time.monotonic()
+        earlier, found = self._results.get(case.name), self.run(case)
+        spent = time.monotonic() - started
+        if earlier is None:
+            self._results[case.name] = found
+        elif not _is_cut_short(found):
+            self._results[case.name] = _merged(earlier, found)
+        self._write(case, spent)
         self.report(case, self._results[case.name])
 
-    def _write(self) -> None:
+    def _write(self, case: Case | None = None, spent_s: float = 0.0) -> None:
         results = [result for results in self._results.values() for result in results]
-        self.record = msgspec.structs.replace(self.record, cases=results)
+        *earlier, call = self.record.calls or [_call_of(self.record)]
+        if case is not None:
+            rounds = call.rounds | {case.name: [*call.rounds.get(case.name, []), spent_s]}
+            call = msgspec.structs.replace(call, rounds=rounds)
+        self.record = msgspec.structs.replace(self.record, cases=results, calls=[*earlier, call])
         write(self.record, self.path)
 
 
-def _is_repeated(result: CaseResult) -> bool:
-    """What states its number of runs has had them, and has no first run apart; what failed has failed."""
-    return any(metric.name == "first_run" for metric in result.metrics)
+def _call_of(record: Record) -> Call:
+    return Call(started_at=record.started_at, commit=record.commit, rounds={})
 
 
-def _skipped(case: Case, reason: str) -> CaseResult:
-    return CaseResult(name=case.name, implementation="", status="skipped", params={}, reason=reason)
+def continued(earlier: Record, now: Record) -> Record:
+    """``earlier``, for a run that goes on with it; ``now`` is what is known of that run.
+
+    Raises:
+        BenchError: they are not of one kind of machine, software and run; says what differs.
+    """
+    found = {name: pair for name, pair in what_differs(earlier, now).items() if name != "commit"}
+    if found:
+        told = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
+        raise BenchError(f"the record was not made like this run, which cannot go on with it: {told}")
+    calls = earlier.calls or [_call_of(earlier)]
+    return msgspec.structs.replace(earlier, calls=[*calls, _call_of(now)])
+
+
+def _is_open(results: list[CaseResult]) -> bool:
+    """No contender has a number, and another try might give one."""
+    statuses = {result.status for result in results}
+    return "pass" not in statuses and bool(statuses.intersection(_NO_NUMBER))
+
+
+def _is_cut_short(results: list[CaseResult]) -> bool:
+    return all(result.status == "skipped" for result in results)
+
+
+def _rounds_of(results: list[CaseResult]) -> float:
+    """That these are of; infinitely many where there is no further one."""
+    return max((len(result.rounds) or 1 for result in results if result.is_repeated), default=float("inf"))
 
 
 def _merged(earlier: list[CaseResult], later: list[CaseResult]) -> list[CaseResult]:

@@ -130,6 +130,7 @@ class Trial:
             self.contender.check(self._output)
         if self.contender.quantities is not None:
             for name, quantity in self.contender.quantities(self._output).items():
+                _expect_positive(name, quantity.value)
                 self.quantities.setdefault(name, []).append(quantity)
         is_hidden = self._device_clock is not None and self._time_on_device(self._device_clock)
         for name, seconds in self._own.items():
@@ -214,12 +215,18 @@ class Trial:
         self._output, self._queued_s = output, (queued - start) / runs
         self._spent_s += elapsed
         if self.contender.seconds is not None:
-            return self.contender.seconds(output)
+            return _expect_positive("seconds", self.contender.seconds(output))
         if events:
             self._own = {"device_time": events[0].elapsed_time(events[1]) / 1000 / runs}
         elif self._is_on_host and processor > 0:
             self._own = {"processor_time": processor / runs}
         return elapsed / runs
+
+
+def _expect_positive(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"the case says that {name} is {value!r}; a record takes positive numbers alone")
+    return value
 
 
 def is_on_host(work: Work, device: Any) -> bool:

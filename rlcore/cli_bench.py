@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rlcore.cli_bench_output import print_comparison, print_results, progress
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import BenchError, InvalidInputError
 
 if TYPE_CHECKING:
-    from rlcore.bench.case import Case
-    from rlcore.bench.compare import Comparison, Row
-    from rlcore.bench.estimate import Durations
-    from rlcore.bench.result import Calibration, CaseResult, Effort, Record
+    from rlcore.bench.result import Effort
 
 bench = typer.Typer(help="Measure this machine, compare machines and runs.", **PLAIN)
 
@@ -47,6 +42,12 @@ def run(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="How often all is measured again, in new processes; more, less noise.")
     ] = None,
+    within: Annotated[
+        float | None, typer.Option(min=0.1, help="Minutes the run may last; what does not fit is skipped.")
+    ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Keep what the file of -o holds; run what it has no number of.")
+    ] = False,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Measure the limits of this machine again.")
     ] = False,
@@ -56,50 +57,59 @@ def run(
 
     A case that is named runs whatever the kind of run. Exit code 1 when one failed or ran out of memory.
     """
+    started = time.monotonic()
     from dataclasses import replace
 
     from rlcore.bench.case import select_cases
-    from rlcore.bench.estimate import Durations
+    from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
-    from rlcore.bench.result import encode
-    from rlcore.bench.runner import PLANS, Run, check_can_write
+    from rlcore.bench.result import encode, read
+    from rlcore.bench.runner import PLANS, Run, check_can_write, continued, most_telling_first
     from rlcore.registry import get_device
 
     if quick and full:
         raise InvalidInputError("--quick and --full contradict each other; give one of them")
+    if go_on and output is None:
+        raise InvalidInputError("--continue goes on with the record of -o; give that file")
     effort: Effort = "quick" if quick else "full" if full else "standard"
     plan, on = PLANS[effort], get_device(device)
     plan = plan if rounds is None else replace(plan, rounds=rounds)
     found = select_cases(cases or [])
     left_out = [case for case in found if not cases and plan.leaves_out(case)]
     chosen = [case for case in found if case not in left_out]
+    chosen = chosen if cases else most_telling_first(chosen)
     path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     check_can_write(path)
-    durations = Durations(on.name, plan)
+    earlier = read(path) if go_on and path.exists() else None
+    durations = Durations(on, plan)
+    limit = TimeLimit(within, durations, started)
     minutes = max(1, round(durations.total(chosen) / 60))
-    print(f"{len(chosen)} cases on {on.name}, about {minutes} min ({effort})", file=sys.stderr)
+    told = "" if within is None else f"; what does not fit into {within:g} min is skipped"
+    print(f"{len(chosen)} cases on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
     try:
-        with Isolated(on.name) as isolated, _progress(durations, chosen, plan.rounds) as report:
-
-            def run_case(case: Case) -> list[CaseResult]:
-                durations.begin(case)
-                results = isolated.run_case(case, plan.sampling)
-                durations.end(case)
-                return results
-
-            record = with_limits(isolated, isolated.new_record(effort), recalibrate)
-            done = Run(record=record, path=path, run=run_case, rounds=plan.rounds, report=report).cases(
-                chosen, left_out
+        with Isolated(on.name) as isolated, progress(durations, chosen, plan.rounds) as report:
+            record = isolated.new_record(effort)
+            record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
+            running = Run(
+                record=record,
+                path=path,
+                run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
+                rounds=plan.rounds,
+                report=report,
+                has_time_for=limit.has_time_for,
             )
+            try:
+                done = running.cases(chosen, left_out)
+            finally:
+                durations.keep(running.record)
     except KeyboardInterrupt:
         if path.exists():
             print(path, file=sys.stderr)
         raise
-    durations.keep()
     if as_json:
         sys.stdout.write(encode(done).decode())
     else:
-        _print_results(done)
+        print_results(done)
         sys.stdout.flush()
     print(path, file=sys.stderr)
     raise typer.Exit(int(any(result.status in ("fail", "oom") for result in done.cases)))
@@ -145,7 +155,7 @@ def compare_records(
         print_json([asdict(one) | {"statement": one.statement} for one in found])
     else:
         for one in found:
-            _print_comparison(one)
+            print_comparison(one)
     raise typer.Exit(int(fail_on_regression and any(one.regressions for one in found)))
 
 
@@ -186,88 +196,3 @@ def report_records(
     except OSError as error:
         raise BenchError(f"cannot write the report {output}: {error.strerror}") from error
     print(output, file=sys.stderr)
-
-
-def _print_comparison(found: Comparison) -> None:
-    rows = [[name, *pair] for name, pair in found.differences.items()]
-    print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
-    print(found.statement + "\n")
-    header = ["case", "implementation", found.name_a, found.name_b, "ratio", "99 % interval", "noise", "p", "verdict"]
-    prices = any(row.cost_ratio for row in found.rows)
-    print_table(header + ["cost ratio", "USD/M tokens"] * prices, [_compared(row, prices) for row in found.rows])
-    counts = Counter(row.verdict for row in found.rows)
-    shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
-    mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print(", ".join(dict.fromkeys(shown)) + mean)
-
-
-def _compared(row: Row, has_prices: bool) -> list[str]:
-    from rlcore.bench.text import seconds
-
-    if row.difference is None or row.median_a is None or row.median_b is None:
-        return [row.case, row.implementation, "", "", "", "", "", "", f"{row.verdict}: {row.reason}"] + [
-            ""
-        ] * 2 * has_prices
-    found = row.difference
-    usd = row.usd_per_million_tokens
-    costs = ["" if row.cost_ratio is None else f"{row.cost_ratio:.2f}", f"{usd[0]:.3g} / {usd[1]:.3g}" if usd else ""]
-    return [
-        row.case,
-        row.implementation,
-        seconds(row.median_a),
-        seconds(row.median_b),
-        f"{found.ratio:.3f}",
-        f"{found.low:.3f} to {found.high:.3f}",
-        f"{found.noise:.1%}",
-        f"{found.p:.1g}",
-        row.verdict,
-        *costs * has_prices,
-    ]
-
-
-@contextlib.contextmanager
-def _progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[Any]:
-    """A bar with the time left on a terminal; elsewhere a line for each case when it ends first."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    seen: set[str] = set()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("starting", total=sum(map(durations.of, cases)))
-
-        def report(case: Case, results: list[CaseResult]) -> None:
-            left = rounds if any(result.has("first_run") for result in results) else 1  # there is no other round of it
-            bar.update(task, advance=durations.of(case) / left, description=case.name)
-            if case.name not in seen:
-                seen.add(case.name)
-                for result in results:
-                    line = "  ".join(cell for cell in _row(result, None)[:4] if cell)
-                    bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-        yield report
-
-
-def _print_results(record: Record) -> None:
-    header = ["case", "implementation", "status", "median", "n", "share", "marks"]
-    print_table(header, [_row(result, record.calibration) for result in record.cases])
-
-
-def _row(result: CaseResult, calibration: Calibration | None) -> list[str]:
-    from rlcore.bench.limits import share_of_limit
-    from rlcore.bench.text import seconds
-
-    if result.status != "pass":
-        return [result.name, result.implementation, result.status, result.reason.partition("\n")[0], "", "", ""]
-    samples = result.samples("time")
-    share = share_of_limit(result, calibration)
-    return [
-        result.name,
-        result.implementation,
-        "pass",
-        seconds(statistics.median(samples)),
-        str(len(samples)),
-        f"{share.value:.3g} of {share.limit}" if share else "n/a",
-        "; ".join(result.marks),
-    ]

@@ -9,14 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 
 SLEEP_S = "1000.17"
 """Of processes that cases leave behind; a number that nobody else sleeps."""
+
+
+GROUP = "FAULTY_CASES_GROUP"
+"""The environment variable with the folder of a control group in which there is little memory."""
 
 
 def _case(name: str, run: Callable[[], Any], timeout_s: float = 60.0) -> Case:
@@ -49,9 +54,38 @@ def _compute() -> int:
     return int((ones @ ones)[0, 0].item()) // 75  # needs threads of its own
 
 
+def _need_more_than_there_is() -> int:
+    Path(os.environ[GROUP], "cgroup.procs").write_text(str(os.getpid()))
+    return len(b"x" * (1 << 28)) >> 26
+
+
+def _break() -> None:
+    raise IndexError("list index out of range")
+
+
+def _prepared(name: str, prepare: Callable[[Any], Any]) -> Case:
+    return Case(name=f"faulty/{name}", description="", prepare=prepare, timeout_s=60.0)
+
+
+def _work(params: dict[str, Any], **options: Any) -> Work:
+    nothing = Quantity(options.pop("quantity", 1.0), "B")
+    contender = Contender(
+        implementation="x", run=lambda: 4, check=lambda output: None, quantities=lambda output: {"found": nothing}
+    )
+    return Work(contenders=(contender,), params=params, **options)
+
+
 CASES = {
     case.name: case
     for case in (
+        _case("hungry", _need_more_than_there_is),
+        _prepared("raises", lambda device: _break()),
+        _prepared("prepares_nothing", lambda device: None),
+        _prepared("finds_zero", lambda device: _work({}, quantity=0.0)),
+        _prepared("finds_nan", lambda device: _work({}, quantity=float("nan"))),
+        _prepared("no_sizes", lambda device: _work({"T": None})),
+        _prepared("odd_sizes", lambda device: _work({"T": torch.ones(1)})),
+        _prepared("cannot_close", lambda device: _work({}, close=_break)),
         _case("right", lambda: 4),
         _case("compute", _compute),
         _case("wrong", lambda: 5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cases import CASES, SLEEP_S
+from faulty_cases import CASES, GROUP, SLEEP_S
 
-from rlcore.bench import isolated as module
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.result import read
@@ -41,6 +41,13 @@ OUTCOMES = {
     "memory": ("oom", "RuntimeError: "),
     "leaves": ("pass", ""),
     "compute": ("pass", ""),
+    "raises": ("fail", "IndexError: list index out of range"),
+    "prepares_nothing": ("fail", "TypeError: prepare returned None, which is no bench.case.Work"),
+    "finds_zero": ("fail", "ValueError: the case says that found is 0.0; a record takes positive numbers alone"),
+    "finds_nan": ("fail", "ValueError: the case says that found is nan; a record takes positive numbers alone"),
+    "no_sizes": ("fail", "what it found is no result: Expected `int | float | str`, got `null` - at `$[0].params"),
+    "odd_sizes": ("fail", "its process ended with exit code 1: TypeError: "),
+    "cannot_close": ("fail", "its process ended with exit code 1: IndexError: list index out of range"),
 }
 
 
@@ -70,7 +77,7 @@ def test_later_rounds_add_samples_and_a_failure_takes_them_away(isolated: Isolat
         report=lambda case, results: seen.append((case.name, results[0].rounds)),
     )
     run.cases([CASES["faulty/right"], CASES["faulty/wrong"]], left_out=[CASES["faulty/slow"]])
-    slow, right, wrong = read(tmp_path / "out.json").cases
+    right, wrong, slow = read(tmp_path / "out.json").cases
     assert (right.rounds, len(right.samples("time"))) == ([2, 2, 2], 6)
     assert (wrong.status, wrong.rounds) == ("fail", [])
     assert (slow.status, slow.reason) == ("skipped", "it takes longer than a quick run has")
@@ -82,11 +89,44 @@ def test_later_rounds_add_samples_and_a_failure_takes_them_away(isolated: Isolat
     ]
 
 
-def test_kill_by_the_system_for_want_of_memory_is_oom(isolated: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = iter([7, 8])
-    monkeypatch.setattr(module, "_oom_kills", lambda: next(kills))
-    (result,) = isolated.run_case(CASES["faulty/killed"], ONCE)
-    assert (result.status, result.reason) == ("oom", "the system ended its process for want of memory")
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """The folder of a control group with 64 MiB of memory."""
+    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"  # version 1
+    if not root.is_dir():
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    folder = root / f"rlcore-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the right to make a control group (root has it): {error}")
+    try:
+        try:
+            (folder / limit).write_text(str(64 << 20))
+        except OSError as error:
+            pytest.skip(f"needs a control group whose memory can be limited: {error}")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_kill_by_the_system_for_want_of_memory_is_oom_and_the_run_goes_on(
+    group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GROUP, str(group))
+    with Isolated("cpu", COMMAND) as isolated:
+        (result,) = isolated.run_case(CASES["faulty/hungry"], ONCE)
+        assert (result.status, result.reason) == ("oom", "the system ended its process for want of memory")
+        assert isolated.run_case(CASES["faulty/killed"], ONCE)[0].status == "fail"
+        assert isolated.run_case(CASES["faulty/right"], ONCE)[0].status == "pass"
+
+
+def test_case_that_the_end_of_the_runs_time_cuts_is_skipped_and_one_that_hangs_fails(isolated: Isolated) -> None:
+    slow = dataclasses.replace(CASES["faulty/hangs"], timeout_s=60.0)
+    (cut,) = isolated.run_case(slow, ONCE, left_s=0.5)
+    assert (cut.status, cut.reason) == ("skipped", "the time that the run had (--within) ended 0 s into it")
+    (hung,) = isolated.run_case(CASES["faulty/hangs"], ONCE, left_s=600.0)
+    assert hung.status == "fail" and hung.reason.startswith("it hung")
 
 
 def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlcore.bench.case import Case
 from rlcore.bench.result import CaseResult, Metric, Telemetry, read
-from rlcore.bench.runner import PLANS, Run
+from rlcore.bench.runner import PLANS, Run, continued, most_telling_first
 from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
@@ -150,6 +151,84 @@ def test_what_states_its_number_of_runs_is_not_repeated(tmp_path: Path) -> None:
     times = Metric(name="time", unit="s", samples=[1.0])
     once = CaseResult(name="a", implementation="x", status="pass", params={}, metrics=[times])
     assert rounds(tmp_path, [once], [passed("a", 9.0)]) == [once]
+
+
+# ------------------------------------------------------------------------------------------------- going on
+
+
+def call_again(path: Path, names: str, answers: Any, *, rounds: int = 1, commit: str = "a" * 40) -> list[CaseResult]:
+    """As a call of ``rlcore bench run --continue`` at ``commit``."""
+    now = msgspec.structs.replace(new_record(get_device("cpu")), commit=commit)
+    record = continued(read(path), now) if path.exists() else now
+    return (
+        Run(record=record, path=path, run=lambda case: answers(case.name), rounds=rounds)
+        .cases([*map(case, names)])
+        .cases
+    )
+
+
+def test_continued_run_keeps_what_has_a_number_and_runs_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    ran: list[str] = []
+
+    def first(name: str) -> list[CaseResult]:
+        statuses: Any = {"b": "fail", "c": "blocked"}
+        if name == "d":
+            raise KeyboardInterrupt
+        failed = CaseResult(name=name, implementation="", status=statuses.get(name, "oom"), params={}, reason="x")
+        return [passed(name, 1.0)] if name == "a" else [failed]
+
+    def second(name: str) -> list[CaseResult]:
+        ran.append(name)
+        return [passed(name, 2.0)]
+
+    with pytest.raises(KeyboardInterrupt):
+        call_again(path, "abcde", first)
+    found = {one.name: one for one in call_again(path, "abcdef", second)}
+    assert ran == ["b", "d", "e", "f"]
+    assert (found["a"].samples("time"), found["c"].status, found["b"].samples("time")) == ([1.0], "blocked", [2.0])
+    assert [sorted(call.rounds) for call in read(path).calls] == [["a", "b", "c"], ["b", "d", "e", "f"]]
+
+
+def test_continued_run_adds_rounds_of_the_same_commit_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    call_again(path, "a", lambda name: [passed(name, 1.0)])
+    (same,) = call_again(path, "a", lambda name: [passed(name, 2.0)], rounds=3)
+    assert (same.samples("time"), same.rounds) == ([1.0, 2.0, 2.0], [1, 1, 1])
+    other = {one.name: one for one in call_again(path, "ab", lambda name: [passed(name, 3.0)], rounds=5, commit="b")}
+    assert (other["a"], other["b"].rounds) == (same, [1] * 5)
+    assert read(path).commits() == f"{'a' * 12}, b"
+    changed = call_again(path, "b", lambda name: [passed(name, 4.0)], rounds=9, commit="b-modified")
+    assert changed[1].rounds == [1] * 5  # nobody knows what was changed
+
+
+def test_run_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    call_again(path, "a", lambda name: [passed(name, 1.0)])
+    here = new_record(get_device("cpu"), "quick")
+    with pytest.raises(BenchError, match=r"cannot go on with it: kind of run: standard there, quick here$"):
+        continued(read(path), here)
+
+
+def test_what_has_no_time_left_is_skipped_and_earlier_rounds_stay(tmp_path: Path) -> None:
+    times = iter([True, False, True, False])
+    run = a_run(
+        tmp_path / "out.json", lambda case: [passed(case.name, 1.0)], rounds=3, has_time_for=lambda case: next(times)
+    )
+    found = [(one.name, one.status, len(one.metrics), one.rounds) for one in run.cases([case("a"), case("b")]).cases]
+    assert found == [("a", "pass", 2, [1, 1]), ("b", "skipped", 0, [])]
+
+
+def test_round_that_the_end_of_time_cut_takes_no_number_away(tmp_path: Path) -> None:
+    cut = CaseResult(name="a", implementation="", status="skipped", params={}, reason="out of time")
+    (found,) = rounds(tmp_path, [passed("a", 1.0)], [cut])
+    assert found.samples("time") == [1.0]
+
+
+def test_a_run_begins_with_what_tells_most() -> None:
+    cases = [dataclasses.replace(case(name), effort=effort) for name, effort in
+             (("a", "full"), ("b", "quick"), ("c", "standard"), ("d", "quick"))]  # fmt: skip
+    assert [one.name for one in most_telling_first(cases)] == ["b", "d", "c", "a"]
 
 
 def test_a_quick_run_leaves_out_what_takes_long() -> None:

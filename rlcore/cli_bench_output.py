@@ -1,0 +1,122 @@
+"""What the commands ``rlcore bench ...`` print: progress, results, comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlcore.console import print_table
+
+if TYPE_CHECKING:
+    from rlcore.bench.case import Case
+    from rlcore.bench.compare import Comparison, Row
+    from rlcore.bench.estimate import Durations
+    from rlcore.bench.result import Calibration, CaseResult, Record
+
+_REASON = 160
+"""Characters of a reason in a table; the record has all."""
+
+
+@contextlib.contextmanager
+def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[Any]:
+    """A bar with the time left on a terminal; elsewhere a line for each case when it ends first."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    seen: set[str] = set()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("starting", total=sum(map(durations.of, cases)))
+
+        def report(case: Case, results: list[CaseResult]) -> None:
+            left = rounds if any(result.is_repeated for result in results) else 1  # there is no other round of it
+            bar.update(task, advance=durations.of(case) / left, description=case.name)
+            if case.name not in seen:
+                seen.add(case.name)
+                for row in _rows(results, None):
+                    bar.console.print("  ".join(filter(None, row[:5])), markup=False, highlight=False, soft_wrap=True)
+
+        yield report
+
+
+def print_results(record: Record) -> None:
+    """A line for each result; of what was skipped how many and why."""
+    by_case: dict[str, list[CaseResult]] = {}
+    for result in record.cases:
+        if result.status != "skipped":
+            by_case.setdefault(result.name, []).append(result)
+    header = ["case", "implementation", "sizes", "status", "median", "n", "share", "marks"]
+    print_table(header, [row for results in by_case.values() for row in _rows(results, record.calibration)])
+    skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
+    for reason, number in skipped.items():
+        print(f"{number} cases skipped: {reason}")
+
+
+def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
+    """Of one case; sizes are those in which its results differ."""
+    differing = {name for name in results[0].params if len({result.params.get(name) for result in results}) > 1}
+    return [_row(result, differing, calibration) for result in results]
+
+
+def _row(result: CaseResult, differing: set[str], calibration: Calibration | None) -> list[str]:
+    from rlcore.bench.limits import share_of_limit
+    from rlcore.bench.text import seconds
+
+    sizes = ", ".join(f"{name} {value}" for name, value in result.params.items() if name in differing)
+    first = [result.name, result.implementation, sizes, result.status]
+    if result.status != "pass":
+        return [*first, _shortened(result.reason), "", "", ""]
+    samples = result.samples("time")
+    share = share_of_limit(result, calibration)
+    return [
+        *first,
+        seconds(statistics.median(samples)),
+        str(len(samples)),
+        f"{share.value:.3g} of {share.limit}" if share else "n/a",
+        "; ".join(result.marks),
+    ]
+
+
+def _shortened(reason: str) -> str:
+    line = reason.partition("\n")[0]
+    return line if len(line) <= _REASON else f"{line[: _REASON - 1]}…"
+
+
+def print_comparison(found: Comparison) -> None:
+    """What differs between two runs, a line for each result, and how many of each verdict."""
+    rows = [[name, *pair] for name, pair in found.differences.items()]
+    print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
+    print(found.statement + "\n")
+    header = ["case", "implementation", found.name_a, found.name_b, "ratio", "99 % interval", "noise", "p", "verdict"]
+    prices = any(row.cost_ratio for row in found.rows)
+    print_table(header + ["cost ratio", "USD/M tokens"] * prices, [_compared(row, prices) for row in found.rows])
+    counts = Counter(row.verdict for row in found.rows)
+    shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
+    mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
+    print(", ".join(dict.fromkeys(shown)) + mean)
+
+
+def _compared(row: Row, has_prices: bool) -> list[str]:
+    from rlcore.bench.text import seconds
+
+    first = [row.case, row.implementation]
+    if row.difference is None or row.median_a is None or row.median_b is None:
+        return [*first, *[""] * 6, f"{row.verdict}: {_shortened(row.reason)}", *[""] * 2 * has_prices]
+    found = row.difference
+    usd = row.usd_per_million_tokens
+    costs = ["" if row.cost_ratio is None else f"{row.cost_ratio:.2f}", f"{usd[0]:.3g} / {usd[1]:.3g}" if usd else ""]
+    return [
+        *first,
+        seconds(row.median_a),
+        seconds(row.median_b),
+        f"{found.ratio:.3f}",
+        f"{found.low:.3f} to {found.high:.3f}",
+        f"{found.noise:.1%}",
+        f"{found.p:.1g}",
+        row.verdict,
+        *costs * has_prices,
+    ]

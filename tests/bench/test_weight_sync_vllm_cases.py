@@ -1,0 +1,141 @@
+"""The cases with real vLLM: what they need of it, and, where it is installed, a whole one on the host."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rlcore.bench.case import Case, Work, load_cases
+from rlcore.bench.cases import vllm_pair, vllm_worker, weight_sync_vllm
+from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model
+from rlcore.engines.pretrained import check_model_folder
+from rlcore.engines.weight_source import in_files
+from rlcore.errors import MissingDependencyError, UnsupportedError
+from rlcore.registry import get_device
+
+CASES = ["7b", "7b_2_to_tp2", "7b_4_to_tp2_dp2", "30b_a3b", "30b_a3b_2_to_tp2", "30b_a3b_4_to_tp2_dp2"]
+
+
+@pytest.fixture
+def case() -> Case:
+    return load_cases()["weight_sync/vllm/7b"]
+
+
+def test_what_is_missing_is_said_before_anything_starts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for name in load_cases() if name.startswith("weight_sync/vllm/")} == {
+        f"weight_sync/vllm/{name}" for name in CASES
+    }
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingDependencyError, match="vllm"):
+        case.prepare(get_device("cpu"))
+    cpu = get_device("cpu")
+    monkeypatch.setattr(type(cpu), "count", lambda self: 1)
+    with pytest.raises(UnsupportedError, match="it takes 4 devices"):
+        load_cases()["weight_sync/vllm/7b_4_to_tp2_dp2"].prepare(cpu)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "gigabytes"), [(QWEN_7B, 339, 15.2), (QWEN_30B_A3B, 18_867, 61.1)], ids=["7b", "30b"]
+)
+def test_a_folder_of_real_shapes_takes_no_space(model: Model, names: int, gigabytes: float, tmp_path: Path) -> None:
+    vllm_pair.write_folder(vllm_pair.policy(model, "cpu"), tmp_path)
+    found = in_files(check_model_folder(tmp_path).weight_files)
+    assert len(found) == names
+    size = (tmp_path / "model.safetensors").stat()
+    assert size.st_size / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert size.st_blocks * 512 < 8 << 20, "but for the header it is a hole"
+    assert not found["model.norm.weight"].read(()).any()
+
+
+def test_vllms_own_sender_is_driven_as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions stand in for vLLM 0.26's, which need a GPU."""
+    with pytest.raises(UnsupportedError, match=r"vLLM's own ipc engine is not supported: it (takes|cannot)"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        vllm_worker.VllmIpcSender(lambda: iter(()), lambda *_: None, is_packed=False)
+
+    module: Any = types.ModuleType("vllm.distributed.weight_transfer.ipc_engine")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.distributed.weight_transfer"], "ipc_engine", module, raising=False)
+
+    class Later:
+        pass
+
+    module.IPCWeightTransferEngine = Later
+    with pytest.raises(UnsupportedError, match=r"the case drives that of 0\.26 only"):
+        vllm_worker.VllmIpcSender(lambda: iter(()), lambda *_: None, is_packed=False)
+
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Update:
+        names: list[str]
+
+    class Engine:
+        @staticmethod
+        def trainer_send_weights(iterator: Iterator[Any], arguments: Any) -> None:
+            for name, _ in iterator:
+                arguments.send_mode(Update([name, str(arguments.packed)]))
+
+    module.IPCWeightTransferEngine, module.IPCTrainerSendWeightsArgs = Engine, types.SimpleNamespace
+    asked: list[Any] = []
+    named = lambda: iter([("a", torch.ones(1)), ("b", torch.ones(1))])  # noqa: E731
+    sender = vllm_worker.VllmIpcSender(named, lambda *call: asked.append(call), is_packed=True)
+    sender.send()
+    updates = [("update", {"names": [name, "True"]}) for name in "ab"]
+    assert asked == [("start",), *updates, ("finish",)]
+
+
+# ------------------------------------------------------------------------------------------------- with real vLLM
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("r")))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        work = weight_sync_vllm._prepare(QWEN_7B, Layout(), get_device("cpu"))
+        yield work
+        assert work.close is not None
+        work.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_way_leaves_the_same_bytes_in_vllm(whole: Work) -> None:
+    ways = {contender.implementation: contender for contender in whole.contenders}
+    assert list(ways) == ["turn", "again", "packed", "nothing_new", "vllm_ipc", "vllm_ipc_packed", "per_tensor"]
+    assert whole.params["names"] == 27
+    states = []
+    for name, way in ways.items():
+        if name.startswith("vllm_ipc"):
+            with pytest.raises(UnsupportedError, match="it takes CUDA devices"):
+                way.run()
+            continue
+        done = way.run()
+        way.check(done)
+        states.append(done.state)
+        assert way.seconds is not None and way.seconds(done) > 0
+        wrong = [{key: value + 1 for key, value in done.sums[0].items()}]
+        with pytest.raises(AssertionError, match="are not those that another way"):
+            way.check(done._replace(sums=wrong))
+    assert set(states) == {0, 1}
+    turn = ways["turn"]
+    assert turn.quantities is not None
+    found = turn.quantities(turn.run())
+    phases = {"wake_weights", "sync", "trainer_offload", "wake_kv_cache"}
+    moves = {f"{kind}_{way}" for kind in ("cold", "reserved", "later") for way in ("to_host", "to_device")}
+    assert found.keys() >= phases | {f"{phase}_of_limit" for phase in phases} | moves | {"turn", "first_sync"}
+    assert found["read_amplification"].value == 1
+    assert all(quantity.value > 0 for quantity in found.values())
+    assert msgspec.json.encode(whole.params)
