@@ -36,6 +36,8 @@ class Description:
     name: str
     vendor: str
     properties: DeviceProperties
+    simulation: dict[str, Any] | None
+    """What stands in for the vendor's libraries and what it has computed, as ``Simulation.counted``; None: nothing."""
     capabilities: dict[str, Capability]
 
 
@@ -48,10 +50,16 @@ def describe(name: str) -> Description:
     """Raises DeviceError: the device is unknown or not available, or its plugin's code fails."""
     device = get_device(name)
     try:
-        properties, capabilities = device.properties(), capabilities_of(device)
+        properties, capabilities, simulation = device.properties(), capabilities_of(device), device.simulation()
     except Exception as error:  # somebody else's code
         raise DeviceError(f"device {name!r} cannot be described: {type(error).__name__}: {error}") from error
-    return Description(name=device.name, vendor=device.vendor, properties=properties, capabilities=capabilities)
+    return Description(
+        name=device.name,
+        vendor=device.vendor,
+        properties=properties,
+        simulation=None if simulation is None else simulation.counted(),
+        capabilities=capabilities,
+    )
 
 
 def capabilities_of(device: Any) -> dict[str, Capability]:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,41 @@ def _missing_gpus(needed: int) -> str:
         return f"needs {needed} CUDA device(s); this torch {torch.__version__} has no CUDA"
     found = torch.cuda.device_count()
     return "" if found >= needed else f"needs {needed} CUDA device(s), found {found}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--never-skip",
+        action="append",
+        default=[],
+        metavar="MARKER",
+        help="a test with this marker that is skipped, or a file that is, has failed: what it needs should be there",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and any(map(item.get_closest_marker, item.config.getoption("--never-skip"))):
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and collector.config.getoption("--never-skip"):
+        _fail(report)
+    return report
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome, report.longrepr = "failed", f"--never-skip: {reason}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

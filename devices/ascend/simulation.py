@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlcore.types import Simulation
@@ -26,11 +27,16 @@ def found() -> Simulation | None:
     """What the stand-in has computed and refused so far; None where there is none."""
     if not name():
         return None
-    log = Path(_asked("rlcore_simulation_log"))
-    lines = dict.fromkeys(log.read_text().splitlines())
-    told = {kind: tuple(sorted(line[len(kind) + 1 :] for line in lines if line.startswith(f"{kind} ")))
-            for kind in ("operator", "refused")}  # fmt: skip
-    return Simulation(name(), operators=told["operator"], refused=told["refused"])
+    return counted(name(), Path(_asked("rlcore_simulation_log")).read_text().splitlines())
+
+
+def counted(name: str, log: Iterable[str]) -> Simulation:
+    """From the lines of its log, in which a name stands once for each process that used it."""
+    names: dict[str, set[str]] = {"operator": set(), "refused": set()}
+    for line in log:
+        kind, _, operator = line.partition(" ")
+        names[kind].add(operator)
+    return Simulation(name, operators=tuple(sorted(names["operator"])), refused=tuple(sorted(names["refused"])))
 
 
 @functools.cache

@@ -88,6 +88,7 @@ def test_devices_as_json_holds_every_device_with_its_capabilities(rlcore_command
 def test_devices_with_a_name_shows_every_member(rlcore_command: Run) -> None:
     found = json.loads(rlcore_command("devices", "cpu:1", "--json").stdout)
     assert (found["name"], found["vendor"]) == ("cpu:1", "host")
+    assert found["simulation"] is None
     assert found["properties"]["cores"] == len(os.sched_getaffinity(0))
     table = rlcore_command("devices", "cpu:1").stdout
     for member, how in found["capabilities"].items():

@@ -8,10 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlcore.devices.ascend import simulation
+
 SIM = Path(__file__).resolve().parents[2] / "plugins" / "cann_sim" / "rlcore_cann_sim"
+
+_LOGGED = pytest.StashKey[set[str]]()
 
 RunSimulated = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -43,7 +48,7 @@ def libraries(_simulated: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def run_simulated(_simulated: dict[str, str], tmp_path: Path) -> RunSimulated:
+def run_simulated(_simulated: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> RunSimulated:
     """Run Python where ``import torch`` brings the real torch_npu over the simulated CANN, in an empty folder.
 
     The log of operators, simulated and refused, is ``cann.log`` there. A variable that is None is not set.
@@ -54,8 +59,18 @@ def run_simulated(_simulated: dict[str, str], tmp_path: Path) -> RunSimulated:
         variables = {name: value for name, value in asked.items() if value is not None}
         python = Path(_simulated["PATH"].split(":")[0], "python")
         command = [str(python), *arguments]
-        return subprocess.run(
+        found = subprocess.run(
             command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
         )
+        log = Path(variables.get("CANN_SIM_LOG", ""))
+        request.config.stash.setdefault(_LOGGED, set()).update(log.read_text().splitlines() if log.is_file() else [])
+        return found
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What all tests together asked of the stand-in."""
+    if lines := config.stash.get(_LOGGED, None):
+        terminalreporter.section("simulated CANN")
+        terminalreporter.line(str(simulation.counted("simulated CANN", lines)))

@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 
+from rlcore.devices.ascend.simulation import counted
+from rlcore.types import Simulation
+
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
 
 TASKS = Path(__file__).with_name("simulated_tasks.py")
 ROUNDS = Path(__file__).parents[2] / "engines" / "sync" / "test_rounds_on_gpus.py"
 
 
-def operators(folder: Path) -> dict[str, set[str]]:
-    """ "operator" and "refused" -> names, of every process of the run."""
-    found: dict[str, set[str]] = {"operator": set(), "refused": set()}
-    for line in (folder / "cann.log").read_text().splitlines():
-        kind, _, name = line.partition(" ")
-        found[kind].add(name)
-    return found
+def operators(folder: Path) -> Simulation:
+    """What every process of the run asked for."""
+    return counted("simulated CANN", (folder / "cann.log").read_text().splitlines())
 
 
 def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: Path) -> None:
@@ -36,15 +35,10 @@ def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: P
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["device"]["product"] == "Ascend910B1 (simulated CANN)"
     assert {member["evidence"] for member in report["members"].values()} == {"simulated"}
-    counted = operators(tmp_path)
-    assert report["simulation"] == {
-        "name": "simulated CANN",
-        "operators_simulated": len(counted["operator"]),
-        "operators_refused": 0,
-        "refused": [],
-    }
-    assert f"simulated CANN: {len(counted['operator'])} operators simulated, refused: none" in found.stdout
-    assert len(counted["operator"]) > 50
+    asked = operators(tmp_path)
+    assert report["simulation"] == asked.counted()
+    assert str(asked) in found.stdout
+    assert len(asked.operators) > 50 and not asked.refused
     skipped = {test: one["reason"] for test, one in report["tests"].items() if one["result"] == "skipped"}
     assert all("a lost wait would not have been seen" in reason for reason in skipped.values()), skipped
 
@@ -71,7 +65,7 @@ def test_the_stand_in_is_known_by_what_it_says_itself_and_not_by_a_variable(run_
         "operators_refused": 1,
         "refused": ["npu::npu_rotary_mul"],
     }.items() <= counted.items()
-    assert counted["operators_simulated"] == len(operators(tmp_path)["operator"]) > 1
+    assert counted["operators_simulated"] == len(operators(tmp_path).operators) > 1
 
 
 def test_no_variable_makes_a_library_that_does_not_say_so_a_simulation(
@@ -110,9 +104,9 @@ def test_sharded_training_over_hccl_has_the_losses_of_the_cpu(run_simulated: Any
     found = task(run_simulated, "sharded_training")
     assert found["npu"] == pytest.approx(found["cpu"], rel=1e-4)
     assert found["npu"][-1] < found["npu"][0]
-    counted = operators(tmp_path)
-    assert {"HcclAllGather", "HcclReduceScatter"} <= counted["operator"]
-    assert not counted["refused"]
+    asked = operators(tmp_path)
+    assert {"HcclAllGather", "HcclReduceScatter"} <= set(asked.operators)
+    assert not asked.refused
 
 
 def test_offloaded_training_goes_on_where_it_was(run_simulated: Any) -> None:
@@ -127,8 +121,8 @@ def test_weights_reach_another_process_by_every_route(run_simulated: Any, tmp_pa
     found = run_simulated("-m", "pytest", *options, str(ROUNDS))
     assert found.returncode == 0, found.stdout
     assert "3 passed" in found.stdout  # direct and packed on one NPU, a group of two
-    counted = operators(tmp_path)
-    assert {"HcclSend", "HcclRecv"} <= counted["operator"] and not counted["refused"]
+    asked = operators(tmp_path)
+    assert {"HcclSend", "HcclRecv"} <= set(asked.operators) and not asked.refused
 
 
 def test_what_is_not_simulated_fails_and_is_named(run_simulated: Any, tmp_path: Path) -> None:
@@ -136,7 +130,7 @@ def test_what_is_not_simulated_fails_and_is_named(run_simulated: Any, tmp_path: 
     found = run_simulated("-c", code)
     assert found.returncode == 1
     assert "npu::npu_rotary_mul is not simulated (simulated CANN)" in found.stderr
-    assert operators(tmp_path)["refused"] == {"npu::npu_rotary_mul"}
+    assert operators(tmp_path).refused == ("npu::npu_rotary_mul",)
 
 
 def test_a_wrong_keyword_is_refused_by_the_wheels_own_schema(run_simulated: Any) -> None:
@@ -169,16 +163,16 @@ def test_the_vendors_attention_is_taken_where_it_gives_what_plain_torch_gives(
     assert found.pop("chosen") == "npu_fusion_attention"
     for name, reason in found.items():
         assert reason == ("it is used without softcap" if name.startswith("softcap") else None), name
-    assert {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"} <= operators(tmp_path)["operator"]
+    assert {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"} <= set(operators(tmp_path).operators)
 
 
 def test_the_quickstarts_rewards_are_those_of_the_cpu(run_simulated: Any, tmp_path: Path) -> None:
     found = task(run_simulated, "quickstart")
     rewards = {kind: [step["reward"] for step in curve] for kind, curve in found.items()}
     losses = {kind: [step["loss"] for step in curve] for kind, curve in found.items()}
-    counted = operators(tmp_path)
-    print(f"{len(counted['operator'])} operators simulated, refused: {sorted(counted['refused'])}; {rewards} {losses}")
+    asked = operators(tmp_path)
+    print(asked, rewards, losses)
     assert rewards["npu"] == rewards["cpu"]
     assert losses["npu"] == pytest.approx(losses["cpu"], rel=0, abs=1e-6)
     assert rewards["npu"][-1] > rewards["npu"][0] and len(set(losses["npu"])) > 3  # it learned, and not once
-    assert len(counted["operator"]) > 50 and not counted["refused"]
+    assert len(asked.operators) > 50 and not asked.refused
