@@ -18,7 +18,7 @@ from typing import IO, Literal
 from rlcore import __version__
 from rlcore.bench.system import installed_versions
 from rlcore.deadline import call_within
-from rlcore.doctor import ascend, host, nvidia, packages
+from rlcore.doctor import ascend, cuda_toolkit, host, nvidia, packages
 from rlcore.doctor.finding import Finding, Status, run_check
 from rlcore.doctor.secrets import without_secrets
 from rlcore.settings import Settings
@@ -67,7 +67,10 @@ def _checks_here() -> Iterator[Finding]:
     yield run_check("NPU driver", ascend.driver, versions)
     yield run_check("triton", packages.triton, versions)
     yield run_check("vllm", packages.vllm, versions)
+    yield run_check("vllm-ascend", packages.vllm_ascend, versions)
     yield run_check("driver", nvidia.driver, build)
+    yield run_check("ptxas", cuda_toolkit.ptxas, build)
+    yield run_check("nvcc", cuda_toolkit.nvcc, build)
     yield run_check("peer access", nvidia.peer_access)
     yield run_check("shared memory", host.shared_memory)
     yield run_check("locked memory", host.locked_memory)

@@ -22,7 +22,7 @@ _LEAST_PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; gloo, NCCL and data loaders use it too."""
 _LEAST_FILES = 4096
-_MOST_NAMES = 5
+_MOST_NAMES, _MOST_REMOVED = 5, 20
 _SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
@@ -78,9 +78,10 @@ def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
         return ok("none")
     names = [path.name for path in sorted(dead)]
     rest = f" and {len(dead) - _MOST_NAMES} more" if len(dead) > _MOST_NAMES else ""
+    again = "; rlcore doctor  # for the rest" if len(dead) > _MOST_REMOVED else ""
     return warn(
         f"{len(dead)} of dead processes: {', '.join(names[:_MOST_NAMES])}{rest}",
-        f"rm -r {' '.join(map(str, sorted(dead)))}",
+        f"rm -r {' '.join(map(str, sorted(dead)[:_MOST_REMOVED]))}{again}",
     )
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import re
 import runpy
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ class Range:
 
 TORCH = Range((2, 10), (2, 15))
 VLLM = Range((0, 26), (0, 33))
+VLLM_ASCEND = Range((0, 23), (0, 26))
+_TRITON_ASCEND_PYTHON = (3, 11)
+"""The newest for which triton-ascend 3.2.0, the newest on PyPI, has a wheel."""
 
 
 def torch_build() -> TorchBuild | None:
@@ -70,7 +74,8 @@ def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
     if _release(npu) != _release(build.version):
         return fail(f"{npu} is for torch {wanted}, not {build.version}", f"pip install 'torch=={wanted}.*'")
     if build.kind != "CPU only":
-        return fail(f"{npu} refuses torch's {build.kind} build", "install torch's CPU build, or remove torch-npu")
+        cpu_build = f"pip install --force-reinstall 'torch=={wanted}.*+cpu' from PyTorch's index of CPU builds"
+        return fail(f"{npu} refuses torch's {build.kind} build", f"{cpu_build}, or pip uninstall -y torch-npu")
     return ok(npu)
 
 
@@ -89,12 +94,22 @@ def triton(versions: Mapping[str, str]) -> Verdict:
             f"{found}: one has overwritten files of the other",
             "pip uninstall -y triton triton-ascend, then pip install the one for your device",
         )
+    is_for_npu = "torch-npu" in versions
+    is_too_new = sys.version_info[:2] > _TRITON_ASCEND_PYTHON
+    newest = ".".join(map(str, _TRITON_ASCEND_PYTHON))
     if not both:
-        return ok("not installed: operators run without it")
-    wanted = "triton-ascend" if "torch-npu" in versions else "triton"
+        why = f": triton-ascend has wheels for Python 3.9 to {newest}" if is_for_npu and is_too_new else ""
+        return ok(f"not installed: operators run without it{why}")
+    wanted = "triton-ascend" if is_for_npu else "triton"
     if wanted in both:
         return ok(found)
     (other,) = both
+    if is_for_npu and is_too_new:
+        return warn(
+            f"{found} builds nothing for this torch",
+            f"pip uninstall -y {other}: operators run without it. Triton for NPUs needs Python 3.9 to {newest}, for "
+            "which triton-ascend has wheels",
+        )
     return warn(f"{found} builds nothing for this torch", f"pip uninstall -y {other}, then pip install {wanted}")
 
 
@@ -102,10 +117,44 @@ def vllm(versions: Mapping[str, str]) -> Verdict:
     version = versions.get("vllm")
     if version is None:
         return ok("not installed")
+    if "vllm-ascend" in versions:
+        return ok(f"{version}; vllm-ascend decides which it must be")
     if VLLM.least <= _release(version) <= VLLM.newest:
         return ok(version)
     known = f"{_text(VLLM.least)} to {_text(VLLM.newest)}"
     return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={_text(VLLM.newest)}.*'")
+
+
+def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
+    """It is made for the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
+    version = versions.get("vllm-ascend")
+    if version is None:
+        return ok("not installed")
+    number = _text(_release(version))
+    if not VLLM_ASCEND.least <= _release(version) <= VLLM_ASCEND.newest:
+        known = f"{_text(VLLM_ASCEND.least)} to {_text(VLLM_ASCEND.newest)}"
+        fix = f"pip install 'vllm-ascend=={_text(VLLM_ASCEND.least)}.*' 'vllm=={_text(VLLM_ASCEND.least)}.*'"
+        return warn(f"{version}; rlcore's executor was held against {known}", fix)
+    beside = versions.get("vllm")
+    if beside is None or _release(beside) != _release(version):
+        there = f"vLLM {beside}" if beside else "no vLLM"
+        return fail(f"{version} is made for vLLM {number}; there is {there}", f"pip install 'vllm=={number}.*'")
+    wrong = [f"{name} {wanted}, not {versions.get(name, 'none')}" for name, wanted in _pins("vllm-ascend").items()
+             if versions.get(name, "").partition("+")[0] != wanted]  # fmt: skip
+    if wrong:
+        return warn(
+            f"{version} asks for {'; '.join(wrong)}",
+            f"an environment of its own: pip install vllm-ascend=={version} vllm=={beside}; then "
+            "infer.build(python=<its bin/python>)",
+        )
+    return ok(f"{version} beside vLLM {beside}")
+
+
+def _pins(distribution: str) -> dict[str, str]:
+    """Packages of which it names one version, from its metadata."""
+    lines = importlib.metadata.requires(distribution) or []
+    found = (re.match(r"(torch|torch[-_]npu|triton[-_]ascend)\s*\(?==\s*([\w.]+)", line) for line in lines)
+    return {one[1].replace("_", "-"): one[2] for one in found if one}
 
 
 def _release(version: str) -> tuple[int, int]:

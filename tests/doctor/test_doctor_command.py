@@ -95,7 +95,8 @@ def test_a_sound_machine(machine: Machine) -> None:
     seconds = time.perf_counter() - start
     assert report["schema"] == "rlcore.doctor/1"
     assert report["seconds"] < seconds
-    assert {"python", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "flash-attn", "driver",
+    assert {"python", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "vllm-ascend",
+            "flash-attn", "driver", "ptxas", "nvcc",
             "peer access", "shared memory", "locked memory", "open files", "leftovers", "allocator", "environment",
             "import torch", "plugins",
             "device cpu", "device cuda", "default device", "visible cuda", "ipc cpu"} <= set(checks)  # fmt: skip

@@ -147,9 +147,9 @@ def test_the_doctor_asks_for_cann_where_torch_npu_is(tmp_path: Path) -> None:
     assert (missing.status, "import torch fails" in missing.found) == ("FAIL", True)
     assert "set_env.sh" in missing.fix and "pip uninstall torch-npu" in missing.fix
     environ = _cann(tmp_path, "8.5.0")
-    assert ascend.cann(NPU, environ).found == "CANN 8.5.0"
+    assert ascend.cann(NPU, environ).found.startswith("CANN 8.5.0; ")
     old = ascend.cann(NPU, _cann(tmp_path, "8.2.RC1"))
-    assert (old.status, old.found) == ("WARN", "CANN 8.2.RC1: processes share NPU memory from 8.3.RC1 on")
+    assert (old.status, "CANN 8.2.RC1" in old.found, "from 8.3.RC1 on" in old.found) == ("WARN", True, True)
     (tmp_path / "compiler").rmdir()
     assert f"{tmp_path} lacks compiler, which torch-npu asks for" in ascend.cann(NPU, environ).found
     assert "lacks compiler, ASCEND_OPP_PATH" in ascend.cann(NPU, {"ASCEND_HOME_PATH": str(tmp_path)}).found
@@ -160,7 +160,7 @@ def test_the_doctor_asks_for_the_driver_where_torch_npu_is(tmp_path: Path) -> No
     assert ascend.driver({}, path).status == "OK"
     assert ascend.driver(NPU, path).status == "WARN"
     path.write_text("Version=25.2.0\n")
-    assert ascend.driver(NPU, path).found == "driver 25.2.0: processes share NPU memory from 25.3.rc1 on"
+    assert ascend.driver(NPU, path).found.startswith("driver 25.2.0: processes share NPU memory from 25.3.rc1 on")
     path.write_text("Version=25.5.0\n")
     assert ascend.driver(NPU, path) == ascend.ok("driver 25.5.0")
 

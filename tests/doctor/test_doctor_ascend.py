@@ -1,0 +1,157 @@
+"""What the doctor says of an Ascend machine: planted CANN, driver and packages, found as the real ones are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.doctor import ascend, packages
+from rlcore.doctor.packages import TorchBuild
+from rlcore.engines.executors.vllm import ascend as executor
+
+
+def cann(folder: Path, version: str) -> dict[str, str]:
+    """The variables that its set_env.sh would set."""
+    for name in ("runtime", "compiler"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "ascend_toolkit_install.info").write_text(f"version={version}\n")
+    return {"ASCEND_HOME_PATH": str(folder), "ASCEND_OPP_PATH": str(folder)}
+
+
+def driver(folder: Path, version: str) -> Path:
+    (folder / "version.info").write_text(f"Version={version}\n")
+    return folder / "version.info"
+
+
+def install(folder: Path, name: str, version: str, *requires: str) -> None:
+    """A distribution of which nothing but the metadata is there."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+# ------------------------------------------------------------------------------------------- driver, CANN, torch-npu
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "installed", "status", "words"),
+    [
+        ("2.10.0.post4", "9.1.0", "OK", "CANN 9.1.0, for which torch-npu 2.10.0.post4 is made"),
+        ("2.14.0", "9.1.1", "OK", "CANN 9.1.1, for which torch-npu 2.14.0 is made"),
+        ("2.14.0", "8.5.0", "WARN", "CANN 8.5.0; torch-npu 2.14.0 is made for CANN 9.1.0"),
+        ("2.12.0", "9.2.0", "WARN", "CANN 9.2.0; torch-npu 2.12.0 is made for CANN 9.1.0"),
+        ("2.13.0", "9.1.0", "OK", "CANN 9.1.0; no table says which torch-npu 2.13.0 is for"),
+        ("2.13.0", "8.2.RC1", "WARN", "processes share NPU memory from 8.3.RC1 on"),
+    ],
+)
+def test_cann_and_torch_npu(tmp_path: Path, torch_npu: str, installed: str, status: str, words: str) -> None:
+    found = ascend.cann({"torch-npu": torch_npu}, cann(tmp_path, installed))
+    assert (found.status, words in found.found) == (status, True), found
+    assert status == "OK" or found.fix.startswith("install ")
+
+
+@pytest.mark.parametrize(
+    ("cann_version", "version", "status", "words"),
+    [
+        ("9.1.0", "26.0.rc1", "OK", "driver 26.0.rc1"),
+        ("9.1.1", "25.0.1", "FAIL", "driver 25.0.1; CANN 9.1.1 runs with 25.2 and newer"),
+        ("8.5.0", "24.1.0", "FAIL", "driver 24.1.0; CANN 8.5.0 runs with 25.0 and newer"),
+        ("9.1.0", "25.2.0", "WARN", "driver 25.2.0: processes share NPU memory from 25.3.rc1 on, and until then"),
+        ("8.3.RC1", "24.1.0", "WARN", "processes share NPU memory from 25.3.rc1 on"),
+    ],
+)
+def test_driver_and_cann(tmp_path: Path, cann_version: str, version: str, status: str, words: str) -> None:
+    environ = cann(tmp_path / "cann", cann_version)
+    found = ascend.driver({"torch-npu": "2.14.0"}, driver(tmp_path, version), environ)
+    assert (found.status, words in found.found) == (status, True), found
+    assert status == "OK" or found.fix.startswith("install ")
+
+
+# --------------------------------------------------------------------------------------------------- packages
+
+
+def test_a_cuda_build_beside_torch_npu_is_told_which_build_to_install() -> None:
+    found = packages.torch_npu(TorchBuild("2.13.0", "13.0", None), {"torch-npu": "2.13.0"})
+    assert found.status == "FAIL"
+    assert "pip install --force-reinstall 'torch==2.13.*+cpu' from PyTorch's index of CPU builds" in found.fix
+
+
+@pytest.mark.parametrize("python", [(3, 11), (3, 12)])
+def test_where_triton_ascend_has_no_wheel_it_is_not_advised(
+    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*python, 4))
+    found = packages.triton({"triton": "3.7.0", "torch-npu": "2.13.0"})
+    assert found.status == "WARN"
+    assert ("pip install triton-ascend" in found.fix) == (python == (3, 11))
+    assert ("Triton for NPUs needs Python 3.9 to 3.11" in found.fix) == (python == (3, 12))
+    none = packages.triton({"torch-npu": "2.13.0"})
+    assert (none.status, "wheels for Python 3.9 to 3.11" in none.found) == ("OK", python == (3, 12))
+
+
+PINS = ("torch==2.10.0", "torch-npu==2.10.0.post4", "triton-ascend==3.2.2 ; platform_machine == 'aarch64'", "numpy<3")
+RIGHT = {"torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "triton-ascend": "3.2.2", "vllm": "0.23.0+empty"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, ("OK", "0.23.0.post1 beside vLLM 0.23.0+empty", "")),
+        ({"vllm": "0.33.0"}, ("FAIL", "is made for vLLM 0.23; there is vLLM 0.33.0", "pip install 'vllm==0.23.*'")),
+        ({"vllm": None}, ("FAIL", "is made for vLLM 0.23; there is no vLLM", "pip install 'vllm==0.23.*'")),
+        (
+            {"torch": "2.13.0+cpu", "torch-npu": "2.13.0"},
+            (
+                "WARN",
+                "asks for torch 2.10.0, not 2.13.0+cpu; torch-npu 2.10.0.post4, not 2.13.0",
+                "an environment of its own: pip install vllm-ascend==0.23.0.post1",
+            ),
+        ),
+        ({"triton-ascend": None}, ("WARN", "asks for triton-ascend 3.2.2, not none", "an environment of its own")),
+    ],
+)
+def test_vllm_ascend_and_what_it_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    status, words, fix = expected
+    install(tmp_path, "vllm-ascend", "0.23.0.post1", *PINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = {k: v for k, v in (RIGHT | {"vllm-ascend": "0.23.0.post1"} | changed).items() if v}
+    found = packages.vllm_ascend(versions)
+    assert (found.status, words in found.found, found.fix.startswith(fix)) == (status, True, True), found
+    assert packages.vllm(versions).status == "OK", "one line about it is enough"
+
+
+def test_a_vllm_ascend_that_nobody_tried() -> None:
+    found = packages.vllm_ascend({"vllm-ascend": "0.11.0", "vllm": "0.11.0"})
+    assert (found.status, found.found) == ("WARN", "0.11.0; rlcore's executor was held against 0.23 to 0.26")
+    assert (packages.VLLM_ASCEND.least, packages.VLLM_ASCEND.newest) == (executor.OLDEST, executor.NEWEST)
+
+
+# ----------------------------------------------------------------------------------------- the command as a whole
+
+
+def test_a_machine_that_is_wrong_everywhere(tmp_path: Path, run_python: Any) -> None:
+    """Old CANN, both allocator variables, another torch's torch-npu, a vLLM of another number; torch still loads."""
+    install(tmp_path, "torch-npu", "2.14.0")
+    install(tmp_path, "vllm-ascend", "0.23.0", *PINS)
+    install(tmp_path, "vllm", "0.33.0")
+    environ = cann(tmp_path / "cann", "8.5.0") | {"PYTHONPATH": str(tmp_path), "RLCORE_RUNTIME": str(tmp_path / "run")}
+    both = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    result = run_python(["-m", "rlcore", "doctor", "--json"], env=environ | both)
+    assert result.returncode == 1, result.stderr
+    checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
+    found = {name: checks[name]["status"] for name in ("torch-npu", "CANN", "vllm", "vllm-ascend", "allocator")}
+    assert found == {"torch-npu": "FAIL", "CANN": "WARN", "vllm": "OK", "vllm-ascend": "FAIL", "allocator": "FAIL"}
+    assert all(check["fix"] for check in checks.values() if check["status"] != "OK")
+    assert checks["torch-npu"]["fix"] == "pip install 'torch==2.14.*'"
