@@ -1,0 +1,238 @@
+"""A trainer and real vLLM on the same devices, with a model whose shapes are real and whose weights are random.
+
+vLLM's are made up (``load_format="dummy"``), so that nothing large is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.cases import vllm_worker
+from rlcore.bench.cases.dense_model import Drawn
+from rlcore.bench.cases.language_model import transformers_class
+from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.train import TrainEngine
+from rlcore.nn import HuggingFaceTrainModule, meta_device
+from rlcore.types import OffloadReport
+
+_TIMEOUT_S = 580.0
+_FILE_BYTES = 4 << 30
+"""At least: a whole large model in one file could not be mapped into the memory of a small machine."""
+_KV_BYTES = 8 << 30
+_KV_BYTES_ON_HOST = 1 << 24
+
+
+class Model(NamedTuple):
+    """What both sides have, as its transformers configuration."""
+
+    name: str
+    config_class: str
+    model_class: str
+    fields: Mapping[str, Any]
+
+
+_COMMON = {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "dtype": "bfloat16"}
+QWEN_7B = Model(
+    "qwen2.5-7b",
+    "Qwen2Config",
+    "Qwen2ForCausalLM",
+    _COMMON
+    | {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+)
+QWEN_30B_A3B = Model(
+    "qwen3-30b-a3b",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    _COMMON
+    | {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+)
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "moe_intermediate_size": 64,
+}
+"""Instead, where the device is a host."""
+
+
+class Layout(NamedTuple):
+    """Which devices the two sides have: the trainer the first ``shards``, the sampler the first of all."""
+
+    shards: int = 1
+    tensor_parallel: int = 1
+    replicas: int = 1
+
+    @property
+    def devices(self) -> int:
+        return max(self.shards, self.tensor_parallel * self.replicas)
+
+
+# ------------------------------------------------------------------------------------------------ the two engines
+
+
+def policy(model: Model, device_type: str) -> Any:
+    """On meta. Raises MissingDependencyError without transformers."""
+
+    class Policy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
+        def materialization_source(self) -> Any:
+            return Drawn(self, torch.bfloat16, device_type)
+
+        @torch.no_grad()
+        def negate(self) -> None:
+            """New weights, and the old ones again after the next time."""
+            for parameter in self.parameters():
+                parameter.neg_()
+
+        def named(self) -> list[tuple[str, Tensor]]:
+            return list(self.named_weights())
+
+    config = transformers_class(model.config_class)(**model.fields, architectures=[model.model_class])
+    with meta_device():
+        return Policy._from_config(config)
+
+
+def write_folder(module: Any, folder: Path) -> None:
+    """A model folder whose weights take no space: all are zero, and holes in the files."""
+    module.config.save_pretrained(folder)
+    headers: list[dict[str, Any]] = [{}]
+    end = 0
+    for view in module.weight_views():
+        if end >= _FILE_BYTES:
+            headers.append({})
+            end = 0
+        begin, end = end, end + view.view.nbytes
+        headers[-1][view.name] = {"dtype": "BF16", "shape": list(view.view.shape), "data_offsets": [begin, end]}
+    files = [f"model-{number}.safetensors" for number in range(len(headers))]
+    for file, header in zip(files, headers, strict=True):
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + max(one["data_offsets"][1] for one in header.values()))
+    places = {name: file for file, header in zip(files, headers, strict=True) for name in header}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+class VllmPair:
+    """A trainer and a sampler that share devices."""
+
+    def __init__(self, model: Model, layout: Layout, device: Any) -> None:
+        self.device, self.layout = device, layout
+        is_host = device.spec.is_host
+        if is_host:
+            fields = {name: _TINY.get(name, value) for name, value in model.fields.items()}
+            model = model._replace(name=f"{model.name}-tiny", fields=fields)
+        self.name, self.state = model.name, 0
+        self._files = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
+        folder = Path(self._files.name)
+        module = policy(model, device.type)
+        write_folder(module, folder)
+        views = [view.view for view in module.weight_views()]
+        self.nbytes, self.num_names = int(sum(view.nbytes for view in views)), len(views)
+        vllm_worker.register()
+        self.train, self.infer = TrainEngine(module), InferenceEngine(folder, executor=vllm_worker.EXECUTOR)
+        self.kv_bytes = _KV_BYTES_ON_HOST if is_host else _KV_BYTES
+        self.first_s = 0.0
+        """Of the first sync, which plans, proves, opens, and is verified."""
+        self.left: dict[str, tuple[float, float]] = {}
+        self.moved_bytes = 0
+
+    def start(self) -> None:
+        """Build both, and give vLLM its first weights."""
+        device, layout = self.device, self.layout
+        is_host = device.spec.is_host
+        places = [f"{device.spec.name}:{index}" for index in range(layout.devices)]
+        # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
+        load_format = "auto" if is_host else "dummy"
+        self.infer.build(
+            tensor_parallel_size=layout.tensor_parallel,
+            data_parallel_size=layout.replicas,
+            devices=places[: layout.tensor_parallel * layout.replicas],
+            load_format=load_format,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=self.kv_bytes,
+            timeout_s=_TIMEOUT_S,
+        )
+        if layout.devices == 1:
+            self.left = self._leave_first()
+        self.infer.meta()
+        self.train.build(
+            data_parallel_size=layout.shards, devices=places[: layout.shards], dtype="bfloat16", timeout_s=_TIMEOUT_S
+        )
+        self.infer.onload()
+        started = time.perf_counter()
+        self.train.sync_weights(self.infer, verify=True)
+        self.first_s = time.perf_counter() - started
+
+    def _leave_first(self) -> dict[str, tuple[float, float]]:
+        """Seconds out and back: when no host memory is ready, when it is, and when it was used before."""
+        found = {}
+        for kind, reserved in (("cold", 0), ("reserved", self.nbytes + (self.nbytes >> 6)), ("later", None)):
+            if reserved is not None:
+                self.ask("reserve_again", reserved)
+            reports = [_joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
+            found[kind] = reports[0].seconds, reports[1].seconds
+        self.moved_bytes = reports[0].moved_bytes
+        self.infer.meta("weights")
+        self.ask("reserve_again", 0)  # the trainer's weights need it as well
+        self.infer.onload("weights")
+        return found
+
+    def step(self) -> None:
+        """The trainer gets new weights."""
+        self.train.call("negate")
+        self.state ^= 1
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Of the first replica."""
+        return self.infer._call(method, *arguments)[0]
+
+    def close(self) -> None:
+        self.train.close()
+        self.infer.close()
+        self._files.cleanup()
+
+
+def _joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
+    """Of one tag: devices move side by side."""
+    (of_devices,) = reports.values()
+    return OffloadReport(
+        moved_bytes=sum(report.moved_bytes for report in of_devices),
+        freed_device_bytes=sum(report.freed_device_bytes for report in of_devices),
+        seconds=max(report.seconds for report in of_devices),
+        pinned=all(report.pinned for report in of_devices),
+        first_use=any(report.first_use for report in of_devices),
+    )

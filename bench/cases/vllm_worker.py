@@ -1,0 +1,129 @@
+"""A vLLM replica that the bench can ask more of: to take weights as others give them, and what it holds then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.executors.vllm.worker import VllmWorker
+from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.sync.proof import checksums
+from rlcore.errors import UnsupportedError
+from rlcore.registry import registry
+from rlcore.types import IpcHandle
+
+EXECUTOR = "vllm_measured"
+_PACKED_BYTES = 2 << 30
+"""vLLM's own default of 1 GiB does not take the embedding of a 7B model."""
+
+
+def register() -> None:
+    """Make it known as the inference executor ``EXECUTOR`` of this process."""
+    registry().executors["inference", EXECUTOR] = (f"{__name__}:MeasuredVllmWorker", "the bench")
+
+
+class MeasuredVllmWorker(VllmWorker):
+    """``reserve_again``, ``take`` and ``transfer`` are for a replica of one device, whose worker is in this process."""
+
+    def build(self, path: str | Path, **engine_args: Any) -> None:
+        super().build(path, **engine_args)
+        if engine_args.get("load_format") == "dummy":  # what vLLM made up is not in the folder
+            self._differing = []
+
+    def reserve_again(self, nbytes: int) -> None:
+        """Give all host memory back, and have so much of it ready: nothing for 0."""
+        arena = arena_of(self.device)
+        arena.trim()
+        if nbytes:
+            arena.reserve(nbytes)
+            arena.wait()
+
+    def sums(self) -> list[dict[str, int]]:
+        """Of each parameter's bytes, by vLLM's ranks."""
+        return self._on_vllms_workers(_sums)
+
+    def take(self, name: str, handle: bytes) -> None:
+        """One tensor, as frameworks give it."""
+        with self.device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
+            self._on_vllms_workers(_load, name, mapping.tensor)
+            self.device.synchronize()
+
+    def transfer(self, method: str, argument: Any = None) -> None:
+        """A call of vLLM's own back end ``ipc``, on its worker's side."""
+        self._on_vllms_workers(_transfer, method, argument)
+
+    def _on_vllms_workers(self, run: Callable[..., Any], *arguments: Any) -> list[Any]:
+        assert self._engine is not None
+        return self._engine.collective_rpc(run, args=arguments)  # type: ignore[arg-type]
+
+
+def _sums(worker: Any) -> dict[str, int]:
+    own = dict(worker.model_runner.get_model().named_parameters())
+    return dict(zip(own, checksums(parameter.detach() for parameter in own.values()), strict=True))
+
+
+def _load(worker: Any, name: str, tensor: Tensor) -> None:
+    worker.model_runner.get_model().load_weights([(name, tensor)])
+
+
+def _transfer(worker: Any, method: str, argument: Any) -> None:
+    engine = getattr(worker, "_rlcore_measured", None)
+    if engine is None:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        config = WeightTransferConfig(backend="ipc")
+        model = worker.model_runner.get_model()
+        engine = worker._rlcore_measured = IPCWeightTransferEngine(config, worker.vllm_config, worker.device, model)
+    match method:
+        case "start":
+            engine.start_weight_update()
+        case "update":
+            engine.update_weights(argument)
+        case "finish":
+            engine.finish_weight_update()
+
+
+# ------------------------------------------------------------------------------------------- the trainer's side
+
+
+class VllmIpcSender:
+    """vLLM's own back end ``ipc``, on the trainer's side.
+
+    Args:
+        named: all weights, whole and on one device, by the names of a checkpoint; anew for each call.
+        ask: calls ``MeasuredVllmWorker.transfer``.
+
+    Raises:
+        UnsupportedError: this installation cannot; says why.
+    """
+
+    def __init__(
+        self, named: Callable[[], Iterator[tuple[str, Tensor]]], ask: Callable[..., Any], *, is_packed: bool
+    ) -> None:
+        self._named, self._ask, self._is_packed = named, ask, is_packed
+        if not torch.cuda.is_available():
+            raise UnsupportedError("vLLM's own ipc engine", "it takes CUDA devices")
+        try:
+            from vllm.distributed.weight_transfer import ipc_engine
+        except ImportError as error:
+            raise UnsupportedError("vLLM's own ipc engine", f"it cannot be imported: {error}") from error
+        if not hasattr(ipc_engine.IPCWeightTransferEngine, "trainer_send_weights"):
+            raise UnsupportedError("vLLM's own ipc engine of this version", "the case drives that of 0.26 only")
+        self._vllm: Any = ipc_engine
+
+    def send(self) -> None:
+        """Returns when vLLM has the weights."""
+        arguments = self._vllm.IPCTrainerSendWeightsArgs(
+            send_mode=lambda update: self._ask("update", asdict(update)),
+            packed=self._is_packed,
+            packed_buffer_size_bytes=_PACKED_BYTES,
+        )
+        self._ask("start")
+        self._vllm.IPCWeightTransferEngine.trainer_send_weights(self._named(), arguments)
+        self._ask("finish")

@@ -1,0 +1,303 @@
+"""New weights for real vLLM, inside the loop in which trainer and sampler take turns on their devices.
+
+One start of vLLM serves all of a case: the steady sync, the turn around it by phase, the first time that the engine
+leaves its device, and, where the replica has one device, the ways that others send. Every way has to leave the same
+bytes in vLLM's parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases import vllm_worker
+from rlcore.bench.cases.offload import Link
+from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
+from rlcore.errors import MissingDependencyError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.types import SyncReport
+
+_NUM_RUNS = 5
+_PIECE_BYTES = 1 << 30
+_NUM_COPIES = 8
+"""Of a piece; the time of all bytes is taken from them."""
+_MOST_NAMES_ONE_BY_ONE = 1000
+"""More would take minutes."""
+
+
+# ---------------------------------------------------------------------------------------------------- what is timed
+
+
+class _Done(NamedTuple):
+    seconds: float
+    """Of the whole call, as its user sees it."""
+    state: int
+    """Of the trainer's weights, 0 or 1."""
+    sums: list[dict[str, int]]
+    """Of vLLM's parameters, by rank."""
+    quantities: Mapping[str, Quantity] = {}
+    report: SyncReport | None = None
+
+
+class _Limits(NamedTuple):
+    """What this device was seen to do just before, without an engine."""
+
+    to_host: float
+    to_device: float
+    """Bytes a second."""
+    weights_s: float
+    """To allocate as many bytes as vLLM's weights have."""
+    kv_cache_s: float
+    """To allocate, and set to zero, as many as its KV cache has."""
+    copy_s: float
+    """To copy as many bytes as the weights have, within the device."""
+    peer: float | None
+    """Bytes a second from the next device, where there are several."""
+
+
+def _measure_limits(pair: VllmPair) -> _Limits:
+    link = Link(pair.device)
+    rates = link.rates()
+    del link
+    return _Limits(
+        *rates,
+        weights_s=_allocation_s(pair.device, pair.nbytes, is_zeroed=False),
+        kv_cache_s=_allocation_s(pair.device, pair.kv_bytes, is_zeroed=True),
+        copy_s=_copy_s(pair.device, pair.device, pair.nbytes),
+        peer=_peer_rate(pair) if pair.layout.devices > 1 else None,
+    )
+
+
+def _peer_rate(pair: VllmPair) -> float:
+    other = get_device(f"{pair.device.spec.name}:{pair.device.index + 1}")
+    return pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
+
+
+def _allocation_s(device: Any, nbytes: int, *, is_zeroed: bool) -> float:
+    device.memory.empty_cache()
+    device.synchronize()
+    started = time.perf_counter()
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+    if is_zeroed:
+        memory.zero_()
+    device.synchronize()
+    seconds = time.perf_counter() - started
+    del memory
+    device.memory.empty_cache()
+    return seconds
+
+
+def _copy_s(to: Any, from_: Any, nbytes: int) -> float:
+    piece = min(_PIECE_BYTES, nbytes)
+    source = torch.ones(piece, dtype=torch.uint8, device=from_.torch_device)
+    destination = torch.empty_like(source, device=to.torch_device)
+    seconds = []
+    for _ in range(_NUM_COPIES):
+        for device in (to, from_):
+            device.synchronize()
+        started = time.perf_counter()
+        destination.copy_(source)
+        for device in (to, from_):
+            device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:]) * (nbytes / piece)
+
+
+class _Ways:
+    """How vLLM gets new weights; each leaves it and the trainer on the device."""
+
+    def __init__(self, pair: VllmPair, limits: _Limits) -> None:
+        self._pair, self._limits = pair, limits
+        self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
+
+    def turn(self) -> _Done:
+        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it."""
+        train, infer, limits = self._pair.train, self._pair.infer, self._limits
+        self._pair.step()
+        infer.meta()
+        steps: dict[str, Callable[[], Any]] = {
+            "wake_weights": lambda: infer.onload("weights"),
+            "sync": lambda: train.sync_weights(infer),
+            "trainer_offload": train.offload,
+            "wake_kv_cache": lambda: infer.onload("kv_cache"),
+        }
+        seconds, found = {}, {}
+        for name, step in steps.items():
+            started = time.perf_counter()
+            found[name] = step()
+            seconds[name] = time.perf_counter() - started
+        train.onload()
+        least = {
+            "wake_weights": limits.weights_s,
+            "sync": limits.copy_s,
+            "trainer_offload": self._pair.nbytes / limits.to_host,
+            "wake_kv_cache": limits.kv_cache_s,
+        }
+        report: SyncReport = found["sync"]
+        quantities = {
+            **{name: Quantity(one, "s") for name, one in seconds.items()},
+            **{f"{name}_of_limit": Quantity(one / least[name], "1") for name, one in seconds.items()},
+            "turn": Quantity(sum(seconds.values()), "s"),
+            "read_amplification": Quantity(report.moved_bytes / report.needed_bytes, "1"),
+            **self._first_moves(),
+        }
+        if report.handles_opened:
+            quantities["handles_opened"] = Quantity(report.handles_opened, "handle")
+        if limits.peer is not None:
+            bound = 2 * report.needed_bytes / self._num_receivers / limits.peer + 0.020
+            quantities["sync_of_bound"] = Quantity(seconds["sync"] / bound, "1")
+        return self._done(seconds["sync"], quantities, report)
+
+    def _first_moves(self) -> dict[str, Quantity]:
+        """Of vLLM's weights to the host and back, when the engine was new."""
+        found = {"first_sync": Quantity(self._pair.first_s, "s")}
+        rates = self._limits.to_host, self._limits.to_device
+        for kind, both in self._pair.left.items():
+            for way, seconds, rate in zip(("to_host", "to_device"), both, rates, strict=True):
+                found[f"{kind}_{way}"] = Quantity(seconds, "s")
+                found[f"{kind}_{way}_of_link"] = Quantity(self._pair.moved_bytes / seconds / rate, "1")
+        return found
+
+    @property
+    def _num_receivers(self) -> int:
+        return self._pair.layout.tensor_parallel * self._pair.layout.replicas
+
+    def again(self) -> _Done:
+        """Nothing else was moved since the last sync."""
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
+
+    def packed(self) -> _Done:
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer, route="packed"))
+
+    def nothing_new(self) -> _Done:
+        self._pair.train.sync_weights(self._pair.infer)
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
+
+    def per_tensor(self) -> _Done:
+        """For each weight by name a copy, a handle, a call, and the engine's own loader, as in RLite."""
+        memory = self._pair.device.memory
+
+        def loop() -> None:
+            for name, weight in self.named():
+                copy = weight.clone(memory_format=torch.contiguous_format)
+                handle = memory.export_ipc(copy)
+                self._pair.device.synchronize()
+                self._pair.ask("take", name, handle.to_bytes())
+                memory.revoke(handle)
+
+        return self._timed(loop)
+
+    def vllm_ipc(self, *, is_packed: bool) -> _Done:
+        """Raises UnsupportedError where vLLM's own way is not to be had."""
+        if is_packed not in self._senders:
+            ask = functools.partial(self._pair.ask, "transfer")
+            self._senders[is_packed] = vllm_worker.VllmIpcSender(self.named, ask, is_packed=is_packed)
+        return self._timed(self._senders[is_packed].send)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's own tensors: it is in this process."""
+        yield from self._pair.train.call("named")[0]
+
+    def _timed(self, send: Callable[[], Any], *, is_new: bool = True) -> _Done:
+        if is_new:
+            self._pair.step()
+        self._pair.device.synchronize()
+        started = time.perf_counter()
+        found = send()
+        seconds = time.perf_counter() - started
+        return self._done(seconds, {}, found if isinstance(found, SyncReport) else None)
+
+    def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> _Done:
+        sums = [one for replica in self._pair.infer._call("sums") for one in replica]
+        return _Done(seconds, self._pair.state, sums, quantities, report)
+
+
+# --------------------------------------------------------------------------------------------------------- the cases
+
+
+def _prepare(model: Model, layout: Layout, device: Any) -> Work:
+    if layout.devices > max(1, device.count()):
+        raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {layout.devices} devices")
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingDependencyError("vllm", needed_for="this case", extra="vllm") from error
+    pair = VllmPair(model, layout, device)
+    try:
+        limits = _measure_limits(pair)  # while there is room
+        pair.start()
+    except BaseException:
+        pair.close()
+        raise
+    ways = _Ways(pair, limits)
+    expected: dict[int, list[dict[str, int]]] = {}
+
+    def check(done: _Done) -> None:
+        wanted = expected.setdefault(done.state, done.sums)
+        expect(done.sums == wanted, "vLLM's parameters are not those that another way, or an earlier round, made")
+        expect(expected.get(0) != expected.get(1), "the weights of two steps are the same")
+        if done.report is not None:
+            expect(
+                done.report.fallback_bytes == 0, f"{done.report.fallback_bytes} bytes went through vLLM's own loader"
+            )
+
+    def contender(name: str, run: Callable[[], _Done]) -> Contender:
+        return Contender(
+            implementation=name,
+            run=run,
+            check=check,
+            seconds=lambda done: done.seconds,
+            quantities=lambda done: done.quantities,
+        )
+
+    contenders = {
+        "turn": ways.turn,
+        "again": ways.again,
+        "packed": ways.packed,
+        "nothing_new": ways.nothing_new,
+    }
+    if layout.devices == 1:
+        contenders["vllm_ipc"] = functools.partial(ways.vllm_ipc, is_packed=False)
+        contenders["vllm_ipc_packed"] = functools.partial(ways.vllm_ipc, is_packed=True)
+        if pair.num_names < _MOST_NAMES_ONE_BY_ONE:
+            contenders["per_tensor"] = ways.per_tensor
+    return Work(
+        contenders=tuple(contender(name, run) for name, run in contenders.items()),
+        params={
+            "model": pair.name,
+            "bytes": pair.nbytes,
+            "names": pair.num_names,
+            "trainer": layout.shards,
+            "tensor_parallel": layout.tensor_parallel,
+            "replicas": layout.replicas,
+            "vllm": vllm.__version__,
+        },
+        num_runs=_NUM_RUNS,
+        close=pair.close,
+    )
+
+
+def _case(name: str, model: Model, layout: Layout, estimate_s: float) -> Case:
+    shape = f"{layout.shards} to {layout.tensor_parallel} x {layout.replicas}, " if layout.devices > 1 else ""
+    return Case(
+        name=f"weight_sync/vllm/{name}",
+        description=f"new weights for real vLLM, {shape}{model.name} shapes (tiny on a host), and the turn around it",
+        prepare=functools.partial(_prepare, model, layout),
+        effort="full",
+        estimate_s=estimate_s,
+    )
+
+
+dense_case = _case("7b", QWEN_7B, Layout(), 100.0)
+experts_case = _case("30b_a3b", QWEN_30B_A3B, Layout(), 230.0)
+dense_2_case = _case("7b_2_to_tp2", QWEN_7B, Layout(2, 2), 90.0)
+dense_4_case = _case("7b_4_to_tp2_dp2", QWEN_7B, Layout(4, 2, 2), 120.0)
+experts_2_case = _case("30b_a3b_2_to_tp2", QWEN_30B_A3B, Layout(2, 2), 180.0)
+experts_4_case = _case("30b_a3b_4_to_tp2_dp2", QWEN_30B_A3B, Layout(4, 2, 2), 240.0)
