@@ -23,7 +23,7 @@ from rlcore.kernels.operands import check_token_range
 from rlcore.kernels.rows import Logprobs, Rows, wide_dtype
 from rlcore.kernels.scorer import Scorer, Scores, Upstream
 
-_UNCHECKED = Rows(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), 1.0)
+_UNCHECKED = Rows(torch.empty(0, device="cpu"), 0, 1.0)
 """For a task that is only asked for its options."""
 
 
@@ -173,7 +173,7 @@ class _Operator:
         *forward, saved, g_logprob, g_entropy, needs = arguments
         call = self._call(*forward)
         tensors, task = call.prepared()
-        shape = task.rows.target.shape
+        shape = task.rows.marked.shape
         logprob, *others = (values.reshape(shape) for values in saved)
         entropy = others.pop(0) if call.with_entropy else None
         upstream = (None if g is None else g.reshape(shape) for g in (g_logprob, g_entropy))

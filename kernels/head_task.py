@@ -145,8 +145,8 @@ def head_task(
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
     vocab_size = len(inputs.weight)
     if group is None:
-        rows = Rows.of(checked_targets(targets, vocab_size, ignore_index), ignore_index, temperature, logit_scale)
+        rows = Rows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
         return HeadTask(rows, softcap, with_entropy, memory_budget_bytes)
     shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden))
-    rows = Rows.of(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, temperature, logit_scale)
+    rows = Rows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
     return HeadTask(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

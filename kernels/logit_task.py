@@ -56,7 +56,7 @@ def logit_task(
     """
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
     check_token_dtype(targets)
-    task = LogitTask(Rows.of(targets.long(), ignore_index, temperature), keep_mask, with_entropy, inplace_backward)
+    task = LogitTask(Rows(targets, ignore_index, 1 / temperature), keep_mask, with_entropy, inplace_backward)
     if logits.dim() > 2:
         logits = _joined(logits)
         task = task.reshaped(logits.shape[:-1])

@@ -54,6 +54,11 @@ def check_values(ok: Tensor, message: Callable[[], str]) -> None:
         raise InvalidInputError(message())
 
 
+def kernels_verdict(device: torch.device) -> Tensor:
+    """What a kernel sets to False where it meets a bad value, for ``check_values``."""
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
 def first_violation(ok_T: Tensor, values_T: Tensor) -> str:
     """Such as "7 at [3]", for messages."""
     position = (~ok_T).nonzero()[0].tolist()

@@ -14,8 +14,9 @@ Letters: T rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 import torch
@@ -52,30 +53,34 @@ def column(values: float | Tensor) -> float | Tensor:
     return values[..., None] if isinstance(values, Tensor) else values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """What belongs to each row besides its logits."""
 
-    target: Tensor
-    """0 in ignored rows."""
-    is_ignored: Tensor
+    marked: Tensor
+    """The targets, int64 or int32, with ``ignore_index`` in ignored rows."""
+    ignore_index: int
     sharpness: float | Tensor
     is_elsewhere: Tensor | None = None
     """The target is none of the columns at hand, and ``target`` is 0; None: all are at hand."""
 
-    @staticmethod
-    def of(target_T: Tensor, ignore_index: int, temperature: float | Tensor, logit_scale: float = 1.0) -> Rows:
-        is_ignored_T = target_T == ignore_index
-        return Rows(target_T.masked_fill(is_ignored_T, 0), is_ignored_T, logit_scale / temperature)
+    @functools.cached_property
+    def is_ignored(self) -> Tensor:
+        return self.marked == self.ignore_index
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """int64; 0 in ignored rows."""
+        return self.marked.masked_fill(self.is_ignored, 0).long()
 
     def at(self, index: slice | tuple[int | slice, ...]) -> Rows:
         sharpness = self.sharpness[index] if isinstance(self.sharpness, Tensor) else self.sharpness
         is_elsewhere = None if self.is_elsewhere is None else self.is_elsewhere[index]
-        return Rows(self.target[index], self.is_ignored[index], sharpness, is_elsewhere)
+        return Rows(self.marked[index], self.ignore_index, sharpness, is_elsewhere)
 
     def reshaped(self, shape: Sequence[int]) -> Rows:
         sharpness = self.sharpness.reshape(shape) if isinstance(self.sharpness, Tensor) else self.sharpness
-        return Rows(self.target.reshape(shape), self.is_ignored.reshape(shape), sharpness)
+        return replace(self, marked=self.marked.reshape(shape), sharpness=sharpness)
 
     def known(self, values_TX: Tensor) -> Tensor:
         """``values_TX`` with ignored rows 0: whatever they held, NaN included, cannot reach a sum."""

@@ -50,6 +50,8 @@ class Scorer:
     backward: Callable[..., Gradients]
     """``backward(*tensors, task, needs=..., scores=..., upstream=...)``; ``needs``: which gradients are asked for."""
     num_residuals: int
+    checks_targets: bool = False
+    """Where values are checked on the device (``operands.is_checked_on_device``) the forward checks the targets."""
 
     def __call__(self, *arguments: Any) -> Logprobs:
         *tensors, task = arguments

@@ -174,15 +174,15 @@ def token_logprob(
         keep_mask=keep_mask,
         inplace_backward=inplace_backward,
     )
+    run = choose("token_logprob", task.query(logits), implementation).fn
     is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
     if not is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
-    run = choose("token_logprob", task.query(logits), implementation).fn
     with unlowered(logits.device.type):
         scores: Logprobs = run(joined, task)
-    if is_range_checked_late:
+    if is_range_checked_late and not (isinstance(run, Scorer) and run.checks_targets):
         check_known_tokens(task.rows.target, logits.shape[-1])
-    if targets.dim() == task.rows.target.dim():
+    if targets.dim() == task.rows.marked.dim():
         return scores
     return Logprobs(*(None if x is None else x.view(targets.shape) for x in scores))  # type: ignore[arg-type]
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlcore.kernels.logit_task import LogitTask
+from rlcore.kernels.operands import check_values, is_checked_on_device, kernels_verdict
 from rlcore.kernels.programs import columns, launches, limits
 from rlcore.kernels.rows import Rows, RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
@@ -69,23 +70,27 @@ def _tanh(x):
     return tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"])
 def _statistics_kernel(
-    logits, keep, target, is_ignored, sharpness_T, logprob, entropy, peak, total,
+    logits, keep, target, ignore_index, sharpness_T, logprob, entropy, peak, total, is_valid,
     stride_n, stride_t, stride_v, rows_per_entry, V, sharpness, softcap, first,
     WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     t = _program(first).to(tl.int64)  # T * V overflows int32 at 2^31 elements
-    if tl.load(is_ignored + t) != 0:
+    y = tl.load(target + t)
+    if y == ignore_index:
         tl.store(logprob + t, 0.0)
         if WITH_ENTROPY:
             tl.store(entropy + t, 0.0)
         return
+    if is_valid is not None:
+        if (y < 0) | (y >= V):
+            tl.store(is_valid, False)
+    y = tl.minimum(tl.maximum(y, 0), V - 1)
     row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
     if sharpness_T is not None:
         sharpness = tl.load(sharpness_T + t)
     k = sharpness * LOG2_E
-    y = tl.minimum(tl.maximum(tl.load(target + t), 0), V - 1)  # what lies beyond is found after this kernel
     column = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     m = tl.full([LANES], -float("inf"), tl.float32)
     a = tl.zeros([LANES], tl.float32)
@@ -122,21 +127,23 @@ def _statistics_kernel(
         tl.store(entropy + t, tl.maximum((tl.log2(a_row) - b_row / a_row) * LN_2, 0.0, tl.PropagateNan.ALL))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"])
 def _gradient_kernel(
-    logits, keep, target, is_ignored, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
+    logits, keep, target, ignore_index, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
     stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness, softcap,
     first, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(V, BLOCK)
     program = _program(first)
     t = (program // num_blocks).to(tl.int64)
-    v = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    start = (program % num_blocks) * BLOCK
+    v = start + tl.arange(0, BLOCK)
     row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
     out = gradient + (t // rows_per_entry) * out_stride_n + (t % rows_per_entry) * out_stride_t + v * out_stride_v
     g = 0.0
     g_bar = 0.0
-    if tl.load(is_ignored + t) == 0:
+    y = tl.load(target + t)
+    if y != ignore_index:
         if g_logprob is not None:
             g = tl.load(g_logprob + t)
         if g_entropy is not None:
@@ -148,7 +155,6 @@ def _gradient_kernel(
         sharpness = tl.load(sharpness_T + t)
     a = tl.load(total + t)
     z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
-    slope = 1.0
     if softcap is not None:
         tanh = _tanh(z / softcap)
         z, slope = softcap * tanh, 1.0 - tanh * tanh
@@ -160,27 +166,42 @@ def _gradient_kernel(
     slant = g
     if g_entropy is not None:
         slant += g_bar * (tl.load(entropy + t) - tl.log2(a) * LN_2)
-    dz = (tl.exp2(c) * (1.0 / a)) * -(slant + g_bar * LN_2 * c)
-    dz = tl.where(v == tl.load(target + t), dz + g, dz) * (sharpness * slope)
+    per_exponential = -sharpness / a
+    dz = slant * per_exponential
+    if g_entropy is not None:
+        dz += g_bar * LN_2 * per_exponential * c
+    dz *= tl.exp2(c)
+    at = (y - start).to(tl.int32)
+    if (at >= 0) & (at < BLOCK):  # of one block in many
+        dz += tl.where(tl.arange(0, BLOCK) == at, g * sharpness, 0.0)
+    if softcap is not None:
+        dz *= slope
     if keep is not None:
         dz = tl.where(is_kept, dz, 0.0)
     tl.store(out, dz.to(gradient.dtype.element_ty), mask=v < V)
 
 
 def row_statistics(
-    logits: Tensor, rows: Rows, *, with_entropy: bool, keep_mask: Tensor | None = None, softcap: float | None = None
+    logits: Tensor,
+    rows: Rows,
+    *,
+    with_entropy: bool,
+    keep_mask: Tensor | None = None,
+    softcap: float | None = None,
+    is_valid: Tensor | None = None,
 ) -> RowStatistics:
     """Statistics of logits [T, V] or [N, L, V] of any strides, before the softcap; ``rows`` and the result are flat.
 
-    Ignored rows have logprob and entropy 0, and no peak and total.
+    Ignored rows have logprob and entropy 0, and no peak and total. ``is_valid``, a bool scalar, gets False if a target
+    is no token.
     """
     rows_per_entry, (stride_n, stride_t, stride_v) = _row_layout(logits)
-    logprob_T, peak_T, total_T = (logits.new_empty(rows.target.shape, dtype=torch.float32) for _ in range(3))
+    logprob_T, peak_T, total_T = (logits.new_empty(rows.marked.shape, dtype=torch.float32) for _ in range(3))
     entropy_T = torch.empty_like(logprob_T) if with_entropy else None
     for launch in launches(len(logprob_T), logits.device.type):
         _statistics_kernel[(launch.num_programs,)](
-            logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
-            logprob_T, entropy_T, peak_T, total_T,
+            logits, keep_mask, rows.marked, rows.ignore_index, *_sharpness_tensor(rows),
+            logprob_T, entropy_T, peak_T, total_T, is_valid,
             stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows), softcap,
             launch.first, WITH_ENTROPY=with_entropy, **statistics_tile(logits.device.type),
         )  # fmt: skip
@@ -202,9 +223,9 @@ def row_gradient(
     rows_per_entry, strides = _row_layout(logits)
     V = logits.shape[-1]
     tile = gradient_tile(logits.device.type)
-    for launch in launches(len(rows.target) * triton.cdiv(V, tile["BLOCK"]), logits.device.type):
+    for launch in launches(len(rows.marked) * triton.cdiv(V, tile["BLOCK"]), logits.device.type):
         _gradient_kernel[(launch.num_programs,)](
-            logits, keep_mask, rows.target, rows.is_ignored, *_sharpness_tensor(rows),
+            logits, keep_mask, rows.marked, rows.ignore_index, *_sharpness_tensor(rows),
             statistics.entropy, statistics.peak, statistics.total, _dense(g_logprob_T), _dense(g_entropy_T), out,
             *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), softcap,
             launch.first, **tile,
@@ -234,9 +255,12 @@ def _dense(values_T: Tensor | None) -> Tensor | None:
 def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
     """Keeps four numbers a row."""
     rows, keep_mask = _flat_operands(task)
-    found = row_statistics(logits, rows, with_entropy=task.with_entropy, keep_mask=keep_mask)
-    if task.rows.target.dim() > 1:
-        found = RowStatistics(*(None if values is None else values.view_as(task.rows.target) for values in found))  # type: ignore[arg-type]
+    is_valid = kernels_verdict(logits.device) if is_checked_on_device(logits) else None
+    found = row_statistics(logits, rows, with_entropy=task.with_entropy, keep_mask=keep_mask, is_valid=is_valid)
+    if is_valid is not None:
+        check_values(is_valid, lambda: f"targets must be token ids in [0, {logits.shape[-1]}), or ignore_index")
+    if task.rows.marked.dim() > 1:
+        found = RowStatistics(*(None if values is None else values.view(task.rows.marked.shape) for values in found))  # type: ignore[arg-type]
     return Scores(found.logprob, found.entropy, (found.peak, found.total))
 
 
@@ -261,13 +285,13 @@ def _flat(values: Tensor | None) -> Tensor | None:
 
 def _flat_operands(task: LogitTask) -> tuple[Rows, Tensor | None]:
     rows = task.rows
-    if not (rows.target.dim() == 1 and rows.target.is_contiguous()):
+    if not (rows.marked.dim() == 1 and rows.marked.is_contiguous()):
         rows = rows.reshaped((-1,))
-        rows = replace(rows, target=rows.target.contiguous(), is_ignored=rows.is_ignored.contiguous())
+        rows = replace(rows, marked=rows.marked.contiguous())
     if isinstance(rows.sharpness, Tensor):
         rows = replace(rows, sharpness=rows.sharpness.reshape(-1).contiguous())
     return rows, None if task.keep_mask is None else task.keep_mask.contiguous()
 
 
-token_logprob_triton = Scorer(_forward, _backward, num_residuals=2)
+token_logprob_triton = Scorer(_forward, _backward, num_residuals=2, checks_targets=True)
 """One read forward, one read and one write backward."""

@@ -29,6 +29,8 @@ from rlcore.kernels.rows import Rows, RowStatistics, exponentials_
 
 _ROWS = 1024
 """Of a chunk, where no memory budget is named: chunks are the same on all ranks, whatever their part is."""
+_IGNORED = -1
+"""The caller's own mark may be the id of a token, so that a row of this rank's weight would be taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class VocabularyShard:
         """With targets as rows of this rank's weight."""
         target_T = rows.target - self.first
         is_elsewhere_T = (target_T < 0) | (target_T >= vocab_size)
-        return replace(rows, target=target_T.masked_fill(is_elsewhere_T, 0), is_elsewhere=is_elsewhere_T)
+        marked_T = target_T.masked_fill(is_elsewhere_T, 0).masked_fill(rows.is_ignored, _IGNORED)
+        return replace(rows, marked=marked_T, ignore_index=_IGNORED, is_elsewhere=is_elsewhere_T)
 
     def rows_per_chunk(self, num_rows: int, vocab_size: int, itemsize: int, budget_bytes: int | None) -> int:
         """Rows of a chunk, the same on every rank. A budget is met by all, which takes waiting for the device.

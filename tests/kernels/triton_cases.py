@@ -63,22 +63,23 @@ def copies(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: 
 
 
 _ROWS = {
-    "logits": "*bf16", "keep": NONE, "target": "*i64", "is_ignored": "*i1", "sharpness_T": NONE, "sharpness": "fp32",
+    "logits": "*bf16", "keep": NONE, "target": "*i64", "ignore_index": "i32", "sharpness_T": NONE, "sharpness": "fp32",
     "softcap": NONE, "first": NONE, "stride_v": 1, "stride_n": "i64", "stride_t": "i64",
 }  # fmt: skip
 _OUT = {"gradient": "*bf16", "out_stride_v": 1, "out_stride_n": "i64", "out_stride_t": "i64"}
 _CAPPED = {"logits": FLOATS, "softcap": "fp32", "sharpness_T": FLOATS}
 _ALL = {"keep": "*i1", "first": "i32", "stride_v": "i64"}
+_CHECKED = {"is_valid": "*i1"}
 _statistics = functools.partial(Case, triton_rows._statistics_kernel, tile=triton_rows.statistics_tile)
 _gradient = functools.partial(Case, triton_rows._gradient_kernel, tile=triton_rows.gradient_tile)
 _NUMBERS = {"gamma": "fp32", "decay": "fp32"}
 
 PORTABLE: dict[str, Case] = {
-    "statistics of rows": _statistics(_ROWS | {"WITH_ENTROPY": True}),
+    "statistics of rows": _statistics(_ROWS | _CHECKED | {"WITH_ENTROPY": True}),
     "gradient of rows": _gradient(_ROWS | _OUT),
-    "statistics of capped rows": _statistics(_ROWS | _CAPPED | {"WITH_ENTROPY": True}),
+    "statistics of capped rows": _statistics(_ROWS | _CAPPED | {"is_valid": NONE, "WITH_ENTROPY": True}),
     "gradient of capped rows": _gradient(_ROWS | _OUT | _CAPPED),
-    "statistics of rows with all options": _statistics(_ROWS | _CAPPED | _ALL | {"WITH_ENTROPY": True}),
+    "statistics of rows with all options": _statistics(_ROWS | _CAPPED | _ALL | _CHECKED | {"WITH_ENTROPY": True}),
     "gradient of rows with all options": _gradient(_ROWS | _OUT | _CAPPED | _ALL | {"out_stride_v": "i64"}),
     "advantages of groups": Case(
         triton_advantages._advantage_kernel,
