@@ -85,6 +85,8 @@ class Rounds:
         """Of the path that was chosen."""
         self.unshared = ""
         """Why it had to be ``PackedOnHost``, when it was chosen."""
+        self.scattered = ""
+        """Why it is not ``Direct``, once its memory was seen to move and to be too much to open again."""
         self.last: list[Any] = []
         """What the senders' in-place changes had come to when the receivers were given the weights they have."""
 
@@ -195,7 +197,7 @@ class _Round:
         return is_told_same and all(self._changes) and self._changes == self._rounds.last
 
     def _agree(self, key: tuple[Any, ...]) -> None:
-        self._rounds.paths = {}
+        self._rounds.paths, self._rounds.scattered = {}, ""
         senders, receivers, _ = key
         manifest: bytes = self._all_senders("manifest")[0]
         calls = [(self._rounds.name, manifest, list(senders), number) for number in range(len(self._receivers))]
@@ -262,19 +264,21 @@ class _Round:
             return self._rounds.unshared
         reason = refusal(kind.route, kind.is_on_host, self._agreed.senders, self._agreed.receivers)
         if not reason and self._options.route is None:
-            reason = is_unwise(kind.route, self._agreed.senders)
+            reason = is_unwise(kind.route, self._agreed.senders) or self._rounds.scattered * (kind is Direct)
         if reason:
             return reason
         self._slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes(kind.is_on_host)
         try:
             self._open(kind, self._agreed.digests)
         except (UnsupportedError, DeviceError) as error:
-            self._rounds.paths.pop(kind, None)
-            return str(error).partition("\n")[0]
-        return ""
+            reason = str(error).partition("\n")[0]
+            if self._rounds.paths.pop(kind).is_scattered:
+                self._rounds.scattered = reason
+        return reason
 
     def _open(self, kind: type[Path], digests: Sequence[str]) -> Path:
         path = self._rounds.paths.setdefault(kind, kind(self._senders, self._receivers))
+        path.is_asked = self._options.route is not None
         self._opened += path.open(digests, self._slab_bytes, self._generation, self._clock.left)
         return path
 

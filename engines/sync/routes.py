@@ -17,10 +17,13 @@ from rlcore.engines.launchers.traces import new_store
 from rlcore.engines.sync.parties import Parties, at_once
 from rlcore.engines.sync.place import Route
 from rlcore.engines.sync.sender import Packing, Sending
+from rlcore.errors import UnsupportedError
 
 _encode = msgspec.msgpack.encode
 _PATIENCE = 0.7
 """Of the time left, how long one waits for another's answer: it says so before its own caller ends it."""
+MOST_HANDLES = 32
+"""That a receiver opens of a sender each time that the sender's memory has moved: slabs stay open instead."""
 Left = Callable[[], float]
 """Seconds until the round's deadline; raises SyncError after it."""
 
@@ -32,6 +35,10 @@ class Path(ABC):
     is_on_host: ClassVar[bool] = False
     """Through shared memory of the host, because others cannot open the devices' own."""
 
+    is_asked = False
+    """For by the caller, who knows why: it is taken even where another would be quicker."""
+    is_scattered = False
+    """There is too much to open each time."""
     meeting = ""
     """The folder of the group that it has formed."""
 
@@ -66,16 +73,28 @@ class InPlace(Path):
     def __init__(self, senders: Parties, receivers: Parties) -> None:
         super().__init__(senders, receivers)
         self._generation = -1
+        self._was_open = False
 
     def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: Left) -> int:
         if generation == self._generation:
             return 0
         self._generation = -1
-        offers = self._senders.call("offer", [(self.is_shared,)] * len(self._senders), left())
+        found = self._senders.call("offer", [(self.is_shared,)] * len(self._senders), left())
+        offers, counts = ([one[column] for one in found] for column in range(2))
+        self._check_reopening(max(counts))
         calls = [(offers, _PATIENCE * left())] * len(self._receivers)
         opened = self._receivers.call("open_offers", calls, left())
-        self._generation = generation
+        self._generation, self._was_open = generation, True
         return sum(opened)
+
+    def _check_reopening(self, num_handles: int) -> None:
+        """The first opening may take its time, where nothing moves after that."""
+        self.is_scattered = self._was_open and not self.is_asked and num_handles > MOST_HANDLES
+        if self.is_scattered:
+            raise UnsupportedError(
+                "opening the trainer's weights again each time that they were offloaded",
+                f"they lie in {num_handles} blocks of memory, of which {MOST_HANDLES} would be few; slabs stay open",
+            )
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
         return sum(self._receivers.call("pull", [(round_id, digest) for digest in digests], left()))

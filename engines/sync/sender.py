@@ -172,14 +172,14 @@ class Sender:
 
     # ------------------------------------------------------------------------------------------ local, direct
 
-    def offer(self, is_shared: bool) -> bytes:
-        """An ``Offer``. What is shared with other processes stays exported until ``revoke``.
+    def offer(self, is_shared: bool) -> list[Any]:
+        """An ``Offer``, and its handles. What is shared with other processes stays exported until ``revoke``.
 
         Raises:
             UnsupportedError, DeviceError: the memory cannot be shared; says why.
         """
         if not is_shared:
-            return msgspec.msgpack.encode(Offer(epoch=self._place.epoch))
+            return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch)), 0]
         parts = {number: part for number, part in self._parts.items() if part.numel()}
         handles: list[IpcHandle] = self._device.memory.export_ipc_together(list(parts.values()))
         self._exports |= {handle.export_id: handle for handle in handles}
@@ -189,7 +189,8 @@ class Sender:
             Offered(number, numbers[handle.export_id], handle.storage_offset_bytes, part.numel(), handle.dtype)
             for (number, part), handle in zip(parts.items(), handles, strict=True)
         ]
-        return msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=list(blocks.values()), tensors=offered))
+        offer = Offer(epoch=self._place.epoch, handles=list(blocks.values()), tensors=offered)
+        return [msgspec.msgpack.encode(offer), len(blocks)]
 
     def revoke(self, timeout_s: float = 30.0) -> None:
         """Take the weights' exports back, before their memory leaves the device.

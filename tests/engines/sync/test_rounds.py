@@ -13,12 +13,14 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 from torch import Tensor
 
 from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.sync.named_holding import NamedHolding
+from rlcore.engines.sync.opened import Opened
 from rlcore.engines.sync.options import RoundOptions
 from rlcore.engines.sync.parties import LocalParties
-from rlcore.engines.sync.place import Route
+from rlcore.engines.sync.place import Route, decoded
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
-from rlcore.engines.sync.sender import Sender
+from rlcore.engines.sync.sender import Offer, Sender
 from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
@@ -215,6 +217,54 @@ def test_verify_finds_what_the_plan_got_wrong(make: Make) -> None:
     receiver.pull = wrong
     with pytest.raises(SyncError, match=r"verify=True: 1 tensors on cpu:0 are not what .* such as 'layer0.norm'"):
         world.sync(is_verified=True)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers are taken for those of another process, which may open the trainer's memory on a host."""
+    monkeypatch.setattr("rlcore.engines.sync.round.is_unwise", lambda route, senders: "")
+    monkeypatch.setattr("rlcore.engines.sync.round.refusal", lambda route, *_: "it is elsewhere" * (route == "local"))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("layers", [1, 4], ids=["few", "many"])
+def test_weights_in_many_blocks_of_memory_are_opened_once_and_not_again(make: Make, layers: int) -> None:
+    """On a host each tensor is a block of its own: 13 of one layer, and 43 of four."""
+    world = make(Sizes(layers=layers))
+    sender = world.rounds.senders._parties[0]  # type: ignore[attr-defined]
+    routes = []
+    for number in range(6):
+        world.module.add(0.5)
+        routes.append(world.sync(version=number).route)
+        check(world, Sizes(layers=layers))
+        if number % 2:
+            sender.revoke()  # as before an offload
+    later = "packed" if layers > 1 else "direct"
+    assert routes == ["direct", "direct", later, later, later, later]
+    for _ in range(2):
+        world.module.add(0.5)
+        assert world.sync(route="direct").route == "direct", "where it is asked for"
+        sender.revoke()
+        check(world, Sizes(layers=layers))
+
+
+def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
+    cpu = get_device("cpu")
+    flat = torch.arange(4000 * 64, dtype=torch.float32)
+    module = torch.nn.ParameterList(flat.split(64))  # type: ignore[no-untyped-call]
+    holding: Any = NamedHolding(module.named_parameters, 1)
+    holding.refresh()
+    sender = Sender(holding, cpu)
+    sender.begin(False)
+    data, num_handles = sender.offer(True)
+    offer = decoded(data, Offer, "offer")
+    assert num_handles == len(offer.handles or ()) == 1
+    opened = Opened(offer, cpu.memory.import_ipc)
+    tensors = opened.tensors()
+    assert len(tensors) == 4000
+    assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
+    opened.close()
+    sender.close()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ import torch
 from small_engine import Checkpoint, Sizes, checkpoint, expected, register, write
 
 import rlcore
+from rlcore.engines.sync.routes import MOST_HANDLES as MOST_REOPENED
 from rlcore.errors import UnsupportedError
 
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim=128, layers=24)
 """1.6 GB in 266 tensors, most of which torch's allocator would keep in blocks of their own."""
+MANY = Sizes(hidden=512, inner=256, experts=128, layers=8)
+"""1.6 GB in 3136 tensors, none above 1 MiB: torch's allocator has some 800 blocks of 2 MiB for them."""
 MOST_HANDLES = 16 + 2
 """What is small among them takes less than a segment of 2 MiB, and others may have left room in one."""
 
@@ -118,6 +121,23 @@ def test_few_handles_are_opened_after_an_offload(build: Build, place: Place) -> 
         report = engines.train.sync_weights(engines.infer, route="direct")
         assert 0 < report.handles_opened <= MOST_HANDLES * len(place.trainer) * len(place.engine)
     engines.check()
+
+
+@pytest.mark.parametrize("place", [ONE])
+def test_thousands_of_small_weights_are_not_opened_again_after_each_offload(build: Build, place: Place) -> None:
+    engines = build(place, MANY)
+    routes, opened = [], []
+    for _ in range(4):
+        engines.train.add(0.25)
+        report = engines.train.sync_weights(engines.infer)
+        engines.check()
+        routes.append(report.route)
+        opened.append(report.handles_opened)
+        engines.train.offload()
+        engines.train.onload()
+    assert routes == ["direct", "packed", "packed", "packed"]
+    assert opened[0] > MOST_REOPENED
+    assert opened[1:] == [1, 0, 0], "the slabs, once"
 
 
 @pytest.mark.parametrize("place", [APART, HOST_APART, NPU_APART])
