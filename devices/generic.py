@@ -10,22 +10,30 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlcore.arguments import Checked, Kind
 from rlcore.devices.collectives import Collectives
 from rlcore.devices.memory import Memory
 from rlcore.devices.profiler import Profiler
 from rlcore.devices.streams import Streams
-from rlcore.errors import UnsupportedError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.launch import Launch
 from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
+_SEED = Kind("a whole number of at most 64 bits", lambda value: type(value) is int and -(2**63) <= value < 2**64)
+_STATE = Kind(
+    "what rng_state() gave, a uint8 tensor in host memory",
+    lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.is_cpu,
+)
 
-class GenericTorchDevice:
+
+class GenericTorchDevice(Checked):
     """One device, by its index among the visible ones."""
 
     memory_class: ClassVar[type[Memory]] = Memory
     streams_class: ClassVar[type[Streams]] = Streams
     collectives_class: ClassVar[type[Collectives]] = Collectives
     profiler_class: ClassVar[type[Profiler]] = Profiler
+    accepts: ClassVar = {"seed": {"value": _SEED}, "set_rng_state": {"state": _STATE}}
     evidence: ClassVar[Evidence] = "hardware"
     """Of what ``capabilities()`` says."""
 
@@ -119,7 +127,14 @@ class GenericTorchDevice:
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        self._generator().set_state(state)
+        """Raises InvalidInputError for what is no state of this kind of device."""
+        try:
+            self._generator().set_state(state)
+        except RuntimeError as error:
+            first_line = str(error).split("\n")[0]
+            raise InvalidInputError(
+                f"set_rng_state of {self.name} takes what rng_state() of a {self.spec.name} device gave: {first_line}"
+            ) from error
 
     def capabilities(self) -> dict[str, Capability]:
         """ "<part>.<member>" -> native, emulated or unsupported, why, and how that is known."""

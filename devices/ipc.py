@@ -186,8 +186,8 @@ def _check_exportable(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if not (isinstance(timeout_s, int | float) and timeout_s <= _LONGEST_S):
-        raise InvalidInputError(f"timeout_s must be seconds, at most {_LONGEST_S:.0f} (a week), got {timeout_s!r}")
+    if not (isinstance(timeout_s, int | float) and 0 <= timeout_s <= _LONGEST_S):
+        raise InvalidInputError(f"timeout_s must be seconds, 0 to {_LONGEST_S:.0f} (a week), got {timeout_s!r}")
 
 
 @functools.cache

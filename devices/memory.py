@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from rlcore.arguments import LIST, optional
 from rlcore.devices.copy_batch import Batch
 from rlcore.devices.host_memory import HostBuffer, check_nbytes
 from rlcore.devices.ipc import Ipc, OnRevoke
@@ -15,6 +16,7 @@ from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_sharing import Sharing
 from rlcore.devices.part import Part
 from rlcore.devices.pool import Pool
+from rlcore.devices.streams import STREAM
 from rlcore.errors import InvalidInputError
 from rlcore.types import Capability, IpcExport, IpcHandle, MemoryInfo, MemoryStats
 
@@ -40,6 +42,7 @@ class Memory(Part):
         "revoke",
         "ledger",
     )
+    accepts: ClassVar = {"copy_batch": {"stream": optional(STREAM)}, "export_ipc_together": {"tensors": LIST}}
     sharing_class: ClassVar[type[Sharing] | None] = None
     """How this vendor's memory is opened by other processes; None: it cannot be."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from rlcore.arguments import Checked
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability
 
@@ -11,11 +12,12 @@ if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 
-class Part:
+class Part(Checked):
     """One part of one device.
 
     A vendor's part overrides the members that it does otherwise, and says in ``limits()`` which it has to emulate or
     does not have. What is unsupported raises ``self.unsupported(member)``, whose reason is the one in ``limits()``.
+    Arguments of the kinds in ``accepts`` need no check in the members.
     """
 
     name: ClassVar[str]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlcore.arguments import PATH, TEXT
 from rlcore.devices.part import Part
 from rlcore.errors import InvalidInputError, StateError
 
@@ -25,6 +26,7 @@ class Profiler(Part):
 
     name: ClassVar = "profiler"
     members: ClassVar = ("range", "start", "stop")
+    accepts: ClassVar = {"range": {"name": TEXT}, "start": {"path": PATH}}
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:

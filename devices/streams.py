@@ -7,8 +7,12 @@ from typing import ClassVar
 
 import torch
 
+from rlcore.arguments import FLAG, WHOLE, Kind
 from rlcore.devices.part import Part
+from rlcore.errors import InvalidInputError
 from rlcore.types import Capability, EventHandle
+
+STREAM = Kind("a stream of this device", lambda value: callable(getattr(value, "wait_stream", None)))
 
 
 class Streams(Part):
@@ -20,6 +24,11 @@ class Streams(Part):
 
     name: ClassVar = "streams"
     members: ClassVar = ("new", "current", "use", "event", "export_event", "import_event")
+    accepts: ClassVar = {
+        "new": {"priority": WHOLE},
+        "use": {"stream": STREAM},
+        "event": {"timing": FLAG, "interprocess": FLAG},
+    }
 
     def limits(self) -> dict[str, Capability]:
         reason = "torch.Event has no handle for other processes; synchronize before they are told to go on"
@@ -49,9 +58,11 @@ class Streams(Part):
             InvalidInputError: both.
             UnsupportedError: this device has no interprocess events.
         """
+        if timing and interprocess:
+            raise InvalidInputError("an interprocess event measures no time; ask for timing=True or interprocess=True")
         if interprocess:
             raise self.unsupported("export_event")
-        return torch.Event(device=self._device.torch_device, enable_timing=timing)
+        return self._local_event(timing)
 
     def export_event(self, event: torch.Event) -> EventHandle:
         """A handle by which another process waits for an interprocess event. Keep the event while it is used."""
@@ -64,3 +75,6 @@ class Streams(Part):
             InvalidInputError: the handle is of another kind of device, of one not visible here, or another machine.
         """
         raise self.unsupported("import_event")
+
+    def _local_event(self, timing: bool) -> torch.Event:
+        return torch.Event(device=self._device.torch_device, enable_timing=timing)

@@ -11,7 +11,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from rlcore.arguments import LIST, MAPPING, Checked
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.types import DeviceSpec
 
@@ -20,9 +22,15 @@ _ID = re.compile(r"\d+(\.\d+)?|[A-Z]+-[\w/-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Checked):
     """Facts for starting processes that use devices of one kind. ``environ`` is ``os.environ`` where it is left out."""
 
+    accepts: ClassVar = {
+        "visible_devices": {"environ": MAPPING},
+        "physical_id": {"environ": MAPPING},
+        "worker_environment": {"indices": LIST, "environ": MAPPING},
+        "visible_uuids": {"uuids": LIST, "environ": MAPPING},
+    }
     spec: DeviceSpec
 
     @property
@@ -81,9 +89,9 @@ class Launch:
             InvalidInputError: an index twice, or none at all; one below the one before it where ids have to rise.
             DeviceError: an index that is not visible.
         """
+        ids = [self.physical_id(index, environ) for index in indices]
         if len(set(indices)) != len(indices):
             raise InvalidInputError(f"a process sees each device once; these indices repeat: {list(indices)}")
-        ids = [self.physical_id(index, environ) for index in indices]
         variable = self.visible_devices_variable
         for place, entry in enumerate(ids):
             if self._falls(ids[:place], entry):

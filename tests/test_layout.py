@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
 BASE = {
+    "arguments",
     "atomic",
     "deadline",
     "errors",

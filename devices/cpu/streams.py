@@ -6,14 +6,24 @@ import contextlib
 import time
 from typing import Any, ClassVar, Self, final
 
+from rlcore.arguments import Checked, Kind, optional
 from rlcore.devices.streams import Streams
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.types import Capability
 
+_ANY_STREAM = Kind("a stream of the CPU", lambda value: isinstance(value, CpuStream))
+_ANY_EVENT = Kind("an event of the CPU", lambda value: isinstance(value, CpuEvent))
+
 
 @final
-class CpuStream:
+class CpuStream(Checked):
     """What has been queued on it is done."""
+
+    accepts: ClassVar = {
+        "wait_stream": {"stream": _ANY_STREAM},
+        "wait_event": {"event": _ANY_EVENT},
+        "record_event": {"event": optional(_ANY_EVENT)},
+    }
 
     def wait_stream(self, stream: CpuStream) -> None:
         pass
@@ -40,8 +50,14 @@ class CpuStream:
 
 
 @final
-class CpuEvent:
+class CpuEvent(Checked):
     """A moment. What was queued before it is done."""
+
+    accepts: ClassVar = {
+        "record": {"stream": optional(_ANY_STREAM)},
+        "wait": {"stream": optional(_ANY_STREAM)},
+        "elapsed_time": {"end": _ANY_EVENT},
+    }
 
     def __init__(self, *, timing: bool) -> None:
         self._timing = timing
@@ -89,7 +105,5 @@ class CpuStreams(Streams):
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return stream  # type: ignore[no-any-return]
 
-    def event(self, timing: bool = False, interprocess: bool = False) -> Any:
-        if interprocess:
-            raise self.unsupported("export_event")
+    def _local_event(self, timing: bool) -> Any:
         return CpuEvent(timing=timing)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlcore.conformance.work import MB, BusyWork, is_asynchronous
-from rlcore.errors import InvalidInputError, UnsupportedError
 
 ROUNDS = 5
 
@@ -163,13 +162,6 @@ def test_elapsed_time_grows_with_the_work_between(device: Any, busy: BusyWork) -
         if 0 < 2 * short < long < 8 * short:
             return
     pytest.fail(f"four times the work took, in milliseconds: {found}")
-
-
-@pytest.mark.covers("streams.event")
-def test_an_event_for_other_processes_tells_no_time(device: Any) -> None:
-    is_native = device.capabilities()["streams.export_event"].support == "native"
-    with pytest.raises(InvalidInputError if is_native else (InvalidInputError, UnsupportedError)):
-        device.streams.event(timing=True, interprocess=True)
 
 
 @pytest.mark.covers("streams.event")

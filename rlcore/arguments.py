@@ -1,0 +1,90 @@
+"""What arguments a function takes, said once, for a method also on behalf of all classes that override it.
+
+Only what would otherwise fail somewhere below, in another library's words, or be ignored. A value that is the right
+kind of thing, and still wrong, is the function's own business.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from rlcore.errors import InvalidInputError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of values."""
+
+    words: str
+    has: Callable[[Any], bool]
+
+
+def kind_of(words: str, *types: type) -> Kind:
+    return Kind(words, lambda value: isinstance(value, types))
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.words}, or None", lambda value: value is None or kind.has(value))
+
+
+FLAG = kind_of("True or False", bool)
+WHOLE = Kind("a whole number", lambda value: type(value) is int)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+TEXT = kind_of("a str", str)
+PATH = kind_of("a str or Path", str, os.PathLike)
+BYTES = kind_of("bytes", bytes)
+LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
+MAPPING = kind_of("a mapping such as os.environ", Mapping)
+
+
+def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
+    """Decorate a function that refuses arguments of other kinds, by name.
+
+    Raises (when it is called):
+        InvalidInputError: "<label> takes <kind> as <argument>, got <value>".
+    """
+
+    def decorate(function: F) -> F:
+        named = [(kinds.get(name), name) for name in inspect.signature(function).parameters]
+        what = label or function.__name__
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            for (kind, name), value in zip(named, arguments, strict=False):
+                _check(what, kind, name, value)
+            for name, value in options.items():
+                _check(what, kinds.get(name), name, value)
+            return function(*arguments, **options)
+
+        checked.__takes__ = kinds  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
+    if kind is not None and not kind.has(value):
+        raise InvalidInputError(f"{what} takes {kind.words} as {name}, got {value!r}")
+
+
+class Checked:
+    """A class whose methods take what ``accepts`` says, and so do those that subclasses put in their place."""
+
+    __slots__ = ()
+
+    accepts: ClassVar[Mapping[str, Mapping[str, Kind]]] = {}
+    """Method -> argument -> what it takes. A subclass that has more adds to its base's."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for method, kinds in cls.accepts.items():
+            function = vars(cls).get(method)
+            if callable(function) and not hasattr(function, "__takes__"):  # dataclasses make a class twice
+                setattr(cls, method, takes(**kinds)(function))
