@@ -14,6 +14,8 @@ from rlcore.errors import InvalidInputError
 
 Verdict = Literal["about equal", "faster", "slower", "too few samples", "not comparable"]
 _WORSE = ("fail", "oom")
+_OTHERS = 0.15
+"""By how much the shares of the host that others used may differ between two runs that are compared by its clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Row:
     """Seconds."""
     median_b: float | None = None
     difference: Difference | None = None
+    """Also where it is not comparable because the machine was not as busy."""
     cost_ratio: float | None = None
     """Of the price of one run, b / a."""
     usd_per_million_tokens: tuple[float, float] | None = None
@@ -65,8 +68,8 @@ class Comparison:
 
     @property
     def geometric_mean(self) -> float | None:
-        """Of all ratios."""
-        logs = [math.log(row.difference.ratio) for row in self.rows if row.difference]
+        """Of all ratios that can be compared."""
+        logs = [math.log(row.difference.ratio) for row in self.rows if row.difference and not row.reason]
         return math.exp(statistics.fmean(logs)) if logs else None
 
 
@@ -159,14 +162,19 @@ def _row(
         return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
     verdict: Verdict = "about equal" if found.can_tell else "too few samples"
+    disturbance = ""
     if found.is_significant:
         verdict = "slower" if found.ratio > 1 else "faster"
+        disturbance = "" if found.clock == "device_time" else _disturbance(a, b)
+    if disturbance:
+        verdict = "not comparable"
     medians = [statistics.median(result.samples("time")) for result in (a, b)]
     return Row(
         a.name,
         a.implementation,
         a.params,
         verdict,
+        disturbance,
         is_regression=verdict == "slower",
         median_a=medians[0],
         median_b=medians[1],
@@ -175,6 +183,15 @@ def _row(
         usd_per_million_tokens=_costs(a, b, prices),
         marks=tuple(dict.fromkeys([*a.marks, *b.marks])),
     )
+
+
+def _disturbance(a: CaseResult, b: CaseResult) -> str:
+    """That the host was much busier with others in one of the runs: threads that wait for each other then take many
+    times as long, by any clock."""
+    shares = [(result.telemetry.host_share_of_others if result.telemetry else None) or 0.0 for result in (a, b)]
+    if abs(shares[0] - shares[1]) <= _OTHERS:
+        return ""
+    return f"others used {shares[0]:.0%} of the host's processors, and then {shares[1]:.0%}"
 
 
 def _costs(a: CaseResult, b: CaseResult, prices: tuple[float | None, float | None]) -> tuple[float, float] | None:

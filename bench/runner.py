@@ -42,7 +42,7 @@ class Plan:
 
 PLANS: dict[Effort, Plan] = {
     "quick": Plan(
-        effort="quick", rounds=2, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.2, max_warmup=5)
+        effort="quick", rounds=3, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.2, max_warmup=5)
     ),
     "standard": Plan(
         effort="standard",
@@ -104,7 +104,7 @@ class Run:
         self._results = {name: found for name, found in by_case.items() if not _is_open(found)}
         now = self.record.calls[-1].commit if self.record.calls else self.record.commit
         for call in self.record.calls:
-            if call.commit != now or now is None or now.endswith("-modified"):
+            if call.commit != now or (now or "").endswith("-modified"):
                 self._settled |= call.rounds.keys() & self._results.keys()
 
     def cases(self, cases: Sequence[Case], left_out: Sequence[Case] = ()) -> Record:

@@ -117,6 +117,6 @@ def _compared(row: Row, has_prices: bool) -> list[str]:
         f"{found.low:.3f} to {found.high:.3f}",
         f"{found.noise:.1%}",
         f"{found.p:.1g}",
-        row.verdict,
+        f"{row.verdict}: {row.reason}" if row.reason else row.verdict,
         *costs * has_prices,
     ]

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlcore.bench.compare import compare, parse_prices
-from rlcore.bench.result import CaseResult, Metric, Record, read, write
+from rlcore.bench.result import CaseResult, Metric, Record, Telemetry, read, write
 from rlcore.bench.statistics import difference
 from rlcore.cli_bench import bench
 from rlcore.errors import InvalidInputError
@@ -73,6 +73,28 @@ def test_many_samples_of_one_process_do_not_outvote_noise_between_processes() ->
     assert found.noise > 0.05
 
 
+def drifting(generator: np.random.Generator, rounds: int = 12, n: int = 3) -> CaseResult:
+    """On a machine that gets slower and faster by some per cent within minutes: a random walk."""
+    samples = 0.01 * np.exp(np.cumsum(generator.normal(0, 0.004, rounds * n)))
+    metrics = [Metric(name="time", unit="s", samples=samples.tolist())]
+    return CaseResult(name="a", implementation="x", status="pass", params={}, metrics=metrics, rounds=[n] * rounds)
+
+
+def test_more_rounds_on_a_machine_that_drifts_slowly_prove_nothing() -> None:
+    generator = np.random.default_rng(11)
+    found = [difference(drifting(generator), drifting(generator)) for _ in range(100)]
+    assert sum(one.is_significant for one in found) <= 25  # 50 if rounds were taken for independent
+
+
+def test_processes_differ_and_one_a_side_does_not_tell_by_how_much() -> None:
+    generator = np.random.default_rng(12)
+    a, slower, slow = (timed("a", generator, rounds=1, n=30, median=0.01 * factor) for factor in (1.0, 1.06, 1.5))
+    assert (difference(a, slower).is_significant, difference(a, slow).is_significant) == (False, True)
+    assert difference(a, slower).noise == 0.1
+    on_device = [with_clock(one, "device_time", [], 0.01 * factor) for one, factor in ((a, 1.0), (slower, 1.06))]
+    assert difference(*on_device).noise == 0.03
+
+
 def test_a_single_sample_says_nothing() -> None:
     one = CaseResult(
         name="a", implementation="x", status="pass", params={}, metrics=[Metric(name="time", unit="s", samples=[1.0])]
@@ -91,8 +113,8 @@ def test_three_samples_against_three_can_never_tell(n: int, can_tell: bool) -> N
     assert difference(a, b).can_tell is can_tell
 
 
-def with_clock(result: CaseResult, name: str, marks: list[str]) -> CaseResult:
-    metric = Metric(name=name, unit="s", samples=[1.0] * len(result.samples("time")))
+def with_clock(result: CaseResult, name: str, marks: list[str], seconds: float = 1.0) -> CaseResult:
+    metric = Metric(name=name, unit="s", samples=[seconds] * len(result.samples("time")))
     return msgspec.structs.replace(result, metrics=[*result.metrics, metric], marks=marks)
 
 
@@ -136,6 +158,25 @@ def test_rows_have_verdicts_and_only_the_slower_is_a_regression() -> None:
     }
     assert [row.case for row in found.regressions] == ["slower"]
     assert found.geometric_mean == pytest.approx((1.3 * 0.7) ** (1 / 3), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict"), [((0.4, 0.8), "not comparable"), ((0.4, 0.5), "slower"), ((None, 0.1), "slower")]
+)
+def test_a_host_that_others_left_less_of_is_no_regression(shares: tuple[float | None, float], verdict: str) -> None:
+    generator = np.random.default_rng(13)
+    a, b = (
+        msgspec.structs.replace(timed("a", generator, median=median), telemetry=Telemetry(host_share_of_others=share))
+        for median, share in zip((0.01, 0.02), shares, strict=True)
+    )
+    found = compared(record(a), record(b))
+    (row,) = found.rows
+    assert (row.verdict, row.is_regression) == (verdict, verdict == "slower")
+    if verdict == "not comparable":
+        assert row.reason == "others used 40% of the host's processors, and then 80%"
+        assert row.difference is not None and found.geometric_mean is None
+    clocks = [with_clock(one, "device_time", [], median) for one, median in ((a, 0.01), (b, 0.02))]
+    assert compared(*map(record, clocks)).rows[0].verdict == "slower"  # a device does not mind
 
 
 def test_what_has_no_number_says_why_and_what_broke_is_a_regression() -> None:
