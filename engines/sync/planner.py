@@ -24,7 +24,7 @@ class Planner:
         self._senders = list(senders)
         self._number = number
         self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, place)]
-        self._recording = record(*target.meta_model(), manifest)
+        self._recording = record(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._recording.refusal:
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
         written = [one.destination for one in self._recording.written]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -96,12 +96,16 @@ class Recording:
     """Why these are the weights of another model, so that no load of them can be complete; or ""."""
 
 
-def record(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Recording:
+def record(
+    model: nn.Module, load_weights: LoadWeights, manifest: Manifest, live: Container[str] | None = None
+) -> Recording:
     """Give ``load_weights`` all weights of the manifest on meta, and say what it does to ``model``.
 
     Args:
         model: on meta; never the one that serves.
         load_weights: the engine's own loader of ``model``.
+        live: names of the tensors that the serving model has after its loading; None: all that ``model`` has. Engines
+            drop placeholders, such as those of scales that a checkpoint may have, and nobody misses a weight for them.
 
     Raises:
         SyncError: the loader says so: these are the weights of another model.
@@ -110,7 +114,7 @@ def record(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> R
     recorder = Recorder(manifest)
     for tensor in before.values():
         recorder.watch(tensor)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False) if live is None or name in live}
     with _no_collection(), torch.no_grad(), recorder:
         recorder.feed(load_weights)
     recording = _Reader(recorder, _named_tensors(model), manifest).recording(before)

@@ -295,6 +295,24 @@ def test_weights_of_another_model(what: str) -> None:
     assert re.search(refusal, recorded(load).refusal)
 
 
+@pytest.mark.parametrize(
+    ("live", "refusal"),
+    [(None, "no weight reaches 'k_scale'"), ({"weight"}, "")],
+    ids=["all are live", "one is dropped"],
+)
+def test_nobody_misses_a_weight_for_what_the_engine_drops_after_loading(live: set[str] | None, refusal: str) -> None:
+    model = nn.Linear(4, 1, bias=False, device="meta")
+    model.k_scale = nn.Parameter(torch.empty((), device="meta"))
+    tensor = torch.empty(1, 4, device="meta")
+    recording = record(
+        model,
+        lambda weights: [model.weight.data.copy_(weight) for _, weight in weights],
+        describe([WeightView("weight", tensor, tensor)], 1).manifest,
+        live,
+    )
+    assert recording.refusal == refusal
+
+
 def test_names_of_one_memory_are_one_destination() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

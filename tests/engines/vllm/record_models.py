@@ -52,6 +52,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", BASE | {"tie_word_embeddings": False}),
     "qwen2 tied": ("Qwen2Config", BASE | {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", BASE),
+    "mistral": ("MistralConfig", BASE),
+    "qwen3": ("Qwen3Config", BASE | {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", BASE | {"head_dim": 16}),
+    "glm4": ("Glm4Config", BASE | {"head_dim": 16, "pad_token_id": 0}),
     "gemma3": ("Gemma3TextConfig", BASE | {"head_dim": 16}),
     "phi3": ("Phi3Config", BASE | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}),
     "mamba2": (
@@ -113,6 +117,7 @@ def recorded(config: Any, views: list[WeightView]) -> dict[str, Any]:
     for parameter in real.parameters():
         parameter.requires_grad_(False)
     return {
+        "refusal": recording.refusal,
         "destinations": len(plan.destinations),
         "pieces": len(plan.pieces),
         "fills": len(plan.fills),

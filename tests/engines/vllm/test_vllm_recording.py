@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]  # on two busy cores
 
 SCRIPT = Path(__file__).with_name("record_models.py")
 PLACES = ("tp 1", "tp 2, first", "tp 2, second")
-WHOLE = ("qwen3_moe", "mixtral", "qwen2", "qwen2 tied", "llama", "gemma3", "phi3", "gpt_oss")
+DENSE = ("qwen2", "qwen2 tied", "qwen3", "llama", "mistral", "gemma2", "gemma3", "glm4", "phi3")
+WHOLE = ("qwen3_moe", "mixtral", *DENSE, "gpt_oss")
 CHANGED = {"mamba2": "mixer.A", "jamba": "mamba.A"}
 """They keep -exp(A_log)."""
 
@@ -37,6 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_nothing_falls_back(found: Found, model: str, place: str) -> None:
     one = found[model, place]
     assert "error" not in one, one
+    assert one["refusal"] == ""
     assert (one["not_plain"], one["fallback_bytes"], one["failures"], one["wrong"]) == ({}, 0, [], {})
     assert one["untouched_parameters"] == []
     assert one["pieces"] >= one["names"] - 2  # the biases that only the first rank adds are constants elsewhere
@@ -54,6 +56,7 @@ def test_experts_of_other_workers_are_not_read(found: Found, place: str) -> None
 @pytest.mark.parametrize("model", CHANGED)
 def test_what_a_loader_changes_falls_back_with_the_reason(found: Found, model: str, place: str) -> None:
     one = found[model, place]
+    assert one["refusal"] == ""
     assert one["not_plain"] and all(name.endswith(CHANGED[model]) for name in one["not_plain"])
     assert set(one["not_plain"].values()) == {"aten.neg.default made it"}
     assert 0 < one["fallback_bytes"] < 0.02 * one["needed_bytes"] * 2
