@@ -30,6 +30,8 @@ from rlcore.quickstart.pretrained import tokenizer_of
 PROMPTS, SAMPLES, TEMPERATURE, MINIBATCHES, RATE = 32, 8, 1.25, 4, 3e-4
 IMITATION_BATCH, IMITATION_RATE, WARM_UP, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 20, 0.47, 600
 EVERY = 10  # steps between evaluations, and between checkpoints
+SMALL_VLLM: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
+"""For a model of seconds: nothing is compiled at the start, and no cache of all the memory comes and goes each step."""
 
 
 class Quickstart:
@@ -52,7 +54,7 @@ class Quickstart:
         """Raises Interrupted between steps, with everything saved."""
         with self.train, self.infer:
             self.train.build(devices=self.config.device)
-            self.infer.build(colocate_with=self.train, dtype="float32")  # the trainer's: both say the same log-probs
+            self.build_sampler()
             if self.config.resume:
                 self.resume()
             if self.done["step"] < 0:
@@ -64,6 +66,13 @@ class Quickstart:
                 self.save_when_due()
             self.train.onload("weights")
             self.train.export(self.folder.model)
+
+    def build_sampler(self) -> None:
+        """In the trainer's dtype, so that both say the same log-probs."""
+        if self.config.executor != "hf":
+            self.display.note(f"starting the sampler, {self.config.executor}: 10 s to a minute")
+        is_small = self.config.executor == "vllm" and self.config.model is None
+        self.infer.build(colocate_with=self.train, dtype="float32", **(SMALL_VLLM if is_small else {}))
 
     def imitate(self) -> None:
         """Supervised warm-start: imitate the forgetful teacher until sampled answers are nearly half right."""

@@ -17,7 +17,9 @@ def test_vllm_samples_what_the_trainer_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlcore", "quickstart", "--executor", "vllm", "--steps", "3", "--output", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
     assert result.returncode == 0, result.stderr
+    assert "starting the sampler, vllm" in result.stderr
     *_, first, second, third = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     for metrics in (first, second, third):
         assert metrics["parity"] < 1e-3  # the largest difference of a log-prob, of all tokens of the step
         assert 0 < metrics["reward"] < 1
+        assert metrics["offload_s"] < 3  # a cache of all the memory would take longer, each step
