@@ -11,6 +11,8 @@ import torch
 
 import rlcore
 
+from .policy import trainer
+
 # vLLM's CPU build has no attention kernel for smaller heads than 32.
 SHAPE = {"hidden_size": 128, "intermediate_size": 256}
 ENGINE = {
@@ -71,3 +73,17 @@ def build_vllm(_quick: None) -> Callable[..., rlcore.InferenceEngine]:
         return rlcore.InferenceEngine(folder, executor="vllm").build(**{"devices": DEVICE} | ENGINE | options)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def build_train(_quick: None) -> Callable[..., rlcore.TrainEngine]:
+    def build(folder: Path, **options: Any) -> rlcore.TrainEngine:
+        return trainer(folder, **{"devices": DEVICE} | options)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def train(build_train: Callable[..., rlcore.TrainEngine], model_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    with build_train(model_folder) as engine:
+        yield engine

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import rlcore
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.errors import RlcoreError
-from rlcore.nn import HuggingFaceTrainModule
+
+from .policy import GREEDY, PROMPTS, assert_same, fresh
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2000)]
 
-DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-PROMPTS = ["1+1=", "90210-777="]
 DEADLINE_S, GRACE_S = 20.0, 30.0
 
 STEPS = {
@@ -31,22 +28,6 @@ STEPS = {
     "voting": ({"ready"}, "poisoned"),
     "committing": ({"commit"}, "poisoned"),
 }
-
-
-@pytest.fixture(scope="module")
-def train(model_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    from transformers import Qwen2ForCausalLM
-
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def scale(self, factor: float) -> None:
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.mul_(factor)
-
-    with rlcore.meta_device():
-        module = Policy.from_pretrained(model_folder)
-    with rlcore.TrainEngine(module) as engine:
-        yield engine.build(devices=DEVICE)
 
 
 def signal_at(patch: pytest.MonkeyPatch, group: WorkerGroup, steps: set[str], number: int) -> None:
@@ -64,11 +45,7 @@ def signal_at(patch: pytest.MonkeyPatch, group: WorkerGroup, steps: set[str], nu
 
 def assert_synced(train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, folder: Path) -> None:
     train.sync_weights(infer)
-    train.export(folder)
-    with rlcore.InferenceEngine(folder) as hf:
-        expected = hf.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
-    ours = infer.generate(PROMPTS, GREEDY)
-    assert [one.outputs[0].token_ids for one in ours] == [one.outputs[0].token_ids for one in expected]
+    assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, folder))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -88,9 +65,11 @@ def test_a_replica_that_is_lost_in_a_sync(  # noqa: PLR0917
     started = time.monotonic()
     with monkeypatch.context() as patch:
         signal_at(patch, infer.executors[0], steps, number)
-        with pytest.raises(RlcoreError, match=r"rank 0 \(\w+:0\)"):
+        with pytest.raises(RlcoreError, match=r"rank 0 \(\w+:0\)") as caught:
             train.sync_weights(infer, timeout_s=DEADLINE_S)
-    assert time.monotonic() - started < DEADLINE_S + GRACE_S
+    seconds = time.monotonic() - started
+    print(f"{step}, {number.name}: {seconds:.1f} s, {infer.sync_state}: {str(caught.value).splitlines()[0]}")
+    assert seconds < DEADLINE_S + GRACE_S
     assert infer.sync_state == state
     with pytest.raises(RlcoreError):
         infer.generate(PROMPTS, GREEDY)

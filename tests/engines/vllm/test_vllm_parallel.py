@@ -14,14 +14,13 @@ import torch
 
 import rlcore
 from rlcore.errors import RlcoreError
-from rlcore.nn import HuggingFaceTrainModule
+
+from .policy import GREEDY, PROMPTS, assert_same, fresh
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2000)]
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = [f"{KIND}:0", f"{KIND}:1"]
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
 BuildVllm = Callable[..., rlcore.InferenceEngine]
 
 
@@ -32,32 +31,10 @@ def _two_devices() -> None:
 
 
 @pytest.fixture(scope="module")
-def train(model_folder: Path) -> Iterator[rlcore.TrainEngine]:
+def train(build_train: Callable[..., rlcore.TrainEngine], model_folder: Path) -> Iterator[rlcore.TrainEngine]:
     """A trainer whose weights are in two shards."""
-    from transformers import Qwen2ForCausalLM
-
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def shake(self, factor: float) -> None:
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.mul_(factor)
-
-    with rlcore.meta_device():
-        module = Policy.from_pretrained(model_folder)
-    with rlcore.TrainEngine(module) as engine:
-        yield engine.build(devices=BOTH, data_parallel_size=2, timeout_s=280)
-
-
-def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
-    train.export(folder)
-    with rlcore.InferenceEngine(folder) as engine:
-        return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
-
-
-def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
+    with build_train(model_folder, devices=BOTH, data_parallel_size=2, timeout_s=280) as engine:
+        yield engine
 
 
 def children(pid: int) -> list[int]:
@@ -76,7 +53,7 @@ def test_two_tensor_parallel_workers(
     with build_vllm(model_folder, devices=None, colocate_with=train, tensor_parallel_size=2, timeout_s=600) as infer:
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "first"))
         for version in (1, 2):
-            train.shake(1.1)
+            train.scale(1.1)
             report = train.sync_weights(infer, verify=version == 2)
             assert (report.version, report.fallback_bytes) == (version, 0)
             assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / str(version)))
@@ -88,12 +65,12 @@ def test_two_tensor_parallel_workers(
 
         replica = infer.executors[0].workers[0].process_id
         os.kill(next(pid for pid in children(replica) if "Worker" in title(pid)), signal.SIGKILL)
-        train.shake(0.9)
+        train.scale(0.9)
         started = time.monotonic()
         with pytest.raises(RlcoreError):
             train.sync_weights(infer, timeout_s=60)
         assert time.monotonic() - started < 90
-        train.shake(1.1)  # the trainer lives on
+        train.scale(1.1)  # the trainer lives on
 
 
 def test_replicas_on_all_that_is_left_share_the_requests(
@@ -101,7 +78,7 @@ def test_replicas_on_all_that_is_left_share_the_requests(
 ) -> None:
     with build_vllm(model_folder, devices=None, colocate_with=train, data_parallel_size=-1, timeout_s=600) as infer:
         assert [worker.context.device_name for worker in infer.executors[0].workers] == BOTH
-        train.shake(0.95)
+        train.scale(0.95)
         report = train.sync_weights(infer)
         assert report.fallback_bytes == 0
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "one"))
@@ -117,7 +94,7 @@ def test_replicas_on_all_that_is_left_share_the_requests(
         assert [len(found[number].outputs[0].token_ids) for number in numbers] == [200, 40, 40, 40, 40]
 
         os.kill(infer.executors[0].workers[1].process_id, signal.SIGKILL)
-        train.shake(1.05)
+        train.scale(1.05)
         with pytest.raises(RlcoreError, match=r"SIGKILL"):
             train.sync_weights(infer, timeout_s=60)
         infer.restart()

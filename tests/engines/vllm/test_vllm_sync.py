@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +12,13 @@ import torch
 
 import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
-from rlcore.nn import HuggingFaceTrainModule
+
+from .policy import GREEDY, PROMPTS, assert_same, fresh
 
 pytestmark = pytest.mark.vllm
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
-
-GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
-
-
-def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
-    import transformers
-
-    architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-
-    class Policy(HuggingFaceTrainModule, getattr(transformers, architecture)):  # type: ignore[misc]
-        def shake(self, seed: int) -> None:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(noise.to(parameter.device) * 0.2 * parameter.std())
-
-    with rlcore.meta_device():
-        module = Policy.from_pretrained(folder)
-    return rlcore.TrainEngine(module).build(devices=DEVICE, **options)
-
-
-def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
-
-
-def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
-    """What transformers makes of the exported checkpoint; that ``vllm`` makes the same is another test's."""
-    train.export(folder)
-    with rlcore.InferenceEngine(folder) as engine:
-        return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
-
-
-@pytest.fixture(scope="module")
-def train(infer: rlcore.InferenceEngine, model_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    with trainer(model_folder) as engine:
-        yield engine
+BuildTrain = Callable[..., rlcore.TrainEngine]
 
 
 def test_after_a_sync_it_is_a_fresh_engine_of_the_export(
@@ -143,10 +105,10 @@ def test_a_poisoned_engine_refuses_until_a_whole_round(
 
 
 def test_another_model_is_refused_and_the_old_one_serves(
-    infer: rlcore.InferenceEngine, write_model: Callable[..., Path]
+    infer: rlcore.InferenceEngine, build_train: BuildTrain, write_model: Callable[..., Path]
 ) -> None:
     before = infer.generate(PROMPTS, GREEDY)
-    with trainer(write_model(intermediate_size=192)) as other, pytest.raises(SyncError, match="of other shapes"):
+    with build_train(write_model(intermediate_size=192)) as other, pytest.raises(SyncError, match="of other shapes"):
         other.sync_weights(infer)
     assert infer.sync_state == "serving"
     assert_same(infer.generate(PROMPTS, GREEDY), before)
@@ -166,13 +128,17 @@ ARCHITECTURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_that_no_code_names(
-    name: str, write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine], tmp_path: Path
+    name: str,
+    write_model: Callable[..., Path],
+    build_vllm: Callable[..., rlcore.InferenceEngine],
+    build_train: BuildTrain,
+    tmp_path: Path,
 ) -> None:
     config, changes = ARCHITECTURES[name]
     if DEVICE == "cpu:0" and name in ("moe", "mixtral"):
         pytest.skip("needs a CUDA device: vLLM's CPU build cannot reload packed experts, which another test holds")
     folder = write_model(config, **changes)
-    with build_vllm(folder) as infer, trainer(folder) as train:
+    with build_vllm(folder) as infer, build_train(folder) as train:
         train.shake(1)
         report = train.sync_weights(infer, verify=True)
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
@@ -182,10 +148,10 @@ def test_architectures_that_no_code_names(
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu:0", reason="of vLLM's build for the CPU")
 def test_a_model_that_vllm_reloads_otherwise_than_it_loaded_it_is_refused(
-    write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine]
+    write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine], build_train: BuildTrain
 ) -> None:
     folder = write_model("Qwen3MoeConfig", **MOE)
-    with build_vllm(folder) as infer, trainer(folder) as train:
+    with build_vllm(folder) as infer, build_train(folder) as train:
         expected = infer.generate(PROMPTS, GREEDY)
         with pytest.raises(UnsupportedError, match=r"reloads \d+ tensors otherwise .*experts"):
             train.sync_weights(infer)

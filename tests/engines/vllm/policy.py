@@ -1,0 +1,51 @@
+"""What the tests of weight syncs into real vLLM share: a trainer whose weights change, and what they must then say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlcore
+from rlcore.nn import HuggingFaceTrainModule
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
+
+
+def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
+    """Of the model that the folder holds, whatever it is."""
+    import transformers
+
+    architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+
+    class Policy(HuggingFaceTrainModule, getattr(transformers, architecture)):  # type: ignore[misc]
+        @torch.no_grad()
+        def scale(self, factor: float) -> None:
+            for parameter in self.parameters():
+                parameter.mul_(factor)
+
+        @torch.no_grad()
+        def shake(self, seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in self.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter.device) * 0.2 * parameter.std())
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(folder)
+    return rlcore.TrainEngine(module).build(**options)
+
+
+def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
+    """What transformers makes of the exported checkpoint; that ``vllm`` makes the same is another test's."""
+    train.export(folder)
+    with rlcore.InferenceEngine(folder) as engine:
+        return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)
+
+
+def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
