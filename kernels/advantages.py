@@ -86,7 +86,7 @@ def group_advantage(
 def group_advantage_reference(
     reward: Tensor, length: Tensor | None, member_N: Tensor | None, *, mode: Mode, epsilon: float
 ) -> Tensor:
-    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0; lengths are float64.
+    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0.
 
     torch_npu makes float32 of float64: sums are of differences from one reward of the group, which are 0 where all are
     equal.
@@ -105,7 +105,7 @@ def group_advantage_reference(
             return value[:, :1]
         return torch.zeros_like(value).scatter_reduce_(0, member_N, value, "amax", include_self=False)[member_N]
 
-    value = reward.double()
+    value, length = reward.double(), None if length is None else length.double()
     size = total(torch.ones_like(value))
     weight = length if length is not None and mode == "opo" else torch.ones_like(value)
     total_weight = total(weight)
@@ -131,13 +131,13 @@ def _whitened(value: Tensor, length: Tensor, epsilon: float) -> Tensor:
 
 
 def _lengths(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], reward: Tensor) -> Tensor:
-    """Shape of the rewards, float64."""
+    """Shape of the rewards."""
     length = torch.as_tensor(lengths, device=reward.device)
     if length.shape != reward.shape:
         raise InvalidInputError(
             f"group_advantage: lengths must have the shape of rewards, {list(reward.shape)}; got {list(length.shape)}"
         )
-    return length.double()
+    return length.contiguous()
 
 
 def _rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]]) -> Tensor:

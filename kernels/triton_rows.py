@@ -84,8 +84,7 @@ def _statistics_kernel(
             tl.store(entropy + t, 0.0)
         return
     if is_valid is not None:
-        if (y < 0) | (y >= V):
-            tl.store(is_valid, False)
+        tl.store(is_valid, False, mask=(y < 0) | (y >= V))
     y = tl.minimum(tl.maximum(y, 0), V - 1)
     row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
     if sharpness_T is not None:

@@ -40,7 +40,7 @@ def test_the_kernel_matches_the_reference(mode: Any, size: int) -> None:
     options = {"lengths": torch.randint(0, 9, rewards.shape, device="cuda")} if mode == "opo" else {}
     found = group_advantage(rewards, mode=mode, implementation="triton", **options)
     want = group_advantage(rewards, mode=mode, implementation="reference", **options)
-    torch.testing.assert_close(found, want, rtol=2e-7, atol=1e-9)
+    torch.testing.assert_close(found, want, rtol=5e-7, atol=1e-9)
 
 
 def test_groups_of_different_sizes_are_normalised_each_by_itself() -> None:
