@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -60,11 +61,28 @@ def prepare(vllm_version: str) -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raises UnsupportedError for a simulated device, unless ``RLCORE_SIMULATED=1`` asks for that."""
+    """Before vLLM is imported, which would fail later and say less.
+
+    Raises:
+        UnsupportedError: an NPU without vllm-ascend, or vllm-ascend without an NPU; or a simulated device, unless
+            ``RLCORE_SIMULATED=1`` asks for that.
+    """
     if device.evidence == "simulated" and not Settings.from_env().simulated:
         raise UnsupportedError(
             f"the vllm executor on {device.name}, {device.properties().name}",
             "it is simulated, and vLLM's kernels are not; set RLCORE_SIMULATED=1 to try how far it comes",
+        )
+    is_npu, oldest = device.name.startswith("npu"), ".".join(map(str, OLDEST))
+    if is_npu and not is_installed():
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}",
+            f"{sys.executable} has no vllm-ascend; in an environment of its own: pip install 'vllm-ascend=={oldest}.*' "
+            f"'vllm=={oldest}.*', and there this rlcore; then build(python=<its bin/python>)",
+        )
+    if is_installed() and not is_npu:
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}",
+            f"{sys.executable} has vllm-ascend, by which vLLM runs on NPUs only; give build(python=...) another one",
         )
 
 

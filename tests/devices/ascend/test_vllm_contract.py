@@ -106,6 +106,7 @@ def test_without_an_npu_it_does_not_start() -> None:
 def test_on_a_simulated_device_it_does_not_start_unless_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     names = SimpleNamespace(name="Ascend910B1 (simulated CANN)")
     device = SimpleNamespace(evidence="simulated", name="npu:0", properties=lambda: names)
+    monkeypatch.setattr(ascend, "is_installed", lambda: True)
     with pytest.raises(UnsupportedError, match=r"vllm executor on npu:0, Ascend910B1 \(simulated CANN\).*SIMULATED=1"):
         ascend.check_device(device)
     monkeypatch.setenv("RLCORE_SIMULATED", "1")
@@ -113,6 +114,18 @@ def test_on_a_simulated_device_it_does_not_start_unless_it_is_asked_to(monkeypat
     monkeypatch.delenv("RLCORE_SIMULATED")
     device.evidence = "declared"
     ascend.check_device(device)
+
+
+def test_an_npu_and_vllm_ascend_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu, cpu = (SimpleNamespace(evidence="declared", name=name) for name in ("npu:0", "cpu:0"))
+    ascend.check_device(cpu)
+    words = rf"on npu:0.*{re.escape(sys.executable)} has no vllm-ascend.*'vllm-ascend==0\.23\.\*' 'vllm==0\.23\.\*'"
+    with pytest.raises(UnsupportedError, match=words):
+        ascend.check_device(npu)
+    monkeypatch.setattr(ascend, "is_installed", lambda: True)
+    ascend.check_device(npu)
+    with pytest.raises(UnsupportedError, match=r"on cpu:0.* has vllm-ascend, by which vLLM runs on NPUs only"):
+        ascend.check_device(cpu)
 
 
 def test_the_worker_asks_about_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
