@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.bench.compare import device_of
+from rlcore.bench.headlines import Run
 from rlcore.bench.limits import unit
-from rlcore.bench.report import Run, render
+from rlcore.bench.report import render
 from rlcore.bench.result import CaseResult, Record, json_schema, read
 from rlcore.bench.results_page import page
 from rlcore.bench.text import rate

@@ -186,7 +186,8 @@ def report_records(
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
     from rlcore.bench.compare import parse_prices
-    from rlcore.bench.report import Run, render
+    from rlcore.bench.headlines import Run
+    from rlcore.bench.report import render
     from rlcore.bench.result import read
 
     prices = parse_prices(price or [], [path.stem for path in records])

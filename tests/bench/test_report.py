@@ -15,7 +15,8 @@ from records import STEP, a_record, result
 from typer.testing import CliRunner
 
 from rlcore.bench import charts
-from rlcore.bench.report import Run, render
+from rlcore.bench.headlines import Run
+from rlcore.bench.report import render
 from rlcore.bench.result import write
 from rlcore.cli_bench import bench
 
@@ -37,11 +38,14 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize(
     "sentence",
     [
-        "one step of RL 6.5 s 325 ms",
-        "tokens trained a second, whole step 1,000 20,000",
-        "bubble: share of the step not sampling, scoring or training 15% 15%",
+        "host: AMD EPYC, 2 cores gpu: NVIDIA H200 one step of RL 6.5 s 325 ms (0.05 times host)",
+        "tokens trained a second, whole step 1,000 20,000 (20 times host)",
+        "steps of RL for a dollar not measured 3,692",
+        "bubble: neither sampling, scoring nor training 15% 15%",
         "USD for a million tokens trained not measured 0.0417 at 3 an hour and device",
         "what limits it generate: 46% of a step generate: 46% of a step",
+        "disturbed by shared: others used the host, in 1 of 21 results",
+        "standard run, 21 results, 1 fail, 1 blocked",
         "memory/bandwidth copy, of memory",
         "chunked 50 ms against a peer 1.0 with a long name, without entropy 60 ms: 1.20x",
         "The runs are of different devices: a ratio compares whole stacks",
@@ -62,6 +66,24 @@ def test_page_of_a_quick_run_has_the_tokens_sampled_from_the_step() -> None:
     assert "tokens sampled a second 800 " in text_of(render([Run("quick", quick)]))
 
 
+def test_two_machines_are_compared_per_step_and_dollar_and_only_where_they_did_the_same() -> None:
+    other = a_record(20.0)
+    cases = [msgspec.structs.replace(case, params=case.params | {"devices": 4}) for case in other.cases]
+    shown = text_of(
+        render([Run("a", a_record(), 2.0), Run("b", msgspec.structs.replace(other, cases=cases), usd_per_hour=3.0)])
+    )
+    assert "steps of RL for a dollar 277 923 (3.33 times a)" in shown  # 20 times as fast, 6 times as expensive
+    assert "USD for a million tokens trained 0.556 at 2 an hour and device 0.167 at 3 an hour and device (0.3" in shown
+    cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in other.cases]
+    shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
+    assert "one step of RL 6.5 s 325 ms (of other sizes)" in shown
+
+
+def test_page_without_a_step_says_what_to_run() -> None:
+    shown = text_of(render([Run("a", msgspec.structs.replace(a_record(), cases=a_record().cases[3:]))]))
+    assert "No step of RL was measured" in shown and "rlcore bench run rl/step" in shown
+
+
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
     assert re.findall(r"(?:src|href|url|@import)\s*[=(:]", page) == []
     assert "<script" not in page and "http" not in page
@@ -72,7 +94,7 @@ def test_page_of_a_record_without_limits_or_steps_says_so() -> None:
     record = msgspec.structs.replace(a_record(), calibration=None, cases=a_record().cases[-2:])
     shown = text_of(render([Run("old", record)]))
     assert "limits were not measured" in shown
-    for absent in ("In short", "by phase", "Ours against peers", "By size", "Share of what"):
+    for absent in ("by phase", "Ours against peers", "By size", "Share of what"):
         assert absent not in shown
 
 
@@ -147,21 +169,22 @@ for (const row of document.querySelectorAll(".row, tr, dl, .legend")) {
       faults.push(`overlap: ${part.textContent.trim()} and ${other.textContent.trim()}`); });
   });
 }
+root.dataset.answered = Math.round(document.querySelector(".big").getBoundingClientRect().bottom);
 root.dataset.faults = JSON.stringify(faults);
 root.dataset.page = getComputedStyle(document.body).backgroundColor;
 </script>
 """
 
-Look = Callable[..., tuple[str, str]]
+Look = Callable[..., tuple[str, str, int]]
 
 
 @pytest.fixture
 def look(tmp_path: Path) -> Look:
-    """(faults, colour of the page) of a page in a real browser."""
+    """(faults, colour of the page, where the answer ends) of a page in a real browser."""
     if BROWSER is None:
         pytest.skip("needs a browser: no chromium or chrome on the path (Debian: apt install chromium)")
 
-    def run(page: str, width: int, is_dark: bool) -> tuple[str, str]:
+    def run(page: str, width: int, is_dark: bool) -> tuple[str, str, int]:
         file = tmp_path / "page.html"
         file.write_text(page.replace("</body>", FAULTS + "</body>"))
         command = [
@@ -172,12 +195,12 @@ def look(tmp_path: Path) -> Look:
         seen = subprocess.run(
             [*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
         )
-        root = re.search(r'data-faults="([^"]*)" data-page="([^"]*)"', seen.stdout)
+        root = re.search(r'data-answered="(\d+)" data-faults="([^"]*)" data-page="([^"]*)"', seen.stdout)
         assert root is not None, seen.stderr
         shot = tmp_path / "shot.png"
         subprocess.run([*command, f"--screenshot={shot}", file.as_uri()], capture_output=True, timeout=120, check=True)
         assert shot.stat().st_size > 20_000  # an empty page has 3,000 bytes
-        return html.unescape(root[1]), root[2]
+        return html.unescape(root[2]), root[3], int(root[1])
 
     return run
 
@@ -195,8 +218,9 @@ def look(tmp_path: Path) -> Look:
 def test_nothing_is_cut_or_overlaps_on_phone_and_desktop_in_light_and_dark(
     look: Look, page: str, width: int, is_dark: bool
 ) -> None:
-    faults, colour = look(page, width, is_dark)
+    faults, colour, answered = look(page, width, is_dark)
     assert faults == "[]"
+    assert answered <= (800 if width > 500 else 844)  # the heights of small screens
     assert colour == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
 
 

@@ -1,0 +1,130 @@
+"""The answer in one table: how fast for reinforcement learning, what limits it, how machines compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlcore.bench.result import CaseResult, Record
+from rlcore.bench.text import count, seconds
+
+_ANY_NUMBER = {"devices": 0}
+"""Sizes that may differ where results are set against each other: more devices are another machine."""
+PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
+"""Of rl/step; "the rest" follows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str
+    record: Record
+    usd_per_hour: float | None = None
+    """For one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    label: str
+    cells: list[str]
+
+
+class _Cell(NamedTuple):
+    text: str
+    value: float | None = None
+    """Where it can be set against that of another run."""
+    of: CaseResult | None = None
+
+
+def headlines(runs: Sequence[Run]) -> list[Headline]:
+    """One row a question, one cell a run; the first run is what others are set against."""
+    questions: dict[str, Callable[[Run], _Cell | None]] = {
+        "one step of RL": lambda run: _cell(run, "rl/step", "time", seconds),
+        "tokens trained a second, whole step": lambda run: _cell(run, "rl/step", "trained_tokens", count),
+        "steps of RL for a dollar": _steps_for_a_dollar,
+        "USD for a million tokens trained": _cost,
+        "longest phase of the step: what limits it": _limiter,
+        "bubble: neither sampling, scoring nor training": lambda run: _cell(
+            run, "rl/step", "bubble", "{:.0%}".format, is_compared=False
+        ),
+        "tokens sampled a second": lambda run: (
+            _cell(run, "rollout/hf", "new_tokens", count) or _cell(run, "rl/step", "new_tokens", count)
+        ),
+        "one train step": lambda run: _cell(run, "train/step", "time", seconds),
+        "disturbed by": _disturbed,
+    }
+    found = []
+    for label, question in questions.items():
+        cells = [question(run) for run in runs]
+        if any(cells):
+            found.append(Headline(label, [_beside(cell, cells[0], runs[0].name) for cell in cells]))
+    return found
+
+
+def _beside(cell: _Cell | None, first: _Cell | None, name: str) -> str:
+    if cell is None:
+        return "not measured"
+    if cell is first or cell.value is None or first is None or first.value is None:
+        return cell.text
+    assert cell.of is not None and first.of is not None
+    is_same = cell.of.params | _ANY_NUMBER == first.of.params | _ANY_NUMBER
+    return f"{cell.text} ({f'{cell.value / first.value:.3g} times {name}' if is_same else 'of other sizes'})"
+
+
+def find(record: Record, case: str) -> CaseResult | None:
+    return next((result for result in record.cases if result.name == case and result.status == "pass"), None)
+
+
+def median(result: CaseResult, metric: str) -> float:
+    return statistics.median(result.samples(metric))
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cell(run: Run, case: str, metric: str, form: Callable[[float], str], *, is_compared: bool = True) -> _Cell | None:
+    result = find(run.record, case)
+    if result is None or not result.has(metric):
+        return None
+    value = median(result, metric)
+    return _Cell(form(value), value if is_compared else None, result)
+
+
+def _usd_per_s(run: Run, step: CaseResult) -> float | None:
+    return None if run.usd_per_hour is None else run.usd_per_hour * int(step.params.get("devices", 1)) / 3600
+
+
+def _steps_for_a_dollar(run: Run) -> _Cell | None:
+    step = find(run.record, "rl/step")
+    if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
+        return None
+    steps = 1 / (usd_per_s * median(step, "time"))
+    return _Cell(count(steps), steps, step)
+
+
+def _cost(run: Run) -> _Cell | None:
+    step = find(run.record, "rl/step")
+    if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
+        return None
+    usd = usd_per_s / median(step, "trained_tokens") * 1e6
+    return _Cell(f"{usd:.3g} at {run.usd_per_hour:g} an hour and device", usd, step)
+
+
+def _limiter(run: Run) -> _Cell | None:
+    step = find(run.record, "rl/step")
+    if step is None:
+        return None
+    phases = {name: median(step, name) for name in PHASES}
+    longest = max(phases, key=phases.__getitem__)
+    return _Cell(f"{words(longest)}: {phases[longest] / median(step, 'time'):.0%} of a step")
+
+
+def _disturbed(run: Run) -> _Cell | None:
+    """Whether the numbers may be too bad for reasons that lie outside the machine, or in how it is cooled."""
+    passed = [result for result in run.record.cases if result.status == "pass"]
+    marks = Counter(mark for result in passed for mark in result.marks)
+    told = [f"{mark}, in {number} of {len(passed)} results" for mark, number in marks.items()]
+    return _Cell("; ".join(told) or "nothing that was seen")
