@@ -329,5 +329,8 @@ class SyncReport:
     """Bytes that went through the engine's own loader instead of planned copies."""
     handles_opened: int
     seconds: float
+    slabs_wait_by: str = ""
+    """How the two sides of slabs wait for each other: "event", their devices by interprocess events; "host", each
+    process for its own device; "" where no slab was used."""
     why_on_host: str = ""
     """The reason for which "packed" went through shared memory of the host and not of the devices; "" if it did not."""

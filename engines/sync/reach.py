@@ -108,6 +108,7 @@ class Reach:
 
     def _let_go(self, mapping: Any) -> None:
         with self._using:
+            self._device.synchronize()  # what was queued may read it yet
             mapping.close()
 
     def _close_offers(self) -> None:
@@ -117,6 +118,8 @@ class Reach:
         self._offered, self._given, self._sources = [], [], {}
 
     def _close_slabs(self) -> None:
+        if self._slabs:
+            self._device.synchronize()
         for mapping in self._slabs:
             mapping.close()
         self._slabs, self._room, self._is_on_host = [], None, False

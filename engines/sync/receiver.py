@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rlcore.engines.sync.marks import Marks
 from rlcore.engines.sync.meeting import Meeting
 from rlcore.engines.sync.place import Place, decoded, place_of
 from rlcore.engines.sync.planned import Planned, Summary
@@ -35,6 +36,7 @@ class Receiver:
         self._device = target.device
         self._place = place_of(self._device)
         self._reach = Reach(self._device)
+        self._marks = Marks(self._device)
         self._trainer = ""
         """Whose slabs and tensors are open."""
         self._planner: Planner | None = None
@@ -211,14 +213,30 @@ class Receiver:
         return self._reach.open_slabs(handles, timeout_s)
 
     def unpack(self, packings: bytes) -> int:
-        """Empty slots, as a list of ``Packing`` says; the payload's bytes. Done on the device when this returns."""
+        """Empty slots, as a list of ``Packing`` says; the payload's bytes. Done when this returns, unless marked."""
+        orders = decoded(packings, list[Packing], "list of Packing")
         moved = 0
         with self._reach.using():
-            for order in decoded(packings, list[Packing], "list of Packing"):
+            for order in orders:
+                if order.is_marked:
+                    self._marks.wait(order.slot, order.sender)
                 nbytes = self._bucket(order).nbytes
                 moved += self._take(order, self._reach.received(order.sender, order.slot, nbytes))
-            self._device.synchronize()
+            for slot in {order.slot for order in orders if order.is_marked}:
+                self._marks.set(slot)
+            if not all(order.is_marked for order in orders):
+                self._device.synchronize()
         return moved
+
+    def open_marks(self, senders: list[list[Any]]) -> list[bytes]:
+        """Take the senders' marks, and give this receiver's; none where devices cannot wait for each other.
+
+        A process does not open its own events.
+        """
+        is_own = any(process == self._place.process for process, _ in senders)
+        if is_own or not self._marks.know([handles for _, handles in senders]):
+            return []
+        return self._marks.make()
 
     def join(self, meeting: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Form the group of the route "collective", through a folder; all senders and receivers together."""
@@ -325,6 +343,7 @@ class Receiver:
         self._trainer = ""
         self.leave()
         self._reach.close()
+        self._marks.drop()
 
     def reloaded(self) -> None:
         """The target was loaded whole from elsewhere, such as from disk."""

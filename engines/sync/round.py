@@ -151,8 +151,14 @@ class _Round:
             needed_bytes=self._needed_bytes if self._moved else 0,
             fallback_bytes=self._loaded,
             handles_opened=self._opened,
+            slabs_wait_by=self._slabs_wait_by(),
             seconds=self._clock.seconds,
         )
+
+    def _slabs_wait_by(self) -> str:
+        if not self._moved or not issubclass(self._rounds.kind, Packed):
+            return ""
+        return "event" if self._rounds.paths[self._rounds.kind].is_marked else "host"
 
     def _renew(self, poison: Callable[[], object]) -> None:
         """All that a round does between agreement and commit."""

@@ -39,6 +39,8 @@ class Path(ABC):
     """For by the caller, who knows why: it is taken even where another would be quicker."""
     is_scattered = False
     """There is too much to open each time."""
+    is_marked = False
+    """Devices wait for each other, and not each process for its own."""
     meeting = ""
     """The folder of the group that it has formed."""
 
@@ -163,6 +165,7 @@ class Bucketed(Path):
                     bucket=one[1],
                     slot=step % 2,
                     is_checked=is_checked(step),
+                    is_marked=self.is_marked,
                     sender=sender,
                 )
                 for sender, one in enumerate(row)
@@ -188,8 +191,17 @@ class Packed(Bucketed):
         self._handles = []
         calls = [(handles, _PATIENCE * left())] * len(self._receivers)
         opened: int = sum(self._receivers.call("open_slabs", calls, left()))
+        self.is_marked = not self.is_on_host and self._open_marks(left)
         self._handles = handles
         return opened
+
+    def _open_marks(self, left: Left) -> bool:
+        """Whether all can wait for all."""
+        of_senders = self._senders.call("open_marks", None, left())
+        if not all(handles for _, handles in of_senders):
+            return False
+        of_receivers = self._receivers.call("open_marks", [(of_senders,)] * len(self._receivers), left())
+        return all(self._senders.call("know_marks", [(of_receivers,)] * len(self._senders), left()))
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
         steps = self._steps(round_id, digests, is_checked)

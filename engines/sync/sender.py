@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+from rlcore.engines.sync.marks import Marks
 from rlcore.engines.sync.meeting import Meeting
 from rlcore.engines.sync.movement import Mover
 from rlcore.engines.sync.place import decoded, place_of
@@ -75,6 +76,8 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     bucket: int
     slot: int
     is_checked: bool
+    is_marked: bool = False
+    """The two sides' devices wait for each other (``Marks``), not each process for its own."""
     sender: int = 0
     """Position among the senders; for receivers."""
 
@@ -106,6 +109,7 @@ class Sender:
         self._device = device
         self._place = place_of(device)
         self._slabs: Slabs | None = None
+        self._marks = Marks(device)
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._movers: dict[tuple[str, int, int], Mover] = {}
         self._parts: dict[int, Tensor] = {}
@@ -235,14 +239,27 @@ class Sender:
         return len(self._buckets[key])
 
     def pack(self, order: bytes | None) -> int:
-        """Fill a slot, as a ``Packing`` says; the payload's bytes. Done on the device when this returns."""
+        """Fill a slot, as a ``Packing`` says; the payload's bytes. Done when this returns, unless marked."""
         if order is None:
             return 0
         packing = decoded(order, Packing, "packing")
+        if packing.is_marked:
+            self._marks.wait(packing.slot)
         bucket, _ = self._fill(packing)
-        self._slots(packing.slot_bytes).show(packing.slot, bucket.nbytes)
-        self._device.synchronize()
+        if packing.is_marked:
+            self._marks.set(packing.slot)
+        else:
+            self._slots(packing.slot_bytes).show(packing.slot, bucket.nbytes)
+            self._device.synchronize()
         return bucket.payload_bytes
+
+    def open_marks(self) -> list[Any]:
+        """This process, and handles of an event for each slot, or none; see ``Marks``."""
+        return [self._place.process, self._marks.make()]
+
+    def know_marks(self, receivers: list[list[bytes]]) -> bool:
+        """Take those of all receivers; whether this device can wait for them."""
+        return self._marks.know(receivers)
 
     def _fill(self, order: Packing) -> tuple[Bucket, Tensor]:
         buckets = self._buckets.get((order.digest, order.slot_bytes))
@@ -296,6 +313,7 @@ class Sender:
         self._drop_slabs(timeout_s)
 
     def _drop_slabs(self, timeout_s: float) -> None:
+        self._marks.drop()
         slabs, self._slabs = self._slabs, None
         if slabs is not None:
             slabs.close(timeout_s)

@@ -47,6 +47,7 @@ _VERBS = frozenset(
         "pull",
         "pieces",
         "open_slabs",
+        "open_marks",
         "unpack",
         "join",
         "leave",

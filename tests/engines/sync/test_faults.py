@@ -217,7 +217,7 @@ class Fault(NamedTuple):
     route: str
 
 
-BEFORE_ANY_BYTE = ["begin", "manifest", "prepare", "open_slabs", "take_plan", "pieces", "join", "offer", "open_offers"]
+BEFORE_ANY_BYTE = "begin manifest prepare open_slabs open_marks take_plan pieces join offer open_offers".split()
 
 
 def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
@@ -262,7 +262,7 @@ def test_a_process_that_ends_or_stops_midway(engines: Engines, monkeypatch: pyte
 
 
 STEPS = {
-    "packed": "begin manifest prepare prove open_slabs pieces take_plan pack unpack ready end commit",
+    "packed": "begin manifest prepare prove open_slabs open_marks pieces take_plan pack unpack ready end commit",
     "collective": "join send receive",
     "direct": "offer open_offers pull",
 }

@@ -59,6 +59,12 @@ class Engines(NamedTuple):
     def is_on_host(self) -> bool:
         return bool(self.train.devices[0].startswith("cpu"))
 
+    @property
+    def wait_by(self) -> str:
+        """Between processes."""
+        is_apart = "export_event" not in rlcore.get_device(self.infer.devices[0]).streams.limits()
+        return "event" if is_apart else "host"
+
 
 Build = Callable[..., Engines]
 
@@ -96,6 +102,7 @@ def test_weights_of_another_process(build: Build, place: Place, route: str) -> N
         report = engines.train.sync_weights(engines.infer, route=route, slab_bytes=4096, checksums="always")
         assert (report.route, report.version) == (route, number + 1)
         assert report.moved_bytes <= 1.05 * report.needed_bytes
+        assert report.slabs_wait_by == ("" if route == "direct" else engines.wait_by)
         engines.check()
         opened.append(report.handles_opened)
         if number == 1 and (route == "packed" or not engines.is_on_host):
