@@ -131,7 +131,8 @@ def linear_logprob(
 
     Returns:
         ``(logprob, entropy)``, [T] float32 (float64 for float64 inputs), nats, <= 0 and >= 0; entropy is None
-        unless asked for. Differentiable in ``hidden``, ``weight`` and ``bias``.
+        unless asked for. Differentiable in ``hidden``, ``weight`` and ``bias``. A bias of -inf takes its column out;
+        where it takes all, scores and gradients are NaN.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value outside the above.

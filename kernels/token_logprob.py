@@ -146,7 +146,8 @@ def token_logprob(
 
     Returns:
         ``(logprob, entropy)`` shaped like ``targets``, float32 (float64 for float64 logits), nats, <= 0 and
-        >= 0; entropy is None unless asked for. Differentiable in ``logits``.
+        >= 0; entropy is None unless asked for. Differentiable in ``logits``. A row whose logits are all -inf has no
+        distribution: it gives NaN, and so does its gradient, as with ``torch.log_softmax``.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value outside the above.

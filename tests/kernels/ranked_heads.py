@@ -223,6 +223,17 @@ def test_extreme_logits(size: float, offset: float) -> None:
     torch.testing.assert_close(d_hidden.double(), want_hidden, rtol=0, atol=2e-3 * float(want_hidden.abs().max()))
 
 
+def test_a_bias_that_takes_all_columns_out_gives_nan() -> None:
+    hidden, weight, bias = parts_of(random_head(), CUTS[0])
+    with torch.no_grad():
+        bias.fill_(-math.inf)
+    found = linear_logprob(hidden, weight, random_targets(), bias=bias, with_entropy=True, group=group())
+    d_hidden, d_weight = torch.autograd.grad(combined(found), (hidden, weight))
+    is_counted = random_targets() != -100
+    assert all(x.isnan().all() for x in (found.logprob[is_counted], found.entropy[is_counted]))
+    assert d_hidden[is_counted].isnan().all() and d_weight.isnan().all()
+
+
 def test_every_rank_gets_the_same_bits_in_every_run() -> None:
     whole, targets = random_head(), random_targets()
     here = parts_of(whole, CUTS[0])

@@ -150,6 +150,15 @@ def test_a_bias_of_minus_infinity_takes_columns_out(implementation: str) -> None
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_bias_that_takes_all_columns_out_gives_nan(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(4, 9, 51)
+    found = linear_logprob(
+        hidden, weight, targets, bias=torch.full((51,), -math.inf), with_entropy=True, implementation=implementation
+    )
+    assert all(x.isnan().all() for x in (*found, *gradients(found, [hidden, weight])))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ignored_rows_contribute_exactly_nothing(dtype: torch.dtype, implementation: str) -> None:
     hidden, weight, targets = random_inputs(30, 8, 40, dtype)

@@ -171,6 +171,15 @@ def test_columns_of_minus_infinity_have_no_probability_and_no_gradient(implement
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_row_of_minus_infinities_gives_nan_and_so_does_its_gradient(implementation: str) -> None:
+    logits, targets = random_inputs(4, 30)
+    logits.data[[1, 3]], targets[3] = -math.inf, -100
+    found = token_logprob(logits, targets, with_entropy=True, implementation=implementation)
+    for rows in (*found, gradient(found, logits)):
+        assert rows[1].isnan().all() and rows[[0, 2]].isfinite().all() and not rows[3].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_chosen_token_outside_the_keep_mask_has_probability_zero(implementation: str) -> None:
     logits, targets = random_inputs(4, 9)
     keep = torch.ones(4, 9, dtype=torch.bool)
