@@ -35,20 +35,20 @@ def new_group(
     """Form a group; all ranks call this together. The default group of torch.distributed is left as it is.
 
     Args:
-        device: this rank's device, or its name. Tensors on it go through its collective library, host tensors
-            through gloo.
+        device: this rank's device, its name, or a torch.device. Tensors on it go through its collective library, host
+            tensors through gloo.
         rendezvous: a folder that all ranks see and nobody else can write, made if absent; or a torch Store.
         timeout_s: for forming the group, and for each operation.
         is_high_priority: the library's kernels run on a stream that goes before others.
         name: the same on all ranks; of groups that share a rendezvous at one time, each has its own.
 
     Raises:
-        InvalidInputError: a rank, world size, name or timeout outside what is accepted.
+        InvalidInputError: a rank, world size, name, timeout or folder outside what is accepted.
         UnsupportedError: the library has no high-priority streams, or is not there.
         CollectiveTimeoutError: some ranks did not come; they are named.
         CollectiveError: a rank was given twice, or ranks were told different world sizes or libraries.
     """
-    device = get_device(device) if isinstance(device, str) else device
+    device = device if hasattr(device, "collectives") else get_device(device)
     if type(world_size) is not int or world_size < 1:
         raise InvalidInputError(
             f"world_size of group {name!r} must be a whole number of at least 1, got {world_size!r}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
+from rlcore.arguments import BYTES, LIST, NUMBER, Checked, Kind, optional
 from rlcore.collectives.reduction import fold, scaled
+from rlcore.collectives.tree import why_not_plain
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 
@@ -24,11 +27,28 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Operations(ABC):
+_SIZES = Kind(
+    "a list of whole numbers of at least 0",
+    lambda sizes: LIST.has(sizes) and all(type(rows) is int and rows >= 0 for rows in sizes),
+)
+_SECONDS = Kind("more than 0 seconds", lambda seconds: NUMBER.has(seconds) and 0 < seconds < math.inf)
+
+
+class Operations(Checked, ABC):
     """The operations of a ``Group``. Each is called by all ranks, in the same order.
 
     Those on host tensors end before they return. Those on device tensors are queued on the current stream.
+    A wrong argument is refused before anything is sent, and the group goes on.
     """
+
+    accepts: ClassVar = {
+        "all_reduce": {"factor": optional(NUMBER)},
+        "reduce_scatter": {"factor": optional(NUMBER), "sizes": optional(_SIZES)},
+        "all_gather": {"sizes": optional(_SIZES)},
+        "all_to_all": {"tensors": LIST, "sizes": optional(_SIZES)},
+        "barrier": {"timeout_s": optional(_SECONDS)},
+        "exchange": {"data": BYTES},
+    }
 
     device: Any
     rank: int
@@ -245,7 +265,7 @@ class Operations(ABC):
         return [rank_rows for _, rank_rows in told]
 
     def _checked(self, sizes: Sequence[int], values: Tensor) -> list[int]:
-        if len(sizes) != self.world_size or sum(sizes) != values.shape[0] or min(sizes) < 0:
+        if len(sizes) != self.world_size or sum(sizes) != values.shape[0]:
             raise InvalidInputError(
                 f"sizes of reduce_scatter must be the rows of each of {self.world_size} ranks, {values.shape[0]} in "
                 f"all; got {sizes!r}"
@@ -253,7 +273,7 @@ class Operations(ABC):
         return list(sizes)
 
     def _check_rank(self, rank: int, what: str, *, is_other: bool = False) -> None:
-        if not 0 <= rank < self.world_size or (is_other and rank == self.rank):
+        if type(rank) is not int or not 0 <= rank < self.world_size or (is_other and rank == self.rank):
             other = " and not its own" if is_other else ""
             raise InvalidInputError(f"{what} must be a rank of {self!r}{other}, got {rank!r}")
 
@@ -268,11 +288,8 @@ class Operations(ABC):
         return self._contiguous(tensor, what).view(-1)
 
     def _contiguous(self, tensor: Tensor, what: str) -> Tensor:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            raise InvalidInputError(
-                f"{what} of {self!r} takes plain dense tensors, got {type(tensor).__name__}; "
-                "of a DTensor give its to_local()"
-            )
+        if other := why_not_plain(tensor):
+            raise InvalidInputError(f"{what} of {self!r} takes plain dense tensors, got {other}")
         if tensor.device not in (self.device.torch_device, self._host.torch_device):
             raise InvalidInputError(
                 f"{what} of {self!r} takes tensors on {self.device.torch_device} or on the host, got {tensor.device}"

@@ -152,7 +152,12 @@ def _new_folder(rendezvous: Any, name: str) -> Path | None:
     place = str(Path(rendezvous).resolve())
     _num_met[place, name] += 1
     folder = Path(place, f"{name}-{_num_met[place, name]}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"rendezvous must be a folder that this rank can write, got {place!r}: {error.strerror}"
+        ) from error
     return folder
 
 

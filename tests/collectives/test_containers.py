@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlcore.collectives import containers
-from rlcore.errors import CollectiveError, InvalidInputError
+from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 
 
 def tree_of(owner: int, place: Any, extra_rows: int = 0) -> Any:
@@ -122,6 +122,16 @@ def test_dicts_in_another_order_are_the_same_tree(on_ranks: Any) -> None:
     on_ranks(order_keys_otherwise, 2)
 
 
+class Masked(torch.Tensor):
+    """Some subclass."""
+
+
+def endless() -> list[Any]:
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
+
+
 ONE = {"a": torch.ones(2), "b": [torch.ones(2, 3), torch.ones(1)]}
 MISFITS = {
     "absent": (
@@ -140,6 +150,25 @@ MISFITS = {
         {**ONE, "a": torch.ones(2, device="meta")},
         r"on rank 1, \['a'\] is on meta; give it on cpu or on the host",
     ),
+    "sparse": (
+        {**ONE, "a": torch.eye(2).to_sparse()},
+        r"on rank 1, \['a'\] must be a plain dense tensor, got one of layout torch.sparse_coo; give its to_dense\(\)",
+    ),
+    "nested": (
+        {**ONE, "a": torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)},
+        r"on rank 1, \['a'\] must be a plain dense tensor, got NestedTensor; of a DTensor give its to_local\(\)",
+    ),
+    "subclass": (
+        {**ONE, "a": Masked(torch.ones(2))},
+        r"on rank 1, \['a'\] must be a plain dense tensor, got Masked; of a DTensor give its to_local\(\)",
+    ),
+    "large key": (
+        {**ONE, 2**70: torch.ones(1)},
+        r"on rank 1, the keys of the tree must be str or int, got 118059",
+    ),
+    "no text": ({**ONE, "\ud800": torch.ones(1)}, r"on rank 1, the keys of the tree must be str or int, got '\\ud800'"),
+    "endless": (endless(), r"on rank 1, the tree is more than 100 containers deep, or contains itself"),
+    "none": ({**ONE, "a": None}, r"on rank 1, \['a'\] must be a tensor, dict, list or tuple, got NoneType"),
     "bare": (torch.ones(2), r"the tensor is absent on rank 0|\['a'\] is .* and absent|the tensor is absent"),
 }
 
@@ -174,13 +203,54 @@ def test_a_tree_that_does_not_fit_is_named_on_every_rank(on_ranks: Any) -> None:
         assert text.startswith(("all_reduce", "all_gather", "broadcast", "all_to_all")[number % 4] + " of a tree: ")
 
 
-def give_no_trees(rank: Any) -> None:
-    group = rank.group("cpu", 2)
-    with pytest.raises(InvalidInputError, match="all_to_all takes a tree for each of 2 ranks, got 1"):
-        containers.all_to_all([ONE], group)
-    with pytest.raises(InvalidInputError, match=r"source must be a rank of .*, got 2"):
-        containers.broadcast(ONE, group, 2)
+def call_differently(rank: Any) -> list[str]:
+    """Rank 1 calls otherwise than the others."""
+    group, tree = rank.group("cpu", 3), {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int32)}
+    is_odd = rank.rank == 1
+    texts = []
+    for usual, odd in (
+        (lambda: containers.all_gather(tree, group), lambda: containers.broadcast(tree, group, 0)),
+        (lambda: containers.all_reduce(tree, group), lambda: containers.all_reduce(tree, group, "max")),
+        (lambda: containers.broadcast(tree, group, 0), lambda: containers.broadcast(tree, group, 2)),
+        (lambda: containers.broadcast(tree, group, 0), lambda: containers.broadcast(tree, group, "0")),
+        (lambda: containers.broadcast(tree, group, 0), lambda: containers.broadcast(tree, group, 3)),
+        (lambda: containers.all_to_all([tree] * 3, group), lambda: containers.all_to_all([tree] * 2, group)),
+        (lambda: containers.all_to_all([tree] * 3, group), lambda: containers.all_to_all(None, group)),
+    ):
+        with pytest.raises(CollectiveError) as error:
+            (odd if is_odd else usual)()
+        assert error.value.ranks in ((0, 1), (1,))
+        texts.append(str(error.value))
+    for op, kind, text in (
+        ("band", UnsupportedError, "band of float32 over .* bits are of integers and bool"),
+        ("mean", InvalidInputError, "must be one of sum, avg, .*; got 'mean'"),
+        ("premul_sum", InvalidInputError, "takes no 'premul_sum', which has a factor; multiply before"),
+    ):
+        with pytest.raises(kind, match=text):
+            containers.all_reduce({"an int": tree["b"], "then": tree["a"]}, group, op)
+    group.barrier()  # nothing was sent that nobody took
+    assert tree["b"].tolist() == [1, 1]
+    return texts
 
 
-def test_wrong_arguments_are_named(on_ranks: Any) -> None:
-    on_ranks(give_no_trees, 2)
+def test_calls_that_do_not_match_are_refused_on_every_rank(on_ranks: Any) -> None:
+    texts = on_ranks(call_differently, 3)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == [
+        "all_gather of a tree: rank 0 calls all_gather, and rank 1 broadcast source 0; all must call the same",
+        "all_reduce of a tree: rank 0 calls all_reduce op 'sum', and rank 1 all_reduce op 'max'; all must call "
+        "the same",
+        "broadcast of a tree: rank 0 calls broadcast source 0, and rank 1 broadcast source 2; all must call the same",
+        "broadcast of a tree: on rank 1, source must be a rank, 0 to 2, got '0'",
+        "broadcast of a tree: on rank 1, source must be a rank, 0 to 2, got 3",
+        "all_to_all of a tree: on rank 1, trees must be a list of one for each of 3 ranks, got 2",
+        "all_to_all of a tree: on rank 1, trees must be a list of one for each of 3 ranks, got NoneType",
+    ]
+
+
+def test_what_is_no_group_is_refused() -> None:
+    for call in (containers.all_reduce, containers.all_gather, containers.all_to_all):
+        with pytest.raises(InvalidInputError, match=r"takes a group of rlcore.collectives.groups.new_group as group"):
+            call(ONE, None)
+    with pytest.raises(InvalidInputError, match=r"^broadcast of a tree takes a group of .* got 'world'$"):
+        containers.broadcast(ONE, "world", source=0)

@@ -32,13 +32,18 @@ from rlcore.errors import (
         ({"world_size": 0}, r"world_size of group 'g' must be a whole number of at least 1, got 0"),
         ({"timeout_s": 0}, r"timeout_s must be more than 0 seconds, got 0"),
         ({"name": "a/b"}, r"name of a group must be letters, digits, .* got 'a/b'"),
+        (
+            {"rendezvous": "/proc/nowhere"},
+            r"rendezvous must be a folder that this rank can write, got '/proc/nowhere'",
+        ),
+        ({"device": 5}, r"a device is a name such as 'cuda' or 'cuda:1', a torch.device, .* got int: 5"),
         ({"rendezvous": 5}, r"rendezvous must be a folder or a torch.distributed Store, got 5"),
     ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], text: str, tmp_path: Path) -> None:
-    given = {"rank": 0, "world_size": 2, "rendezvous": tmp_path, "timeout_s": 0.2, "name": "g"} | options
+    given = {"device": "cpu", "rank": 0, "world_size": 2, "rendezvous": tmp_path, "timeout_s": 0.2, "name": "g"}
     with pytest.raises(InvalidInputError, match=text):
-        new_group("cpu", **given)
+        new_group(**given | options)
 
 
 def test_a_tensor_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
@@ -54,6 +59,30 @@ def test_a_tensor_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
             (lambda: group.all_to_all([torch.ones(2)], sizes=[3]), r"sizes of all_to_all must be .* 2 of its own"),
             (lambda: group.reduce_scatter(torch.ones(2), sizes=[3]), r"sizes of reduce_scatter must be .* 2 in all"),
             (lambda: group.all_reduce(torch.ones(1), "premul_sum"), r"'premul_sum' takes a factor, and no other does"),
+            (lambda: group.broadcast(torch.ones(1), source="0"), r"source must be a rank of group .*, got '0'"),
+            (lambda: group.broadcast(torch.ones(1), source=0.0), r"source must be a rank of group .*, got 0.0"),
+            (lambda: group.broadcast(torch.ones(1), source=False), r"source must be a rank of group .*, got False"),
+            (lambda: group.send(torch.ones(1), None), r"destination must be a rank of group .*, got None"),
+            (lambda: group.recv(torch.ones(1), [1]), r"source must be a rank of group .*, got \[1\]"),
+            (
+                lambda: group.all_reduce(torch.eye(2).to_sparse()),
+                r"got one of layout torch.sparse_coo; give",
+            ),
+            (lambda: group.all_reduce(torch.ones(1), "mean"), r"must be one of sum, avg, .* got 'mean'"),
+            (
+                lambda: group.all_reduce(torch.ones(1), "premul_sum", factor="2"),
+                r"takes a number, or None as fac",
+            ),
+            (lambda: group.all_gather(torch.ones(2), sizes=2), r"takes a list of whole numbers .* as sizes, got 2"),
+            (lambda: group.all_gather(torch.ones(2), sizes=[2.0]), r"takes a list of whole numbers .* got \[2.0\]"),
+            (lambda: group.reduce_scatter(torch.ones(2), sizes=["2"]), r"takes a list of whole numbers .* got \['2'\]"),
+            (lambda: group.reduce_scatter(torch.ones(2), sizes=[-2]), r"takes a list of whole numbers .* got \[-2\]"),
+            (lambda: group.all_to_all(None), r"all_to_all takes a list or tuple as tensors, got None"),
+            (lambda: group.all_to_all(torch.ones(1, 2)), r"all_to_all takes a list or tuple as tensors, got tensor"),
+            (lambda: group.all_to_all([torch.ones(2)], sizes=2), r"takes a list of whole numbers .* as sizes, got 2"),
+            (lambda: group.barrier(timeout_s="5"), r"barrier takes more than 0 seconds, or None as timeout_s, got '5'"),
+            (lambda: group.barrier(timeout_s=float("nan")), r"barrier takes more than 0 seconds, .* got nan"),
+            (lambda: group.exchange("text"), r"exchange takes bytes as data, got 'text'"),
             (lambda: group.all_reduce(torch.ones(1), factor=2.0), r"'premul_sum' takes a factor, and no other does"),
         ]:
             with pytest.raises(InvalidInputError, match=text):

@@ -1,0 +1,177 @@
+"""A nested dict, list or tuple of tensors as it is told to other ranks and packed into messages of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.tensor_data import dtype_name
+
+Tree = Any
+"""A tensor, or a dict (keys: str, int), list or tuple of trees."""
+
+HOST = torch.device("cpu")
+_ALIGNMENT = 16  # bytes, so that a part of a message can be viewed as any dtype
+_DEEPEST = 100  # containers in containers; one that contains itself has no end
+_KEYS = range(-(2**63), 2**63)
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """A tensor of a tree."""
+
+    path: str
+    """As it is indexed: "['prompts'][0]"."""
+    dtype: str
+    shape: tuple[int, ...]
+    is_on_device: bool
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def rows(self, is_whole_shape: bool) -> str:
+        """What must be the same on all ranks."""
+        shape = list(map(str, self.shape)) if is_whole_shape else ["*", *map(str, self.shape[1:])][: len(self.shape)]
+        return f"{self.dtype} [{', '.join(shape)}] on the {'device' if self.is_on_device else 'host'}"
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """What a rank tells of one tree."""
+
+    structure: Any
+    """Containers as {"dict": [[key, ...]]}, {"list": [...]}, {"tuple": [...]}; tensors as their paths."""
+    leaves: list[Leaf]
+    problem: str = ""
+    """Why it cannot be sent."""
+
+    def on(self, is_on_device: bool) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf.is_on_device == is_on_device]
+
+
+class Parcel:
+    """One tree of this rank, ready to be announced and packed."""
+
+    def __init__(self, announced: Announced, tensors: dict[str, Tensor]) -> None:
+        self.announced = announced
+        self.tensors = tensors
+        self.structure = announced.structure
+        self.leaves = announced.leaves
+
+    @classmethod
+    def of(cls, tree: Tree, device: torch.device) -> Parcel:
+        """Raises nothing: what cannot be sent is told to the others, who would wait."""
+        tensors: dict[str, Tensor] = {}
+        try:
+            structure = _described(tree, "", tensors, device)
+        except InvalidInputError as error:
+            return cls.refused(str(error))
+        leaves = [
+            Leaf(path, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device == device)
+            for path, tensor in sorted(tensors.items())  # dicts may be ordered otherwise on another rank
+        ]
+        return cls(Announced(structure, leaves), tensors)
+
+    @classmethod
+    def refused(cls, problem: str) -> Parcel:
+        return cls(Announced(None, [], problem), {})
+
+    def packed(self, is_on_device: bool) -> Tensor:
+        """[bytes] uint8."""
+        leaves = self.announced.on(is_on_device)
+        message = torch.empty(nbytes_of(leaves), dtype=torch.uint8, device=self.tensors[leaves[0].path].device)
+        for leaf, start in zip(leaves, _starts(leaves), strict=False):
+            message[start : start + leaf.nbytes].copy_(bytes_of(self.tensors[leaf.path]))
+        return message
+
+
+def _described(tree: Tree, path: str, tensors: dict[str, Tensor], device: torch.device, depth: int = 0) -> Any:
+    """The structure of a tree; its tensors are added to ``tensors`` by path."""
+    if isinstance(tree, Tensor):
+        _check_tensor(tree, path or "the tensor", device)
+        tensors[path] = tree.detach()
+        return path
+    if depth > _DEEPEST:
+        raise InvalidInputError(f"the tree is more than {_DEEPEST} containers deep, or contains itself")
+    if isinstance(tree, Mapping):
+        if wrong := [key for key in tree if not _is_key(key)]:
+            raise InvalidInputError(f"the keys of {path or 'the tree'} must be str or int, got {wrong[0]!a}")
+        parts = {key: _described(part, f"{path}[{key!r}]", tensors, device, depth + 1) for key, part in tree.items()}
+        return {"dict": list(parts.items())}
+    if isinstance(tree, list | tuple):
+        items = [_described(part, f"{path}[{at}]", tensors, device, depth + 1) for at, part in enumerate(tree)]
+        return {"tuple" if isinstance(tree, tuple) else "list": items}
+    raise InvalidInputError(f"{path or 'the tree'} must be a tensor, dict, list or tuple, got {type(tree).__name__}")
+
+
+def _check_tensor(tensor: Tensor, path: str, device: torch.device) -> None:
+    if other := why_not_plain(tensor):
+        raise InvalidInputError(f"{path} must be a plain dense tensor, got {other}")
+    if tensor.device not in (device, HOST):
+        raise InvalidInputError(f"{path} is on {tensor.device}; give it on {device} or on the host")
+
+
+def why_not_plain(value: Any) -> str:
+    """What it is instead of a tensor that is its memory and nothing else, and what to give; "" if it is one."""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return f"{type(value).__name__}; of a DTensor give its to_local()"
+    if value.is_nested:
+        return "a nested one; give its unbind()"
+    if value.is_quantized:
+        return f"one quantized to {dtype_name(value.dtype)}; give its dequantize(), or int_repr()"
+    return "" if value.layout == torch.strided else f"one of layout {value.layout}; give its to_dense()"
+
+
+def _is_key(key: Any) -> bool:
+    """What a message can hold: an int of 64 bits, a str without half characters."""
+    if type(key) is str:
+        return key == key.encode(errors="ignore").decode()
+    return type(key) is int and key in _KEYS
+
+
+def built(structure: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    if isinstance(structure, str):
+        return tensors[structure]
+    ((kind, parts),) = structure.items()
+    if kind == "dict":
+        return {key: built(part, tensors) for key, part in parts}
+    items = [built(part, tensors) for part in parts]
+    return tuple(items) if kind == "tuple" else items
+
+
+def views(message: Tensor, leaves: list[Leaf]) -> dict[str, Tensor]:
+    return {
+        leaf.path: message[start : start + leaf.nbytes].view(leaf.torch_dtype).view(leaf.shape)
+        for leaf, start in zip(leaves, _starts(leaves), strict=False)
+    }
+
+
+def _starts(leaves: list[Leaf]) -> list[int]:
+    """Where each begins in a message, and where the message ends; in bytes."""
+    return list(accumulate((leaf.aligned_bytes for leaf in leaves), initial=0))
+
+
+def nbytes_of(leaves: list[Leaf]) -> int:
+    return _starts(leaves)[-1]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
