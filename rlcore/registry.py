@@ -17,7 +17,7 @@ from rlcore.deadline import call_within
 from rlcore.errors import DeviceError, InvalidInputError, PluginError
 from rlcore.launch import Launch
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
-from rlcore.settings import Settings
+from rlcore.settings import Settings, named_device
 from rlcore.types import PLUGIN_API, DeviceInfo, DeviceSpec, Probe, check_import_path
 
 if TYPE_CHECKING:
@@ -168,13 +168,14 @@ def device_info(kind: str) -> DeviceInfo:
 def get_device(name: str | torch.device | None = None) -> Any:
     """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
 
-    None is ``RLCORE_DEVICE``, else the available accelerator of highest priority, else the CPU.
+    None is ``RLCORE_DEVICE``, else the accelerator of highest priority that was available when this was first asked,
+    else the CPU.
 
     Raises:
         DeviceError: unknown or unavailable device; never another device instead of the one asked for.
     """
     if name is None:
-        return _device_of_environment() or _device(_default_name(), 0)
+        return _default_device(named_device())
     if isinstance(name, str):
         return _named_device(name)
     torch_type = getattr(name, "type", None)
@@ -195,10 +196,11 @@ def launch(name: str) -> Launch:
     return Launch(_spec(_parse(name)[0]))
 
 
-def _device_of_environment() -> Any:
-    wanted = Settings.from_env().device
+@functools.cache
+def _default_device(wanted: str | None) -> Any:
+    """Kept, so that it does not change under a program. A failure is not kept."""
     if wanted is None:
-        return None
+        return _device(_default_name(), 0)
     try:
         return _device(*_parse(wanted))
     except (DeviceError, InvalidInputError) as error:

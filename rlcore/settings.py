@@ -55,7 +55,7 @@ class Settings:
         cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
         return cls(
-            device=env.get("RLCORE_DEVICE") or None,
+            device=named_device(env),
             debug=_one_of(env, "RLCORE_DEBUG", "", _DEBUG_MODES),
             log_level=_one_of(env, "RLCORE_LOG_LEVEL", "WARNING", _LOG_LEVELS),
             strict_plugins=_flag(env, "RLCORE_STRICT_PLUGINS"),
@@ -101,3 +101,8 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidInputError(f"{name} must be a number of seconds above 0, got {value!r}")
     return seconds
+
+
+def named_device(env: Mapping[str, str] = os.environ) -> str | None:
+    """``Settings.device`` alone, for calls that cannot wait until all is read and checked."""
+    return env.get("RLCORE_DEVICE") or None
