@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import final
 
 import torch
 
 from rlcore.devices.ipc_sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError
+
+_FILE = re.compile(r"file </(torch_\w+)>")
 
 
 @final
@@ -19,6 +23,7 @@ class CpuSharing(Sharing):
         try:
             descriptor, _ = storage._share_fd_cpu_()
         except RuntimeError as error:  # torch reserves it all, so that a full /dev/shm is found here
+            _remove_what_torch_leaves(str(error))
             raise DeviceError(
                 f"{storage.nbytes()} bytes could not be moved to shared memory: {error}; make /dev/shm larger "
                 "(docker run --shm-size)"
@@ -33,3 +38,9 @@ class CpuSharing(Sharing):
 
     def close(self, memory: SharedMemory) -> None:
         """It is unmapped when no tensor looks at it any more."""
+
+
+def _remove_what_torch_leaves(error: str) -> None:
+    """Torch takes a file's name away once it has mapped it, and leaves the empty file where it could not."""
+    if named := _FILE.search(error):
+        Path("/dev/shm", named[1]).unlink(missing_ok=True)

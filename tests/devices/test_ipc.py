@@ -650,6 +650,7 @@ def test_a_full_shared_memory_is_an_error(make_peer: MakePeer, device: Any) -> N
     ):
         peer.run(EXPORT.format(size=MB))
     assert peer.run("result = [device.memory.ledger(), tensor[3].item()]") == [[], 3]
+    assert not list(Path("/dev/shm").glob(f"torch_{peer.pid}_*")), "torch leaves an empty file"
 
 
 def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
