@@ -117,7 +117,8 @@ def device(kind: str) -> Verdict:
         return fail(str(error), _leave_out(info.plugin))
     except Exception as error:
         return fail(f"capabilities() failed: {type(error).__name__}: {error}", _leave_out(info.plugin))
-    return ok(f"{info.count} of {info.vendor}; members: {summary(found)}")
+    evidence = " and ".join(sorted({how.evidence for how in found.values()}))
+    return ok(f"{info.count} of {info.vendor}; members: {summary(found)}; evidence: {evidence or 'none'}")
 
 
 def default_device() -> Verdict:

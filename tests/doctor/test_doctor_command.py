@@ -161,7 +161,7 @@ def test_devices_of_plugins_are_checked(machine: Machine) -> None:
     machine.install("broken", "import acme_runtime", "rlcore/broken")
     report, checks = machine.report(1, RLCORE_PROBE_TIMEOUT_S="0.5")
     assert report["status"] == "FAIL"
-    assert checks["device fine"]["found"] == "3 of Acme; members: 1 unsupported"
+    assert checks["device fine"]["found"] == "3 of Acme; members: 1 unsupported; evidence: declared"
     assert checks["ipc fine"]["found"] == "not supported: it has no memory"
     assert (checks["device absent"]["status"], checks["device absent"]["found"]) == ("OK", "not available: no card")
     wrong = {name: check for name, check in checks.items() if check["status"] == "FAIL"}
