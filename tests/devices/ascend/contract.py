@@ -1,8 +1,9 @@
-"""What rlcore uses of torch_npu, read from its own code, and what wheels of torch_npu have, read from theirs.
+"""What wheels of torch_npu have of what rlcore uses (``uses.py``), read from them without running them.
 
 python tests/devices/ascend/contract.py WHEEL...     writes contract.jsonl beside this file
 
-Nothing is imported: Python by its syntax tree, operators by the schemas in libtorch_npu.so.
+Python by its syntax tree, operators by the schemas in libtorch_npu.so. Of what is written in C it is only told that the
+library has its name. Wheels of one version for several machines must say the same, and share an entry.
 """
 
 from __future__ import annotations
@@ -14,96 +15,85 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+import torch
+
+from tests.devices.ascend.uses import Use, uses
+
 EXTRACT = Path(__file__).with_name("contract.jsonl")
-_FILES = re.compile(r"torch_npu/(npu/[a-z_]+\.py|multiprocessing/reductions\.py|utils/storage\.py)")
-_SCHEMA = re.compile(rb"(npu_[a-z0-9_]+|get_npu_format)\(((?:Tensor|\w+)[^\x00\n]*?)\) -> [^\x00\n]+")
+_FILES = re.compile(
+    r"torch_npu/(npu/\w+\.py|multiprocessing/reductions\.py|utils/storage\.py|__init__\.py|_init/registry/\w+\.py)"
+)
+_SCHEMA = re.compile(rb"((?:npu_[a-z0-9_]+|get_npu_format)\((?:Tensor|\w+)[^\x00\n]*?\) -> [^\x00\n]+)")
 _OPERATORS = re.compile(
     r"get_npu_format|npu_(format_cast|rms_norm|swiglu|cross_entropy_loss|fusion_attention(_v3)?|fused_linear_online_max_sum"
     r"|fused_cross_entropy_loss_with_max_sum|rotary_mul)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One place where rlcore names something of torch_npu's."""
-
-    name: str
-    """Such as "npu.memory_allocated", "npu.Event.from_ipc_handle", "ops.get_npu_format", "storage._share_npu_"."""
-    num_positional: int = 0
-    keywords: tuple[str, ...] = ()
-    is_call: bool = False
-    is_optional: bool = False
-    """Asked for by hasattr or getattr: it may be absent."""
-    place: str = ""
-
-
-# ------------------------------------------------------------------------------------------------ what rlcore uses
-
-
-def uses(root: Path = ROOT) -> list[Use]:
-    """Of all files of the plugin."""
-    return [use for path in sorted((root / "devices" / "ascend").glob("*.py")) for use in uses_in(path)]
-
-
-def uses_in(path: Path) -> Iterator[Use]:
-    tree = ast.parse(path.read_text())
-    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
-        place = f"{path.name}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Attribute) and id(node) not in inner and (name := _name(node)):
-            call = calls.get(id(node))
-            keywords = tuple(keyword.arg or "**" for keyword in call.keywords) if call else ()
-            yield Use(name, len(call.args) if call else 0, keywords, call is not None, False, place)
-        elif isinstance(node, ast.Call) and _is_hasattr(node):
-            asked = ast.Attribute(node.args[0], node.args[1].value)  # type: ignore[attr-defined]
-            if name := _name(asked):
-                yield Use(name, is_optional=True, place=place)
-
-
-def _is_hasattr(node: ast.Call) -> bool:
-    is_name = isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr")
-    return is_name and len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
-
-
-_OWNERS = {"npu()": "npu", "torch.ops.npu": "ops", "torch.TypedStorage": "storage", "_reductions()": "reductions"}
-
-
-def _name(node: ast.AST) -> str:
-    """The name under ``_OWNERS``, or ""."""
-    text = ast.unparse(node)
-    for owner, short in _OWNERS.items():
-        if text.startswith(f"{owner}.") and "(" not in (rest := text[len(owner) + 1 :]):
-            return f"{short}.{rest}"
-    return ""
+_IN_C = ("properties.", "torch_npu._C.")
+"""What is no Python: its last name is looked for in the library."""
+Names = dict[str, list[str]]
+"""Name -> parameters, as "device=None", then "*", then those by name; "*x" and "**x" take any, "..." is not known."""
 
 
 # ------------------------------------------------------------------------------------------------ what a wheel has
 
 
 def extract(wheel: Path) -> dict[str, Any]:
-    """Names with their parameters: {"npu.Stream": [...], "npu.Stream.query": [...], "ops.npu_swiglu": [...]}."""
-    found: dict[str, list[str]] = {}
+    """ "npu.Stream": its parameters, "npu.Stream().query": those of a method, "ops.npu_swiglu": a schema."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if _FILES.fullmatch(name):
-                found |= _names_in(ast.parse(archive.read(name)), name)
-        found |= _operators(archive.read("torch_npu/lib/libtorch_npu.so"))
+        trees = {name: ast.parse(archive.read(name)) for name in archive.namelist() if _FILES.fullmatch(name)}
+        library = archive.read("torch_npu/lib/libtorch_npu.so")
+    found = _module(trees) | _operators(library) | _in_c(library)
+    found |= _defined(trees["torch_npu/utils/storage.py"], "storage")
+    found |= _reductions(trees["torch_npu/multiprocessing/reductions.py"])
+    found |= {"hccl": next(filter(None, map(_registered, trees.values())))}
     return {
-        "wheel": wheel.name,
-        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        "names": {name: found[name] for name in sorted(found) if "._" not in name or name.startswith("storage.")},
+        "version": wheel.name.split("-")[1],
+        "wheels": {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()},
+        "names": {
+            name: found[name] for name in sorted(found) if "._" not in name or name.startswith(("storage.", *_IN_C))
+        },
     }
 
 
-def _names_in(tree: ast.Module, file: str) -> dict[str, list[str]]:
-    prefix = {"multiprocessing": "reductions", "utils": "storage"}.get(file.split("/")[1], "npu")
-    found: dict[str, list[str]] = {}
+def together(extracts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one version's wheels.
+
+    Raises:
+        ValueError: they differ.
+    """
+    first, *others = extracts
+    for other in others:
+        if (other["version"], other["names"]) != (first["version"], first["names"]):
+            raise ValueError(f"{', '.join([*first['wheels'], *other['wheels']])} do not say the same")
+    return first | {"wheels": {name: digest for one in extracts for name, digest in one["wheels"].items()}}
+
+
+def _module(trees: dict[str, ast.Module]) -> Names:
+    """Of ``torch.npu``: what its __init__ defines, and what it imports from the files beside it."""
+    files = {name.split("/")[-1][:-3]: tree for name, tree in trees.items() if name.startswith("torch_npu/npu/")}
+    defined = {file: _defined(tree, "npu") for file, tree in files.items()}
+    found = dict(defined["__init__"])
+    for node in files["__init__"].body:
+        if not isinstance(node, ast.ImportFrom | ast.Import):
+            continue
+        beside = defined.get(getattr(node, "module", None) or "", {}) if getattr(node, "level", 0) else {}
+        for alias in node.names:
+            name = f"npu.{alias.asname or alias.name}"
+            if alias.name == "*":
+                found |= {key: value for key, value in beside.items() if key not in found}
+            else:
+                found.setdefault(name, ["..."])
+                found |= {
+                    key: value for key, value in beside.items() if re.fullmatch(rf"{re.escape(name)}(\b.*)?", key)
+                }
+    return found
+
+
+def _defined(tree: ast.Module, prefix: str) -> Names:
+    found: Names = {}
     for node in tree.body:
         match node:
             case ast.FunctionDef():
@@ -112,69 +102,168 @@ def _names_in(tree: ast.Module, file: str) -> dict[str, list[str]]:
                 name = node.name.removeprefix("_typed_storage")
                 found[f"{prefix}.{name}"] = _parameters(node, skip=is_set and node.args.args[:1] != [])
             case ast.ClassDef():
-                found[f"{prefix}.{node.name}"] = ["..."]
-                for member in node.body:
-                    if isinstance(member, ast.FunctionDef):
-                        is_making = member.name in ("__init__", "__new__")
-                        key = f"{prefix}.{node.name}" + ("" if is_making else f".{member.name}")
-                        found[key] = _parameters(member, skip=not _is_static(member))
-            case ast.ImportFrom() | ast.Import() if file == "torch_npu/npu/__init__.py":
-                for alias in node.names:
-                    found.setdefault(f"npu.{alias.asname or alias.name}", ["..."])
+                found |= _members(node, f"{prefix}.{node.name}")
             case ast.Assign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        found.setdefault(f"{prefix}.{target.id}", ["..."])
+                found |= {f"{prefix}.{target.id}": ["..."] for target in targets if isinstance(target, ast.Name)}
     return found
 
 
-def _is_static(function: ast.FunctionDef) -> bool:
-    return any(isinstance(item, ast.Name) and item.id == "staticmethod" for item in function.decorator_list)
+def _members(node: ast.ClassDef, name: str) -> Names:
+    found: Names = {name: ["..."]}
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef):
+            marks = {ast.unparse(item) for item in member.decorator_list}
+            if member.name in ("__init__", "__new__"):
+                found[name] = _parameters(member, skip=True)
+            elif marks & {"staticmethod", "classmethod"}:
+                found[f"{name}.{member.name}"] = _parameters(member, skip="classmethod" in marks)
+            else:
+                found[f"{name}().{member.name}"] = _parameters(member, skip=True)
+    return found
 
 
 def _parameters(function: ast.FunctionDef, *, skip: bool = False) -> list[str]:
-    """As they may be given by position, then "*", then those by name; "*x" and "**x" take any."""
     given = function.args
-    names = [item.arg for item in [*given.posonlyargs, *given.args]][int(skip) :]
+    plain = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    names = [_parameter(*pair) for pair in zip(plain, defaults, strict=True)][int(skip) :]
     names += [f"*{given.vararg.arg}"] if given.vararg else ["*"] if given.kwonlyargs else []
-    names += [item.arg for item in given.kwonlyargs]
+    names += [_parameter(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
     return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
 
 
-def _operators(library: bytes) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, arguments in _SCHEMA.findall(library):
-        if _OPERATORS.fullmatch(name.decode()):
-            parts = re.split(r", (?![^\[(]*[\])])", arguments.decode())
-            names = [re.sub(r"=.*", "", part).split()[-1] for part in parts]
-            found.setdefault(f"ops.{name.decode()}", names)
+def _parameter(item: ast.arg, default: ast.expr | None) -> str:
+    return item.arg if default is None else f"{item.arg}={ast.unparse(default)}"
+
+
+def _reductions(tree: ast.Module) -> Names:
+    """And what is sent for a tensor, in its order."""
+    found = _defined(tree, "reductions")
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute() as target], value=ast.Name(id=name)) if (
+                ast.unparse(target) == "torch.multiprocessing.reductions.reduce_tensor"
+            ):
+                found["reductions.reduce_tensor"] = found[f"reductions.{name}"]
+            case ast.Return(value=ast.Tuple(elts=[ast.Name(id="rebuild_npu_tensor"), ast.Tuple(elts=sent)])):
+                found["reductions.reduce_tensor()"] = [ast.unparse(item) for item in sent]
     return found
+
+
+def _registered(tree: ast.Module) -> list[str]:
+    """How HCCL is made known to torch.distributed."""
+    for node in ast.walk(tree):
+        is_it = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Backend.register_backend")
+        if is_it and ast.literal_eval(node.args[0]) == "hccl":
+            return sorted(f"{keyword.arg}={ast.unparse(keyword.value)}" for keyword in node.keywords)
+    return []
+
+
+def _operators(library: bytes) -> Names:
+    found: Names = {}
+    for schema in map(bytes.decode, _SCHEMA.findall(library)):
+        name = schema.partition("(")[0]
+        if _OPERATORS.fullmatch(name):
+            found.setdefault(f"ops.{name}", [schema])
+    return found
+
+
+def _in_c(library: bytes) -> Names:
+    asked = {use.name for use in uses() if use.name.startswith(_IN_C)}
+    return {name: ["..."] for name in asked if b"\0%s\0" % name.rpartition(".")[2].encode() in library}
 
 
 # ------------------------------------------------------------------------------------------------ both together
 
 
-def missing(use: Use, names: dict[str, list[str]]) -> str:
+def missing(use: Use, names: Names) -> str:
     """What of the use the wheel does not have, or ""."""
-    if use.name not in names:
+    owner, _, member = use.name.rpartition(".")
+    parameters = names.get(use.name, names.get(f"{owner}().{member}"))  # or a method, asked of its class
+    if parameters is None:
         return f"{use.place}: {use.name} is absent"
-    parameters = names[use.name]
     if not use.is_call or "..." in parameters:
         return ""
-    positional = parameters[: next((i for i, name in enumerate(parameters) if name.startswith("*")), len(parameters))]
-    takes_any = any(name.startswith("*") and name != "*" for name in parameters)
-    if use.num_positional > len(positional) and not takes_any:
-        return f"{use.place}: {use.name} takes {len(positional)} by position, is given {use.num_positional}"
-    unknown = [name for name in use.keywords if name not in parameters and not parameters[-1:][0].startswith("**")]
-    return f"{use.place}: {use.name} has no {', '.join(unknown)}" if unknown else ""
+    wrong = _wrong_operator(use, parameters[0]) if use.name.startswith("ops.") else _wrong_call(use, parameters)
+    return f"{use.place}: {use.name} {wrong}" if wrong else ""
+
+
+def _wrong_call(use: Use, parameters: list[str]) -> str:
+    """Of a function in Python."""
+    plain = [name.partition("=")[0] for name in parameters]
+    end = next((i for i, name in enumerate(plain) if name.startswith("*")), len(plain))
+    positional, is_open = plain[:end], any(name.startswith("*") and name != "*" for name in plain)
+    if len(use.arguments) > len(positional) and not is_open:
+        return f"takes {len(positional)} by position, is given {len(use.arguments)}"
+    given = {name for name, _ in use.keywords}
+    if unknown := [name for name in given if name not in plain and not plain[-1:][0].startswith("**")]:
+        return f"has no {', '.join(unknown)}"
+    needed = [name for name in parameters if "=" not in name and not name.startswith("*")]
+    lacking = [name for name in needed if name not in given and name not in positional[: len(use.arguments)]]
+    return f"is not given {', '.join(lacking)}" if lacking else ""
+
+
+def _wrong_operator(use: Use, schema: str) -> str:
+    """By names, and by the types of what is written there as a literal."""
+    arguments = torch._C.parse_schema(f"npu::{schema}").arguments
+    positional = [argument for argument in arguments if not argument.kwarg_only]
+    if len(use.arguments) > len(positional):
+        return f"takes {len(positional)} by position, is given {len(use.arguments)}"
+    by_name = {argument.name: argument for argument in arguments}
+    given = {argument.name: text for argument, text in zip(positional, use.arguments, strict=False)}
+    if unknown := [name for name, _ in use.keywords if name not in by_name]:
+        return f"has no {', '.join(unknown)}"
+    given |= dict(use.keywords)
+    if lacking := [
+        name for name, argument in by_name.items() if name not in given and not argument.has_default_value()
+    ]:
+        return f"is not given {', '.join(lacking)}"
+    for name, text in given.items():
+        for value in _literals(ast.parse(text, mode="eval").body):
+            if not _fits(value, str(by_name[name].type)):
+                return f"takes {by_name[name].type} for {name}, is given {value!r}"
+    return ""
+
+
+def relied_on(use: Use, names: Names) -> dict[str, str]:
+    """What an operator takes for the arguments that it is not given."""
+    arguments = torch._C.parse_schema(f"npu::{names[use.name][0]}").arguments
+    given = {argument.name for argument in arguments[: len(use.arguments)]} | {name for name, _ in use.keywords}
+    return {
+        argument.name: f"{argument.type} = {argument.default_value}"
+        for argument in arguments
+        if argument.name not in given
+    }
+
+
+def _literals(node: ast.expr) -> Iterator[Any]:
+    """Values that are written there, in either branch."""
+    if isinstance(node, ast.IfExp):
+        yield from (*_literals(node.body), *_literals(node.orelse))
+    try:
+        yield ast.literal_eval(node)
+    except ValueError:
+        return
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if value is None:
+        return kind.startswith("Optional[")
+    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    if isinstance(value, tuple | list):
+        return kind.startswith("List[")
+    takes = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "number": (int, float)}
+    return type(value) in takes.get(kind, ())
 
 
 _KINDS = {
-    "npu": "names of `torch.npu`",
+    "npu": "names of `torch.npu`, its streams, events and pools",
     "ops": "operators, by schema",
     "storage": "methods of storages",
     "reductions": "reductions of tensors",
+    "properties": "properties of devices, in C",
+    "torch_npu": "functions in C",
 }
 
 
@@ -192,5 +281,12 @@ def table(wheels: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def main(wheels: list[Path]) -> None:
+    found = [extract(wheel) for wheel in wheels]
+    versions = dict.fromkeys(one["version"] for one in found)
+    entries = [together([one for one in found if one["version"] == version]) for version in versions]
+    EXTRACT.write_text("\n".join(map(json.dumps, entries)) + "\n")
+
+
 if __name__ == "__main__":
-    EXTRACT.write_text("\n".join(json.dumps(extract(Path(wheel))) for wheel in sys.argv[1:]) + "\n")
+    main([Path(argument) for argument in sys.argv[1:]])
