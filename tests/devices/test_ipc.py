@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -414,64 +413,6 @@ def test_a_process_that_ends_by_itself_leaves_no_socket(make_peer: MakePeer) -> 
     peer.process.stdin.close()
     assert peer.process.wait(timeout=60) == 0
     assert not path.exists()
-
-
-# --------------------------------------------------------------------------------------------- no leaks
-
-CYCLES = """
-for _ in range({count}):
-    tensor = torch.ones(1024, device=device.torch_device)
-    device.synchronize()
-    handle = device.memory.export_ipc(tensor)
-    other.write(handle.to_bytes().hex() + "\\n")
-    assert answers.readline() == "1024.0\\n"
-    device.memory.revoke(handle)
-"""
-STATE = """
-from rlcore.processes import shared_memory_names
-import gc; gc.collect(); device.memory.empty_cache()
-result = [len(os.listdir("/proc/self/fd")), device.memory.stats().allocated_bytes, len(threading.enumerate()),
-          shared_memory_names(), sorted(os.listdir(os.environ["RLCORE_RUNTIME"]))]
-"""
-
-
-def test_a_thousand_cycles_leave_everything_as_it_was(peer: Peer, make_peer: MakePeer, tmp_path: Path) -> None:
-    exporter, importer = make_peer(), peer
-    for name in ("there", "back"):
-        os.mkfifo(tmp_path / name)
-    serve = threading.Thread(
-        target=importer.run,
-        args=(
-            "import threading\n"
-            "with open(there) as handles, open(back, 'w', buffering=1) as answers:\n"
-            "    for line in handles:\n"
-            "        with device.memory.import_ipc(handle_of(line)) as mapping: total = mapping.tensor.sum().item()\n"
-            "        if line == first: result = 1\n"
-            "        answers.write(f'{total}\\n')\n",
-        ),
-        kwargs={"there": str(tmp_path / "there"), "back": str(tmp_path / "back"), "first": ""},
-    )
-    serve.start()
-    exporter.run(
-        "import threading; other = open(there, 'w', buffering=1); answers = open(back)",
-        there=str(tmp_path / "there"),
-        back=str(tmp_path / "back"),
-    )
-    exporter.run(CYCLES.format(count=100))  # torch, glibc and the driver take what they keep
-    before = exporter.run(STATE)
-    fds_of_importer = len(os.listdir(f"/proc/{importer.pid}/fd"))
-    exporter.run(CYCLES.format(count=1000))
-    after = exporter.run(STATE)
-    assert len(os.listdir(f"/proc/{importer.pid}/fd")) == fds_of_importer
-    exporter.run("other.close()")
-    serve.join(timeout=60)
-    assert not serve.is_alive()
-    fds, allocated_bytes, *others = zip(before, after, strict=True)
-    assert fds[1] == fds[0]
-    assert allocated_bytes[1] - allocated_bytes[0] < MB
-    for then, now in others:
-        assert now == then
-    assert exporter.run("result = device.memory.ledger()") == []
 
 
 # ------------------------------------------------------------------------------------------- bad handles
