@@ -37,6 +37,10 @@ def main() -> None:
         app()
     except RlcoreError as error:
         sys.exit(f"rlcore: {error}")
+    except RuntimeError as error:  # torch's, where a back end that it loads by itself breaks `import torch`
+        if not str(error).startswith("Failed to load the backend extension"):
+            raise
+        sys.exit(f"rlcore: import torch failed: {error} ({error.__cause__}); `rlcore doctor` says what to do")
     except KeyboardInterrupt:
         sys.exit(130)
 

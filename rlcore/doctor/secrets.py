@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 SHOWN = (
     "CUDA_DEVICE_ORDER",
@@ -41,3 +44,17 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"<{name}>")
     return _CREDENTIALS_IN_URL.sub(r"\1<credentials>@", text)
+
+
+def _clean(folder: Path, environ: Mapping[str, str]) -> None:
+    for path in sorted(folder.rglob("*")):
+        try:
+            text = path.read_text() if path.is_file() else ""
+        except UnicodeDecodeError:  # a picture
+            continue
+        if (shown := without_secrets(text, environ)) != text:
+            path.write_text(shown)
+
+
+if __name__ == "__main__":  # python -m rlcore.doctor.secrets FOLDER: take them out of the files in it
+    _clean(Path(sys.argv[1]), os.environ)

@@ -80,6 +80,14 @@ def test_a_wheel_without_cann_does_not_take_discovery_down(run_python: Any, tmp_
         assert "(ImportError: libhccl.so: cannot open shared object file); `rlcore doctor` says what to do" in reason
 
 
+def test_commands_say_in_one_line_that_torch_cannot_be_imported(run_python: Any, tmp_path: Path) -> None:
+    _install(tmp_path, "raise ImportError('libhccl.so: cannot open shared object file')")
+    result = run_python(["-m", "rlcore", "quickstart", "--device", "npu"], env={"PYTHONPATH": str(tmp_path)})
+    (line,) = result.stderr.splitlines()
+    assert (result.returncode, line.startswith("rlcore: import torch failed: Failed to load the back")) == (1, True)
+    assert line.endswith("(libhccl.so: cannot open shared object file); `rlcore doctor` says what to do")
+
+
 def _devices(run_python: Any, **env: str) -> dict[str, Any]:
     code = "import json, rlcore; print(json.dumps({i.name: [i.count, i.reason] for i in rlcore.list_devices()}))"
     result = run_python(code, env=env)

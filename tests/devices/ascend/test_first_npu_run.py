@@ -1,0 +1,149 @@
+"""docs/first_npu_run.sh, the command for the first person with an NPU, and the commands that it and they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "docs" / "first_npu_run.sh"
+SECRET = "hf_Abcdefghijklmnop"
+STEPS = 4
+
+
+def start(folder: Path, *steps: str, **env: str) -> subprocess.Popen[str]:
+    settings = {"PYTHON": sys.executable, "DEVICE": "cpu", "RLCORE_RUNTIME": str(folder / "run")}
+    return subprocess.Popen(["bash", str(SCRIPT), *steps], cwd=folder, env=os.environ | settings | env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def archive(folder: Path) -> dict[str, bytes]:
+    """What is in the one file to send back, by path in its folder."""
+    (path,) = folder.glob("rlcore-*.tar.gz")
+    with tarfile.open(path) as packed:
+        members = [member for member in packed if member.isfile()]
+        return {member.name.partition("/")[2]: packed.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+
+
+def codes(found: dict[str, bytes]) -> dict[str, int]:
+    lines = found["steps.txt"].decode().splitlines()
+    return {line.partition(":")[0]: int(line.split("exit code ")[1].split(",")[0]) for line in lines if "exit" in line}
+
+
+def test_a_step_that_fails_does_not_lose_the_others_and_no_secret_is_packed(tmp_path: Path) -> None:
+    """The path of the model, which its error repeats, has the value of a variable that sounds like a secret."""
+    run = start(tmp_path, "npu-smi", "quickstart", "devices", MODEL=f"/nowhere/{SECRET}", HF_TOKEN=SECRET)
+    told, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, told
+    assert "Please attach rlcore-cpu-" in told
+    found = archive(tmp_path)
+    assert codes(found) == {"npu-smi": 127, "quickstart": 1, "devices": 0}
+    assert b"/nowhere/<HF_TOKEN>" in found["quickstart.txt"]
+    assert not [name for name, data in found.items() if SECRET.encode() in data]
+    assert json.loads(found["devices.txt"])["name"] == "cpu:0"
+
+
+def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
+    run = start(tmp_path, "conformance", "packages", LIMIT="0.3")
+    told, _ = run.communicate(timeout=60)
+    assert codes(archive(tmp_path))["conformance"] == 124, told
+
+
+@pytest.mark.parametrize(
+    ("steps", "env", "words"),
+    [
+        (("docter",), {}, "there is no step 'docter'; the steps are npu-smi"),
+        ((), {"PYTHON": "none"}, "none cannot run rlcore: activate its environment"),
+    ],
+)
+def test_what_cannot_run_is_told_at_once(tmp_path: Path, steps: tuple[str, ...], env: Any, words: str) -> None:
+    run = start(tmp_path, *steps, **env)
+    told, _ = run.communicate(timeout=60)
+    assert (run.returncode, words in told) == (2, True)
+    assert not list(tmp_path.glob("rlcore-*"))
+
+
+# --------------------------------------------------------------------------------------- over the simulated CANN
+
+
+@pytest.mark.npu_sim
+def test_an_interrupt_packs_what_is_done(tmp_path: Path) -> None:
+    """Ctrl-C on a terminal goes to the script and to the step."""
+    run = start(tmp_path, "packages", "devices", "conformance", "operators")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("rlcore-*/conformance.txt")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2)
+    os.killpg(run.pid, signal.SIGINT)
+    told, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, told
+    found = archive(tmp_path)
+    assert codes(found) == {"packages": 0, "devices": 0}
+    assert "interrupted during conformance" in found["steps.txt"].decode()
+    assert "conformance.txt" in found and "operators.txt" not in found
+    assert b"torch==" in found["packages.txt"]
+
+
+def rlcore(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "rlcore", *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_RUNTIME": str(folder / "run")}
+    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, timeout=500)
+
+
+def curve(lines: bytes) -> list[dict[str, float]]:
+    return [json.loads(line) for line in lines.decode().splitlines()]
+
+
+@pytest.mark.npu_sim
+@pytest.mark.timeout(900)
+def test_the_whole_run_and_the_quickstarts_curve_is_that_of_the_cpu(_simulated: dict[str, str], tmp_path: Path) -> None:
+    """The same command, with the same options, on both; the model is what one step on the CPU left.
+
+    All steps but the benchmark, which would first measure for minutes what a simulation can do.
+    """
+    rlcore(tmp_path, "quickstart", "--device", "cpu", "--steps", "1", "--output", "warm")
+    options = ("--model", str(tmp_path / "warm" / "model"), "--steps", str(STEPS))
+    rlcore(tmp_path, "quickstart", "--device", "cpu", *options, "--output", "on_cpu")
+    wanted = {
+        "npu-smi": 127,
+        "packages": 0,
+        "doctor": 0,
+        "devices": 0,
+        "conformance": 0,
+        "operators": 1,
+        "quickstart": 0,
+    }
+    env = {"DEVICE": "npu", "MODEL": options[1], "STEPS": str(STEPS)}
+    python = Path(_simulated["PATH"].split(":")[0], "python")
+    log = {"CANN_SIM_LOG": str(tmp_path / "cann.log")}
+    run = start(tmp_path, *wanted, **(_simulated | log | env | {"PYTHON": str(python)}))
+    told, _ = run.communicate(timeout=800)
+    assert run.returncode == 0, told
+    found = archive(tmp_path)
+    assert codes(found) == wanted, told
+    assert json.loads(found["conformance.json"])["device"]["product"] == "Ascend910B1 (simulated CANN)"
+    assert b"linear_logprob chunked torch.bfloat16: relative errors" in found["operators.txt"]
+    assert b"packed_attention npu_fusion_attention window=64 torch.bfloat16: right" in found["operators.txt"]
+    failed = [line for line in found["operators.txt"].decode().splitlines() if "FAILED" in line]
+    assert failed and all(
+        " reference " in line and line.endswith("is not simulated (simulated CANN)") for line in failed
+    )
+    assert not [name for name in found if name.startswith(("quickstart/model", "quickstart/checkpoint"))]
+
+    npu, cpu = curve(found["quickstart/metrics.jsonl"]), curve((tmp_path / "on_cpu" / "metrics.jsonl").read_bytes())
+    rewards = {name: [step["reward"] for step in steps[1:]] for name, steps in (("npu", npu), ("cpu", cpu))}
+    print("simulated CANN", rewards, [step["loss"] for step in npu[1:]], [step["loss"] for step in cpu[1:]])
+    assert len(npu) == STEPS + 1
+    assert rewards["npu"] == pytest.approx(rewards["cpu"], abs=2 / 256)  # of 256 answers, two fell otherwise
+    assert [step["loss"] for step in npu[1:]] == pytest.approx([step["loss"] for step in cpu[1:]], abs=1e-5)
+    assert npu[-1]["accuracy"] == pytest.approx(cpu[-1]["accuracy"], abs=4 / 512)
+    assert len(set(rewards["npu"])) > 1 and npu[-1]["parity"] < 1e-4
