@@ -165,6 +165,7 @@ def _merge_kernel(
     if bias is not None:
         z_y += tl.load(bias + y)
     k = tl.load(sharpness_T + t, mask=is_row, other=1.0) * LOG2_E
+    a = tl.where(m <= k * BOTTOM, float("nan"), a)  # nothing but -inf, and columns beyond V
     is_known = tl.load(is_ignored + t, mask=is_row, other=1) == 0
     # The target's logit is summed in another order than in the tiles; a log-probability is never above 0.
     c_y = tl.minimum(z_y * k - m - tl.log2(a), 0.0, propagate_nan=tl.PropagateNan.ALL)

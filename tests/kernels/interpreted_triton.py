@@ -6,6 +6,7 @@ test_triton.py runs this file in a process of its own; pytest does not collect i
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels import linear_tiled, triton_tiles
+from rlcore.kernels import linear_tiled, triton_rows, triton_tiles
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.ops import (
     Logprobs,
@@ -114,6 +115,29 @@ def test_ignored_rows_are_exactly_zero_whatever_they_hold() -> None:
     (found.logprob.sum() + found.entropy.sum()).backward()
     assert found.logprob[1] == 0 and found.entropy[1] == 0 and not logits.grad[1].any()
     assert logits.grad.isfinite().all() and logits.grad[0].any()
+
+
+def test_a_row_of_minus_infinities_gives_nan_and_so_does_its_gradient() -> None:
+    logits, targets = random_logits(4, 50)
+    logits[[1, 3]], targets[3] = -math.inf, -100
+    logits.requires_grad_()
+    found = token_logprob(logits, targets, with_entropy=True, implementation="triton")
+    (found.logprob.sum() + found.entropy.sum()).backward()
+    for rows in (*found, logits.grad):
+        assert rows[1].isnan().all() and rows[[0, 2]].isfinite().all() and not rows[3].any()
+
+
+def test_a_target_that_is_no_token_is_found_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_rows, sys.modules[token_logprob.__module__]):
+        monkeypatch.setattr(module, "is_checked_on_device", lambda tensor: True)
+    logits, targets = random_logits(3, 50)
+    for target, is_token in ((49, True), (-100, True), (50, False), (-1, False), (2**40, False)):
+        targets[1] = target
+        if is_token:
+            token_logprob(logits, targets, implementation="triton")
+        else:
+            with pytest.raises(InvalidInputError, match=r"targets must be token ids in \[0, 50\), or ignore_index"):
+                token_logprob(logits, targets, implementation="triton")
 
 
 def test_nan_in_a_row_that_counts_is_not_hidden() -> None:
@@ -260,6 +284,19 @@ def test_tiles_with_masked_columns_and_peaks() -> None:
     torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=0, atol=1e-5)
     got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
     assert_gradients_close(got, torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide))
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "rows"])
+@pytest.mark.usefixtures("_tiles_on_cpu")
+def test_a_bias_that_takes_all_columns_out_gives_nan(implementation: str) -> None:
+    hidden, weight = torch.randn(3, 8).requires_grad_(), torch.randn(5, 8).requires_grad_()
+    options: dict[str, Any] = {"bias": torch.full((5,), -math.inf), "implementation": implementation}
+    for budget in (None, 128 * 256 * 2):
+        found = linear_logprob(
+            hidden, weight, torch.arange(3), with_entropy=True, memory_budget_bytes=budget, **options
+        )
+        gradients = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), (hidden, weight))
+        assert all(x.isnan().all() for x in (*found, *gradients))
 
 
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e30, -1e9], ids=str)
