@@ -74,6 +74,38 @@ def test_what_cannot_run_is_told_at_once(tmp_path: Path, steps: tuple[str, ...],
 # --------------------------------------------------------------------------------------- over the simulated CANN
 
 
+@pytest.fixture
+def without_cann(_simulated: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """What shows this interpreter the real torch_npu wheel, and nothing of CANN."""
+    (packages,) = Path(_simulated["PATH"].split(":")[0]).parent.glob("lib/python*/site-packages")
+    (tmp_path / "packages").mkdir()
+    for path in (*packages.glob("torch_npu*"), *packages.glob("torchnpugen")):
+        (tmp_path / "packages" / path.name).symlink_to(path)
+    return {"PYTHONPATH": str(tmp_path / "packages"), "RLCORE_RUNTIME": str(tmp_path / "run")}
+
+
+@pytest.mark.npu_sim
+def test_the_real_wheel_without_cann(without_cann: dict[str, str], run_python: Any) -> None:
+    """The newcomer's first hour: torch cannot be imported, and everything of rlcore says why and what to do."""
+    assert "Failed to load the backend extension: torch_npu" in run_python("import torch", env=without_cann).stderr
+    assert run_python("import rlcore; print('well')", env=without_cann).stdout == "well\n"
+    cause = "libhccl.so: cannot open shared object file"
+    for command in (["devices"], ["devices", "npu"], ["quickstart", "--device", "npu"]):
+        result = run_python(["-m", "rlcore", *command], env=without_cann | {"COLUMNS": "2000"})
+        told = result.stdout + result.stderr
+        assert cause in told and "`rlcore doctor` says what to do" in told and "Traceback" not in told, told
+    result = run_python(["-m", "rlcore", "doctor", "--json"], env=without_cann)
+    assert result.returncode == 1, result.stderr
+    checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
+    assert checks["torch-npu"]["status"] == "OK"
+    assert checks["CANN"]["status"] == checks["import torch"]["status"] == "FAIL"
+    assert "set_env.sh" in checks["CANN"]["fix"] and "pip uninstall torch-npu" in checks["CANN"]["fix"]
+    assert cause in checks["import torch"]["found"] and "torch alone works" in checks["import torch"]["fix"]
+    no_back_ends = without_cann | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    result = run_python("import rlcore; print(rlcore.get_device().name)", env=no_back_ends)
+    assert result.stdout == "cpu:0\n", result.stderr
+
+
 @pytest.mark.npu_sim
 def test_an_interrupt_packs_what_is_done(tmp_path: Path) -> None:
     """Ctrl-C on a terminal goes to the script and to the step."""
