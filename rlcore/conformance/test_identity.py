@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.conformance.peer import Peer
 from rlcore.registry import get_device, list_devices
 
 
@@ -49,6 +50,12 @@ def test_devices_with_memory_of_their_own_have_uuids_of_their_own(device: Any) -
         pytest.skip(f"{device.spec.name} has one memory here")
     uuids = [get_device(f"{device.spec.name}:{index}").properties().uuid for index in range(device.count())]
     assert len(set(uuids)) == len(uuids)
+
+
+@pytest.mark.covers("identity.properties")
+def test_another_process_knows_the_device_by_the_same_uuid(device: Any, peer: Peer) -> None:
+    _, uuids = peer.ask("rlcore.conformance.launch_tasks:count_and_uuids")
+    assert uuids[device.index] == device.properties().uuid
 
 
 @pytest.mark.covers("identity.activate")

@@ -109,6 +109,36 @@ def test_work_on_one_stream_is_done_in_order(device: Any, busy: BusyWork) -> Non
     assert value.max().item() == value.min().item() == 2**21 - 1
 
 
+def reads_what_was_there(device: Any, busy: BusyWork, owner: Any, reader: Any, is_recorded: bool) -> bool:
+    """Whether a read behind a lot of work finds its values, though their memory was freed and asked for meanwhile."""
+    seen = torch.zeros(MB, device=device.torch_device)
+    device.synchronize()
+    with device.streams.use(owner):
+        value = torch.ones(MB, device=device.torch_device)
+    reader.wait_stream(owner)
+    with device.streams.use(reader):
+        busy.queue()
+        seen.copy_(value)
+    if is_recorded:
+        value.record_stream(reader)
+    del value
+    with device.streams.use(owner):
+        others = [torch.full((MB,), 9.0, device=device.torch_device) for _ in range(4)]
+    device.synchronize()
+    assert others[0].max().item() == 9
+    return bool((seen == 1).all().item())
+
+
+@pytest.mark.covers("streams.new", "streams.use")
+def test_freed_memory_waits_for_the_stream_that_it_was_recorded_on(device: Any, busy: BusyWork) -> None:
+    if not is_asynchronous(device, busy):
+        pytest.skip(f"the host never got ahead of {device.name}: what was freed was read before")
+    owner, reader = device.streams.new(), device.streams.new()
+    if all(reads_what_was_there(device, busy, owner, reader, is_recorded=False) for _ in range(ROUNDS)):
+        pytest.skip(f"{device.name} gives freed memory out late: a lost record_stream would not have been seen")
+    assert all(reads_what_was_there(device, busy, owner, reader, is_recorded=True) for _ in range(ROUNDS))
+
+
 @pytest.mark.covers("identity.synchronize", "streams.new")
 def test_synchronize_leaves_no_stream_with_work(device: Any, busy: BusyWork) -> None:
     streams = [device.streams.new() for _ in range(3)] + [device.streams.current()]

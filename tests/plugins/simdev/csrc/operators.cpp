@@ -292,6 +292,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);  // its copies to the host wait for the current stream
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  if (void* address = self.storage().data_ptr().get()) {
+    state(self.device().index()).memory.record(address, &stream_of(stream));
+  }
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
@@ -304,6 +310,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("record_stream", record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

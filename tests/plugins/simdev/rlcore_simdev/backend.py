@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 import uuid
 from pathlib import Path
 
 import torch
+
+from rlcore_simdev.faults import has_fault
 
 
 def register() -> None:
@@ -39,7 +42,9 @@ class Properties:
 def get_device_properties(device=None) -> Properties:
     physical = torch.ops.simdev.visible_devices()[_index(device)]
     boot_id = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    return Properties("Simulated accelerator", str(uuid.uuid5(boot_id, f"simdev {physical}")), mem_get_info(device)[1])
+    whose = os.getpid() if has_fault("uuid_of_this_process") else ""
+    name = uuid.uuid5(boot_id, f"simdev {physical}{whose}")
+    return Properties("Simulated accelerator", str(name), mem_get_info(device)[1])
 
 
 def is_initialized() -> bool:
