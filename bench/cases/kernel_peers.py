@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -39,7 +40,7 @@ def token_logprob_peers(*, with_gradients: bool) -> dict[str, Score]:
 def linear_logprob_peers() -> dict[str, Score]:
     return {
         _named("trl"): _trl_linear,
-        f"{_named('liger-kernel')}, CuTe": _liger_cute,
+        f"{_named('liger-kernel')}, CuTe, targets unchecked": _liger_cute,
         f"{_named('liger-kernel')}, Triton, no entropy": _liger_triton,
         f"{_named('verl')}, Triton": _verl,
         f"{_named('cut-cross-entropy')}, no entropy": _cut_cross_entropy,
@@ -110,9 +111,10 @@ def _trl_linear(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Score
 
 
 def _liger_cute(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Scores:
-    """Hopper's implementation; without nvidia-cutlass-dsl it raises. Its check of targets waits for the device
-    unless LIGER_SCALED_CE_SM90_VALIDATE_TARGETS=0, which its documentation gives for speed."""
+    """Hopper's implementation; without nvidia-cutlass-dsl it raises. Its check of targets waits for the device, and its
+    documentation turns it off for speed."""
     _imported("cutlass.cute", "nvidia-cutlass-dsl")
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
     function = _imported("liger_kernel.ops", "liger-kernel").LigerFusedLinearScaledCrossEntropyFunction
     nll_T, entropy_T = function.apply(hidden_TH, weight_VH, target_T, 1.0, -100, 1, True)
     return -nll_T, entropy_T
