@@ -6,6 +6,7 @@ compares what it returned with a reference, in the run that is timed.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from rlcore.bench.result import Effort
 from rlcore.errors import BenchError
 from rlcore.registry import registry, resolve
+from rlcore.settings import Settings
 
 
 class Quantity(NamedTuple):
@@ -94,23 +96,42 @@ def expect(is_right: bool, wrong: str) -> None:
 
 
 def load_cases() -> dict[str, Case]:
-    """All registered cases by name.
+    """All registered cases by name. One that cannot be had does not take the others down: it has its path for a name,
+    and fails with the reason wherever it is run.
 
     Raises:
-        BenchError: a registered path cannot be imported, is no case, or repeats a name; names the plugin.
+        BenchError: with ``RLCORE_STRICT_PLUGINS=1``, at the first that cannot be had.
     """
     cases: dict[str, Case] = {}
     for path, plugin in registry().benchmarks.items():
         try:
-            case = resolve(path)
-        except (ImportError, AttributeError) as error:
-            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} cannot be imported: {error}") from error
-        if not isinstance(case, Case):
-            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} is no bench.case.Case: {case!r}")
-        if case.name in cases:
-            raise BenchError(f"benchmark case {path!r} of plugin {plugin!r} repeats the name {case.name!r}")
+            case = _case(path)
+            if case.name in cases:
+                raise BenchError(f"repeats the name {case.name!r}")
+        except Exception as error:  # a plugin's code; whoever runs the case sees the error
+            wrong = BenchError(f"benchmark case {path!r} of plugin {plugin!r} {error}")
+            if Settings.from_env().strict_plugins:
+                raise wrong from error
+            case = _broken(path, wrong)
         cases[case.name] = case
     return dict(sorted(cases.items()))
+
+
+def _case(path: str) -> Case:
+    try:
+        case = resolve(path)
+    except Exception as error:
+        raise BenchError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(case, Case):
+        raise BenchError(f"is no bench.case.Case: {case!r}")
+    return case
+
+
+def _broken(path: str, error: BenchError) -> Case:
+    def prepare(device: Any) -> Work:
+        raise error
+
+    return Case(name=path, description=str(error), prepare=prepare, effort="quick", estimate_s=0.1)
 
 
 def select_cases(names: list[str]) -> list[Case]:
@@ -124,6 +145,9 @@ def select_cases(names: list[str]) -> list[Case]:
     for name in names or list(cases):
         matching = {known: case for known, case in cases.items() if known == name or known.startswith(f"{name}/")}
         if not matching:
-            raise BenchError(f"no benchmark case {name!r}; registered: {', '.join(cases)}")
+            folders = list(dict.fromkeys(known.partition("/")[0] for known in cases))
+            close = difflib.get_close_matches(name, [*cases, *folders], n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are folders {', '.join(folders)}"
+            raise BenchError(f"no benchmark case {name!r}; {hint}; rlcore bench list shows all")
         chosen |= matching
     return list(chosen.values())

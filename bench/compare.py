@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from rlcore.bench.result import CaseResult, Record, identity
 from rlcore.bench.statistics import Difference, difference
 from rlcore.errors import InvalidInputError
 
-Verdict = Literal["about equal", "faster", "slower", "too few samples", "not comparable"]
+Verdict = Literal["about equal", "faster", "slower", "too few samples", "too noisy", "not comparable"]
 _WORSE = ("fail", "oom")
+_USELESS = 1.0
+"""A noise from which on nobody may say that two runs are equal: twice the time would not be seen."""
 _OTHERS = 0.15
 """By how much the shares of the host that others used may differ between two runs that are compared by its clocks."""
 
@@ -31,7 +34,7 @@ class Row:
     is_regression: bool = False
     """Slower, or it passed before."""
     median_a: float | None = None
-    """Seconds."""
+    """Seconds, by the clock that was compared."""
     median_b: float | None = None
     difference: Difference | None = None
     """Also where it is not comparable because the machine was not as busy."""
@@ -94,6 +97,12 @@ def compare(a: Record, b: Record, *, names: tuple[str, str], prices: Mapping[str
         if row is not None:
             rows.append(row)
     return Comparison(names[0], names[1], what_differs(a, b), device_of(a) == device_of(b), rows)
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """What runs are called by default: their files' names, with folders where the names are the same."""
+    stems = [path.stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in paths]
 
 
 def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:
@@ -161,14 +170,15 @@ def _row(
         is_worse = a.status == "pass" and b.status in _WORSE
         return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
-    verdict: Verdict = "about equal" if found.can_tell else "too few samples"
+    verdict: Verdict = "about equal" if found.noise <= _USELESS else "too noisy"
+    verdict = verdict if found.can_tell else "too few samples"
     disturbance = ""
     if found.is_significant:
         verdict = "slower" if found.ratio > 1 else "faster"
         disturbance = "" if found.clock == "device_time" else _disturbance(a, b)
     if disturbance:
         verdict = "not comparable"
-    medians = [statistics.median(result.samples("time")) for result in (a, b)]
+    medians = [statistics.median(result.samples(found.clock)) for result in (a, b)]
     return Row(
         a.name,
         a.implementation,

@@ -64,6 +64,8 @@ def most_telling_first(cases: Sequence[Case]) -> list[Case]:
 
 def check_can_write(path: Path) -> None:
     """Raises BenchError when it cannot be, before minutes are spent."""
+    if path.is_dir():
+        raise BenchError(f"cannot write the benchmark record {path}: it is a folder; give a file in it")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to")
 

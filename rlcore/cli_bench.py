@@ -135,12 +135,12 @@ def compare_records(
     """
     from dataclasses import asdict
 
-    from rlcore.bench.compare import compare, parse_prices
+    from rlcore.bench.compare import compare, parse_prices, run_names
     from rlcore.bench.export import read_any
 
     if len(records) < 2:
         raise InvalidInputError(f"compare takes two records or more, got {len(records)}")
-    names = [path.stem for path in records]
+    names = run_names(records)
     prices = parse_prices(price or [], names)
     first, *others = [read_any(path) for path in records]
     found = [
@@ -185,13 +185,14 @@ def report_records(
 ) -> None:
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
-    from rlcore.bench.compare import parse_prices
+    from rlcore.bench.compare import parse_prices, run_names
     from rlcore.bench.headlines import Run
     from rlcore.bench.report import render
     from rlcore.bench.result import read
 
-    prices = parse_prices(price or [], [path.stem for path in records])
-    page = render([Run(path.stem, read(path), prices.get(path.stem)) for path in records])
+    names = run_names(records)
+    prices = parse_prices(price or [], names)
+    page = render([Run(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
     try:
         write_file(output, page.encode())
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlcore.console import print_table
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlcore.bench.estimate import Durations
     from rlcore.bench.result import Calibration, CaseResult, Record
 
+_CLOCKS = {"time": "wall", "device_time": "device", "processor_time": "processors"}
 _REASON = 160
 """Characters of a reason in a table; the record has all."""
 
@@ -57,16 +58,21 @@ def print_results(record: Record) -> None:
 
 
 def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
-    """Of one case; sizes are those in which its results differ."""
-    differing = {name for name in results[0].params if len({result.params.get(name) for result in results}) > 1}
-    return [_row(result, differing, calibration) for result in results]
+    """Of one case."""
+    sizes = _sizes([result.params for result in results])
+    return [_row(result, size, calibration) for result, size in zip(results, sizes, strict=True)]
 
 
-def _row(result: CaseResult, differing: set[str], calibration: Calibration | None) -> list[str]:
+def _sizes(results: Sequence[Mapping[str, object]]) -> list[str]:
+    """Those in which results of one case differ."""
+    differing = [name for name in results[0] if len({params.get(name) for params in results}) > 1]
+    return [", ".join(f"{name} {params[name]}" for name in differing if name in params) for params in results]
+
+
+def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> list[str]:
     from rlcore.bench.limits import share_of_limit
     from rlcore.bench.text import seconds
 
-    sizes = ", ".join(f"{name} {value}" for name, value in result.params.items() if name in differing)
     first = [result.name, result.implementation, sizes, result.status]
     if result.status != "pass":
         return [*first, _shortened(result.reason), "", "", ""]
@@ -91,26 +97,36 @@ def print_comparison(found: Comparison) -> None:
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
     print(found.statement + "\n")
-    header = ["case", "implementation", found.name_a, found.name_b, "ratio", "99 % interval", "noise", "p", "verdict"]
+    by_case: dict[str, list[Row]] = {}
+    for row in found.rows:
+        by_case.setdefault(row.case, []).append(row)
+    header = ["case", "implementation", "sizes", "clock", found.name_a, found.name_b]
+    header += ["ratio", "99 % interval", "noise", "p", "verdict"]
     prices = any(row.cost_ratio for row in found.rows)
-    print_table(header + ["cost ratio", "USD/M tokens"] * prices, [_compared(row, prices) for row in found.rows])
+    rows = [
+        _compared(row, size, prices)
+        for group in by_case.values()
+        for row, size in zip(group, _sizes([row.params for row in group]), strict=True)
+    ]
+    print_table(header + ["cost ratio", "USD/M tokens"] * prices, rows)
     counts = Counter(row.verdict for row in found.rows)
     shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
     print(", ".join(dict.fromkeys(shown)) + mean)
 
 
-def _compared(row: Row, has_prices: bool) -> list[str]:
+def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
     from rlcore.bench.text import seconds
 
-    first = [row.case, row.implementation]
+    first = [row.case, row.implementation, sizes]
     if row.difference is None or row.median_a is None or row.median_b is None:
-        return [*first, *[""] * 6, f"{row.verdict}: {_shortened(row.reason)}", *[""] * 2 * has_prices]
+        return [*first, *[""] * 7, f"{row.verdict}: {_shortened(row.reason)}", *[""] * 2 * has_prices]
     found = row.difference
     usd = row.usd_per_million_tokens
     costs = ["" if row.cost_ratio is None else f"{row.cost_ratio:.2f}", f"{usd[0]:.3g} / {usd[1]:.3g}" if usd else ""]
     return [
         *first,
+        _CLOCKS[found.clock],
         seconds(row.median_a),
         seconds(row.median_b),
         f"{found.ratio:.3f}",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rlcore.bench.compare import compare, parse_prices
+from rlcore.bench.compare import compare, parse_prices, run_names
 from rlcore.bench.result import CaseResult, Metric, Record, Telemetry, read, write
 from rlcore.bench.statistics import difference
 from rlcore.cli_bench import bench
@@ -192,6 +192,24 @@ def test_what_has_no_number_says_why_and_what_broke_is_a_regression() -> None:
         "mended": ("fail -> pass: it broke", False),
         "new": ("only in the second", False),
     }
+
+
+def test_nobody_says_equal_where_twice_the_time_would_not_be_seen() -> None:
+    generator = np.random.default_rng(14)
+    (row,) = compared(*(record(timed("a", generator, drift=1.0, rounds=3)) for _ in range(2))).rows
+    assert (row.verdict, row.is_regression) == ("too noisy", False)
+
+
+def test_medians_are_of_the_clock_that_was_compared() -> None:
+    generator = np.random.default_rng(15)
+    a, b = (with_clock(timed("a", generator), "device_time", [], seconds) for seconds in (1.0, 2.0))
+    (row,) = compared(record(a), record(b)).rows
+    assert (row.median_a, row.median_b, row.difference.ratio) == (1.0, 2.0, 2.0)
+
+
+def test_runs_are_called_by_their_files_and_by_folders_where_those_are_equal() -> None:
+    assert run_names([Path("x/a.json"), Path("b.json")]) == ["a", "b"]
+    assert run_names([Path("x/a.json"), Path("y/a.json")]) == ["x/a", "y/a"]
 
 
 def test_other_sizes_are_other_results() -> None:

@@ -182,7 +182,8 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
         (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be a torch dtype such as bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
-        (["bench", "run", "kernel"], "no benchmark case 'kernel'; registered: "),
+        (["bench", "run", "kernel"], "no benchmark case 'kernel'; did you mean kernels "),
+        (["bench", "run", "dispatch", "-o", "/tmp"], "cannot write the benchmark record /tmp: it is a folder"),
         (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
         (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
     ],
@@ -245,7 +246,7 @@ def test_bench_run_without_a_file_names_one_after_device_and_time(
     assert re.match(r"1 cases on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
-    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +10", result.stdout)
+    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +15", result.stdout)
 
 
 def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path, cache: dict[str, str]) -> None:
