@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from rlcore.devices.collectives import Collectives
+from rlcore.errors import UnsupportedError
 
 
 @final
@@ -20,3 +21,14 @@ class HcclCollectives(Collectives):
         {torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8}
     )
     not_native: ClassVar = frozenset({("product", torch.bfloat16), ("product", torch.int16)})
+
+    def _options(self, timeout_s: float, is_high_priority: bool) -> Any:
+        """torch_npu's own. When it makes a group it replaces all of them but ``hccl_config``, which is the caller's."""
+        if is_high_priority:
+            raise UnsupportedError(
+                f"a high-priority stream of collectives on {self._device.name}",
+                "torch_npu replaces is_high_priority_stream by False when it makes a group",
+            )
+        import torch_npu  # type: ignore[import-not-found]
+
+        return torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

@@ -263,7 +263,7 @@ _KINDS = {
     "storage": "methods of storages",
     "reductions": "reductions of tensors",
     "properties": "properties of devices, in C",
-    "torch_npu": "functions in C",
+    "torch_npu": "other names in C",
 }
 
 
