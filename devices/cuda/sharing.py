@@ -40,18 +40,12 @@ class CudaSharing(Sharing):
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         address = storage.data_ptr()
         with driver.current(self._device.index):
-            if not driver.is_ipc_capable(address):
-                raise UnsupportedError(
-                    "export_ipc of this block of memory",
-                    "it is mapped virtual memory (expandable segments, or a pool with an allocator of its own) or "
-                    "another process's; allocate it without expandable_segments in PYTORCH_CUDA_ALLOC_CONF",
-                )
-            start = driver.block_start(address)
+            start = _start_of_sharable(address)
             return SharedMemory(payload=_PAYLOAD.pack(driver.ipc_handle(start), address - start))
 
     def block_of(self, storage: torch.UntypedStorage) -> int:
         with driver.current(self._device.index):
-            return driver.block_start(storage.data_ptr())
+            return _start_of_sharable(storage.data_ptr())
 
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         handle, offset = _unpack(memory)
@@ -72,6 +66,17 @@ class CudaSharing(Sharing):
             if block.count == 0:
                 del self._blocks[handle]
                 driver.close_ipc_handle(block.start)
+
+
+def _start_of_sharable(address: int) -> int:
+    """Of the block; mapped virtual memory is refused before it is asked for, as it has none of one allocation."""
+    if not driver.is_ipc_capable(address):
+        raise UnsupportedError(
+            "export_ipc of this block of memory",
+            "it is mapped virtual memory (expandable segments, or a pool with an allocator of its own) or another "
+            "process's; allocate it without expandable_segments in PYTORCH_CUDA_ALLOC_CONF",
+        )
+    return driver.block_start(address)
 
 
 def _unpack(memory: SharedMemory) -> tuple[bytes, int]:

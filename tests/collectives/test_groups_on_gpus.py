@@ -42,29 +42,6 @@ def test_a_destroyed_group_gives_device_memory_back(on_ranks: Any) -> None:
         assert asleep > awake
 
 
-def cycle_on_device(rank: Any, num_cycles: int) -> int:
-    place = get_device(f"cuda:{rank.rank}")
-    keep = rank.group("cuda", 2)
-
-    def free_after(count: int) -> int:
-        for _ in range(count):
-            with rank.new_group("cuda", 2, "device-cycle") as group:
-                group.all_reduce(torch.ones(4, device=place.torch_device))
-        keep.barrier()
-        free: int = place.memory.info().free_bytes
-        keep.barrier()
-        return free
-
-    before = free_after(3)
-    return before - free_after(num_cycles)
-
-
-@pytest.mark.multigpu
-def test_making_and_destroying_groups_leaves_no_device_memory(on_ranks: Any) -> None:
-    for lost_bytes in on_ranks(cycle_on_device, 2, 30):
-        assert lost_bytes < 2 << 20, f"{lost_bytes} bytes in 30 cycles"
-
-
 def form_with_priority(rank: Any) -> tuple[bool, float]:
     with rank.new_group("cuda", 2, "urgent", is_high_priority=True, timeout_s=45.0) as group:
         ones = torch.ones(4, device=group.device.torch_device)

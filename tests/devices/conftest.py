@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -62,6 +63,13 @@ class Peer:
         self.kill()  # a stopped one too
         self.process.stdin.close()
         self.process.stdout.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage(request: pytest.FixtureRequest) -> None:
+    """What a failed or finished test still holds of a GPU would be freed in the midst of another's count."""
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu"):
+        gc.collect()
 
 
 MakePeer = Callable[..., Peer]

@@ -27,8 +27,10 @@ result = [mapping.tensor.tolist() for mapping in mappings]
 @pytest.fixture
 def tensors(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """In one block, each in a storage of its own."""
-    if device.type != "cpu":  # the allocator has small ones in one block of 2 MiB
-        yield [torch.tensor(values, device=device.torch_device) for values in VALUES]
+    if device.type != "cpu":  # a pool begins with a block of 2 MiB, without holes that others have left
+        with device.memory.pool("together"):
+            tensors = [torch.tensor(values, device=device.torch_device) for values in VALUES]
+        yield tensors
         return
     block = OneBlock(device)
     monkeypatch.setattr(device.memory._ipc, "_sharing", block)
