@@ -115,6 +115,31 @@ def test_extreme_logits(size: float, offset: float, implementation: str) -> None
     torch.testing.assert_close(d_weight.double(), true, rtol=0, atol=1e-4 * float(true.abs().max()))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size", [1, 7, 151936, 152064, 262144])
+def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: int, implementation: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    hidden = torch.randn(5, 3, generator=generator).requires_grad_()
+    weight = torch.randn(size, 3, generator=generator).requires_grad_()
+    bias, targets = torch.zeros(size), torch.tensor([0, size - 1, size // 2, -100, 0])
+    bias[1 : size // 2 : 3] = -math.inf
+    old = torch.full((5,), -math.log(size))
+    tokens = {"per_token": {"old_logprobs": old, "ref_logprobs": old, "advantages": torch.linspace(-1, 1, 5)}}
+    tokens |= {"token_weight": torch.linspace(0.1, 0.3, 5)}
+    found = linear_loss(hidden, weight, targets, policy_loss(), bias=bias, implementation=implementation, **tokens)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    is_kept = bias == 0
+    logprobs = (wide[0] @ wide[1][is_kept].T).log_softmax(1)
+    logprob = logprobs[range(5), (is_kept.cumsum(0) - 1)[targets.clamp(min=0)]]
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    double, is_counted = widened(tokens), targets != -100
+    value, _ = policy_loss()(logprob, entropy, double["per_token"])
+    want = (value * double["token_weight"])[is_counted].sum()
+    torch.testing.assert_close(found.loss.double(), want, rtol=1e-4, atol=1e-5)
+    for got, true in zip(gradients(found.loss, hidden, weight), gradients(want, *wide), strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-5 + 1e-4 * float(true.abs().max()))
+
+
 def test_chunked_statistics_match_the_reference() -> None:
     hidden, weight, targets = random_inputs()
     tokens = random_tokens()
