@@ -22,6 +22,7 @@ from rlcore.doctor.packages import TorchBuild
 from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
 from rlcore.processes import pid_namespace, start_time
 from rlcore.registry import launch
+from tests.devices.test_nvml import FakeLibrary
 
 CPU = TorchBuild("2.13.0+cpu", None, None)
 CUDA = TorchBuild("2.13.0", "13.0", None)
@@ -259,31 +260,20 @@ def test_ranges_begin_where_the_package_says() -> None:
 # --------------------------------------------------------------------------------------------------- NVIDIA
 
 
-class FakeNvml:
-    """Stands in for ``Nvml``: a driver for CUDA 12.8, GPUs of which 0 and 2 do not reach each other."""
-
-    num_gpus = 3
-
-    def __enter__(self) -> FakeNvml:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def driver_version(self) -> str:
-        return "570.1"
-
-    def cuda_version(self) -> tuple[int, int]:
-        return 12, 8
-
-    def gpus(self) -> list[None]:
-        return [None] * self.num_gpus
-
-    def links(self) -> list[Any]:
-        pairs = [(0, 1), (0, 2), (1, 2)] if self.num_gpus == 3 else []
-        return [
-            types.SimpleNamespace(first=a, second=b, has_nvlink=b == 1, has_peer_access=(a, b) != (0, 2))
-            for a, b in pairs
-        ]
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In the place of nvidia-ml-py: a driver for CUDA 12.8, and three GPUs of which 0 and 2 do not reach each other."""
+    fake: Any = FakeLibrary()
+    fake.nvmlSystemGetDriverVersion = lambda: "570.1"
+    fake.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12_080
+    fake.nvmlDeviceGetCount = lambda: 3
+    fake.nvmlDeviceGetUUID = lambda gpu: f"GPU-{gpu}"
+    fake.nvmlDeviceGetMigMode = lambda gpu: [0, 0]
+    fake.nvmlDeviceGetNvLinkState = lambda gpu, link: 0
+    nvlink = 2
+    fake.nvmlDeviceGetP2PStatus = lambda a, b, what: 0 if (b == 1 if what == nvlink else (a, b) != (0, 2)) else 5
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
 
 
 @pytest.fixture
@@ -303,21 +293,19 @@ def proc_file(tmp_path: Path) -> Path:
     ],
 )
 def test_the_driver_must_know_torchs_cuda(
-    monkeypatch: pytest.MonkeyPatch, proc_file: Path, build: TorchBuild | None, status: str, words: str
+    library: Any, proc_file: Path, build: TorchBuild | None, status: str, words: str
 ) -> None:
-    monkeypatch.setattr(nvidia, "Nvml", FakeNvml)
     verdict = nvidia.driver(build, proc_file)
     assert verdict.status == status
     assert words in verdict.found
     assert bool(verdict.fix) == (status != "OK")
 
 
-def test_pairs_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch, proc_file: Path) -> None:
-    monkeypatch.setattr(nvidia, "Nvml", FakeNvml)
+def test_pairs_without_peer_access_are_named(library: Any, proc_file: Path) -> None:
     verdict = nvidia.peer_access(proc_file)
     assert verdict.status == "WARN"
     assert verdict.found.startswith("3 GPUs, 3 pairs, 1 by NVLink; no peer access between 0-2: ")
-    monkeypatch.setattr(FakeNvml, "num_gpus", 1)
+    library.nvmlDeviceGetCount = lambda: 1
     assert nvidia.peer_access(proc_file) == ok("1 GPU")
 
 
