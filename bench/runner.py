@@ -95,7 +95,7 @@ class Run:
     has_time_for: Callable[[Case], bool] = _always
     """Whether another round of it fits into the time that the run has."""
     _results: dict[str, list[CaseResult]] = field(default_factory=dict)
-    _settled: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set, init=False)
     """Cases that other code measured: their rounds are not mixed with those of this run."""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Run:
         now = self.record.calls[-1].commit if self.record.calls else self.record.commit
         for call in self.record.calls:
             if call.commit != now or (now or "").endswith("-modified"):
-                self._settled |= call.rounds.keys() & self._results.keys()
+                self.settled |= call.rounds.keys() & self._results.keys()
 
     def cases(self, cases: Sequence[Case], left_out: Sequence[Case] = ()) -> Record:
         """Run ``cases``; each is in the file when it ends.
@@ -134,7 +134,7 @@ class Run:
 
     def _wants_round(self, case: Case, number: int) -> bool:
         found = self._results.get(case.name)
-        if found is not None and (case.name in self._settled or number < _rounds_of(found)):
+        if found is not None and (case.name in self.settled or number < _rounds_of(found)):
             return False
         if self.has_time_for(case):
             return True

@@ -98,6 +98,8 @@ def run(
                 report=report,
                 has_time_for=limit.has_time_for,
             )
+            if stay := running.settled.intersection(case.name for case in chosen):
+                print(f"{len(stay)} cases stay as another commit, or files with changes, had them", file=sys.stderr)
             try:
                 done = running.cases(chosen, left_out)
             finally:

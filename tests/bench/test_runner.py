@@ -200,6 +200,8 @@ def test_continued_run_adds_rounds_of_the_same_commit_alone(tmp_path: Path) -> N
     assert read(path).commits() == f"{'a' * 12}, b"
     changed = call_again(path, "b", lambda name: [passed(name, 4.0)], rounds=9, commit="b-modified")
     assert changed[1].rounds == [1] * 5  # nobody knows what was changed
+    again = continued(read(path), msgspec.structs.replace(new_record(get_device("cpu")), commit="b-modified"))
+    assert Run(record=again, path=path, run=lambda case: []).settled == {"a", "b"}
 
 
 def test_run_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
