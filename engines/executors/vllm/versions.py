@@ -212,6 +212,31 @@ def weight_transfer_base() -> Any:
     return WeightTransferEngine
 
 
+def weight_transfer_trainer_bases() -> tuple[Any, Any]:
+    """What the trainer's side of vLLM's own weight transfer and its information derive from.
+
+    Raises:
+        UnsupportedError: a version that rlcore does not know.
+    """
+    try:
+        import vllm
+        from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+    except ImportError:  # as for weight_transfer_base
+        return object, object
+    check_version(vllm.__version__)
+    return TrainerWeightTransferEngine, TrainerInitInfo
+
+
+def register_weight_transfer_trainer(name: str, module: str, class_name: str) -> None:
+    """As ``register_weight_transfer``."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    except ImportError:
+        return
+    with contextlib.suppress(ValueError):
+        WeightTransferTrainerFactory.register_engine(name, module, class_name)
+
+
 def register_weight_transfer(name: str, module: str, class_name: str) -> None:
     """Nothing if it is known already, or if this vLLM has no weight transfer: it calls this in every process."""
     try:

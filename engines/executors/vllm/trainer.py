@@ -1,0 +1,157 @@
+"""``rlcore_ipc`` on the trainer's side of vLLM's own weight transfer. Importing this registers it.
+
+from rlcore.engines.executors.vllm.trainer import RlcoreTrainerInitInfo
+
+info = RlcoreTrainerInitInfo("/run/user/1000/weights", num_workers=2)            # of vLLM, all replicas together
+engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
+engine.send_weights()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlcore.engines.executors.vllm import versions
+from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
+from rlcore.engines.sync.standalone import WeightSender
+from rlcore.errors import InvalidInputError
+from rlcore.types import SyncReport
+
+T = TypeVar("T")
+_Engine, _InitInfo = versions.weight_transfer_trainer_bases()
+
+
+@dataclass
+class RlcoreTrainerInitInfo(_InitInfo):  # type: ignore[misc, valid-type]
+    """Where this trainer listens, and for how many vLLM workers; the same on all of the trainer's ranks."""
+
+    backend: ClassVar[str] = "rlcore_ipc"
+
+    address: str
+    num_workers: int = 1
+    timeout_s: float = 120.0
+    """For each wait: for the workers to connect, and for a whole send."""
+    rank: int = field(default=0, kw_only=True)
+
+    @property
+    def is_sender(self) -> bool:
+        """The rank that speaks with vLLM; shards of the others go directly to its workers."""
+        return self.rank == 0
+
+
+class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-type]
+    """Of one trainer rank; the base class has its methods' meanings.
+
+    A ``ModuleSource`` is sent as it lies, sharded or not. Another source is gathered whole before it is sent.
+    """
+
+    init_info_cls = RlcoreTrainerInitInfo
+
+    def __init__(self, info: RlcoreTrainerInitInfo, client: Any, source: Any) -> None:
+        self.is_sender, self.rank, self.client, self.source = info.is_sender, info.rank, client, source
+        self._info = info
+        self._controls: list[ControlSocket] = []
+        self._sender: WeightSender | None = None
+
+    @classmethod
+    def trainer_init(
+        cls,
+        config: Any = None,
+        init_info: RlcoreTrainerInitInfo | None = None,
+        *,
+        client: Any,
+        source: Any = None,
+    ) -> Self:
+        """Connect to vLLM's workers, on all ranks.
+
+        Args:
+            config: of vLLM 0.26, which has nothing to say here; later versions have ``init_info`` in its place.
+
+        Raises:
+            InvalidInputError: no source, or another backend's information.
+            SyncError: fewer workers than ``num_workers`` have connected.
+        """
+        info = config if init_info is None else init_info
+        if not isinstance(info, RlcoreTrainerInitInfo) or source is None:
+            raise InvalidInputError(
+                "rlcore_ipc takes an RlcoreTrainerInitInfo and a source of weights, "
+                f"got {type(info).__name__} and {type(source).__name__}"
+            )
+        engine = cls(info, client, source)
+        if info.is_sender:
+            engine._connect()
+        return engine
+
+    def _connect(self) -> None:
+        told = {"address": self._info.address, "timeout_s": self._info.timeout_s}
+        try:
+            _beside(lambda: self.client.init_weight_transfer_engine(told), self._accept)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _accept(self) -> None:
+        self._controls = accept_controls(self._info.address, self._info.num_workers, self._info.timeout_s)
+
+    def send_weights(self) -> SyncReport | None:
+        """All ranks together; None where this rank has nothing to send."""
+        if self._sender is None and (self.is_sender or self._is_sharded()):
+            self._sender = WeightSender(self._named, self._controls)
+        if self._sender is None:
+            for _ in _full(self.source):  # which may be a collective
+                pass
+            return None
+        if not self.is_sender:
+            return self._send(self._sender)
+        self.client.start_weight_update()
+        update = {"timeout_s": self._info.timeout_s}
+        report = _beside(lambda: self.client.update_weights(update), partial(self._send, self._sender))
+        self.client.finish_weight_update()
+        return report
+
+    def _send(self, sender: WeightSender) -> SyncReport:
+        return sender.send(timeout_s=self._info.timeout_s)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        module = getattr(self.source, "_module", None)  # a ModuleSource's
+        return list(_full(self.source) if module is None else module.named_parameters())
+
+    def _is_sharded(self) -> bool:
+        module = getattr(self.source, "_module", None)
+        return module is not None and any(isinstance(one, DTensor) for one in module.parameters())
+
+    def shutdown(self) -> None:
+        """Give back what vLLM's workers have open, and hang up."""
+        if self._sender is not None:
+            self._sender.close()
+        for control in self._controls:
+            control.close()
+        self._sender, self._controls = None, []
+
+
+def _full(source: Any) -> Iterator[tuple[str, Tensor]]:
+    """All weights, whole; up to vLLM 0.30 a source is iterated over."""
+    return iter(source.iter_full() if hasattr(source, "iter_full") else source)
+
+
+def _beside(ask: Callable[[], Any], act: Callable[[], T]) -> T:
+    """What ``act`` returns, while vLLM is asked for its part; an error of its is what the other's was caused by."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            found = act()
+        except Exception as error:
+            refused = asked.exception()
+            raise error from refused
+        asked.result()
+    return found
+
+
+versions.register_weight_transfer_trainer("rlcore_ipc", __name__, RlcoreTrainerWeightTransferEngine.__name__)

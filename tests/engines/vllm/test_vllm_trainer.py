@@ -1,0 +1,180 @@
+"""The trainer's side of ``rlcore_ipc``, driven as vLLM drives it, with the receivers of vLLM's workers alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rlcore
+from rlcore.engines.executors.vllm.trainer import RlcoreTrainerInitInfo, RlcoreTrainerWeightTransferEngine
+from rlcore.engines.sync.control_socket import ControlSocket
+from rlcore.errors import InvalidInputError, SyncError
+
+
+class Source:
+    """As vLLM's ``ModuleSource``, before 0.33."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._module.named_parameters()
+
+
+class FullSource:
+    """As somebody's own, for 0.33."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._given = module
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._given.named_parameters():
+            yield name, parameter.detach().clone()
+
+
+class Client:
+    """As vLLM's clients, with workers in this process."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.models, self.called = models, list[str]()
+        self.receivers: list[rlcore.WeightReceiver] = []
+        self.refuses = ""
+
+    def _each(self, method: str, act: Callable[[Any], Any], workers: Any) -> None:
+        self.called.append(method)
+        if self.refuses == method:
+            raise RuntimeError("vLLM says no")
+        threads = [threading.Thread(target=act, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        def connect(model: nn.Module) -> None:
+            control = ControlSocket.connect(init_info["address"], init_info["timeout_s"])
+            self.receivers.append(rlcore.WeightReceiver(model, control))
+
+        self._each("init", connect, self.models)
+
+    def start_weight_update(self) -> None:
+        self._each("start", print, ())
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._each("update", lambda receiver: receiver.receive(update_info["timeout_s"]), self.receivers)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each("finish", print, ())
+
+
+@pytest.fixture
+def policy() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 3))
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    client = Client([nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 3)).bfloat16() for _ in range(2)])
+    yield client
+    for receiver in client.receivers:
+        receiver.close()
+        receiver._control.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> RlcoreTrainerInitInfo:
+    return RlcoreTrainerInitInfo(str(tmp_path / "weights"), num_workers=2, timeout_s=20)
+
+
+def check(policy: nn.Module, client: Client) -> None:
+    for model in client.models:
+        for one, other in zip(model.parameters(), policy.parameters(), strict=True):
+            assert torch.equal(one, other.bfloat16())
+
+
+@pytest.mark.parametrize("kind", [Source, FullSource])
+def test_each_round_all_workers_get_the_weights(kind: Any, policy: nn.Module, client: Client, info: Any) -> None:
+    engine = RlcoreTrainerWeightTransferEngine.trainer_init(init_info=info, client=client, source=kind(policy))
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(1)
+        report = engine.send_weights()
+        assert report is not None and report.version == version and report.moved_bytes > 0
+        check(policy, client)
+    assert client.called == ["init", *["start", "update", "finish"] * 2]
+    engine.shutdown()
+    assert not Path(info.address).exists()
+
+
+def test_vllm_0_26_gives_its_configuration_first(policy: nn.Module, client: Client, info: Any) -> None:
+    engine = RlcoreTrainerWeightTransferEngine.trainer_init(
+        config=object(), init_info=info, client=client, source=Source(policy)
+    )
+    engine.send_weights()
+    check(policy, client)
+    engine.shutdown()
+
+
+def test_a_rank_that_does_not_send_goes_through_its_source(policy: nn.Module, client: Client, tmp_path: Path) -> None:
+    """Which gathers, and waits for all ranks."""
+    seen: list[str] = []
+
+    class Counted(FullSource):
+        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in super().iter_full():
+                seen.append(name)
+                yield name, tensor
+
+    info = RlcoreTrainerInitInfo(str(tmp_path / "w"), rank=1)
+    engine = RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client, source=Counted(policy))
+    assert engine.send_weights() is None
+    assert len(seen) == 4 and not client.called
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("step", ["init", "start", "update"])
+def test_what_vllm_refuses_is_told(
+    step: str, policy: nn.Module, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlcore.engines.sync.round._GRACE_S", 0.5)
+    client.refuses = step
+    info = RlcoreTrainerInitInfo(str(tmp_path / "w"), num_workers=2, timeout_s=0.5)
+    engine = None
+    with pytest.raises((SyncError, RuntimeError)) as caught:
+        engine = RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source(policy))
+        engine.send_weights()
+    if engine is not None:
+        engine.shutdown()
+    told = caught.value if step == "start" else caught.value.__cause__
+    assert "vLLM says no" in str(told)
+
+
+def test_what_it_takes(client: Client, policy: nn.Module, info: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match="an RlcoreTrainerInitInfo and a source of weights, got dict and Source"
+    ):
+        RlcoreTrainerWeightTransferEngine.trainer_init({}, client=client, source=Source(policy))
+    with pytest.raises(InvalidInputError, match="got RlcoreTrainerInitInfo and NoneType"):
+        RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client)
+
+
+@pytest.mark.vllm
+def test_vllms_own_factory_has_it(policy: nn.Module, client: Client, info: Any) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    call: Any = WeightTransferTrainerFactory.trainer_init
+    is_first = "config" in call.__func__.__code__.co_varnames[: call.__func__.__code__.co_argcount]
+    given = {"backend": "rlcore_ipc", "config": None} if is_first else {}
+    engine = call(**given, init_info=info, client=client, source=ModuleSource(policy))
+    assert isinstance(engine, TrainerWeightTransferEngine)
+    engine.send_weights()
+    check(policy, client)
+    engine.shutdown()
