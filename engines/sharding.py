@@ -2,15 +2,18 @@
 
 FSDP divides gradients by the number of ranks, as users of it expect of their own methods. A loss over the whole batch
 wants their sum: ``train_step`` multiplies it by that number.
+
+A single worker has nothing to gather or to exchange: there FSDP would copy every block twice a step, its gradients
+once, and run its hooks in Python around each. See ``rlcore.compute_dtype`` for what stands in its place.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 
+from rlcore.compute_dtype import ComputeDtype, computing, set_compute_dtype, stop_computing
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
@@ -37,8 +42,9 @@ class Sharding:
     """Of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
     replicas: int = 1
     """Copies of the weights, each sharded over world size / ``replicas`` workers (HSDP)."""
-    activation_checkpointing: bool = False
-    """Compute each block's activations again in the backward instead of keeping them."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Compute each block's activations again in the backward instead of keeping them: all, or, "selective", all but the
+    results of matrix products, of attention, and of operators that are not torch's own."""
     compile: bool = False
     """Compile the forward of each block."""
     reduce_each_micro_batch: bool = False
@@ -49,6 +55,10 @@ class Sharding:
         for name, value in (("dtype", self.dtype), ("compute_dtype", self.compute_dtype or self.dtype)):
             if value not in DTYPES:
                 raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        if self.activation_checkpointing not in (False, True, "selective"):
+            raise InvalidInputError(
+                f"activation_checkpointing must be False, True or 'selective', got {self.activation_checkpointing!r}"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,16 +72,17 @@ class Sharding:
 def shard(
     module: TrainModule, options: Sharding, device: torch.device, join_world: Callable[[], Any], size: int
 ) -> None:
-    """Shard a meta module over ``size`` workers. One that computes in its own dtype is left whole.
+    """Shard a meta module over ``size`` workers; that of a single one is left whole.
 
     Args:
         join_world: makes the default process group, if it is needed.
     """
     _retype(module, options)
     blocks = _blocks(module)
+    alone = _compute_alone(module, options) if size == 1 else None
     for block in blocks:
-        _replace_forward(block, options)
-    if size == 1 and options.torch_compute_dtype == options.torch_dtype:
+        _replace_forward(block, options, alone)
+    if size == 1:
         return
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
     join_world()
@@ -86,6 +97,17 @@ def shard(
     # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
+
+
+def _compute_alone(module: TrainModule, options: Sharding) -> ComputeDtype | None:
+    """Casts parameters where nobody gathers them; None if they are computed in their own dtype."""
+    if options.torch_compute_dtype == options.torch_dtype:
+        return None
+    alone = set_compute_dtype(module, options.torch_compute_dtype)
+    alone.recomputes_casts = options.compile and not options.activation_checkpointing
+    module.forward = computing(module.forward, alone)
+    module.hidden_states = computing(module.hidden_states, alone)  # type: ignore[method-assign]
+    return alone
 
 
 def _retype(module: nn.Module, options: Sharding) -> None:
@@ -105,15 +127,50 @@ def _blocks(module: TrainModule) -> list[nn.Module]:
     return [part for part in module.modules() if part is not module and type(part).__name__ in names][::-1]
 
 
-def _replace_forward(block: nn.Module, options: Sharding) -> None:
+def _replace_forward(block: nn.Module, options: Sharding, alone: ComputeDtype | None) -> None:
     """In place: a wrapper module would put its name into those of the parameters."""
     forward = block.forward
+    if alone is not None:
+        forward = _in_compute_dtype(forward, alone, _surroundings(alone, options))
     if options.activation_checkpointing:
-        forward = functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False))
+        forward = functools.wraps(forward)(_checkpointed(forward, options))
     if options.compile:
         forward = torch.compile(forward)
     if forward is not block.forward:
         block.forward = forward
+
+
+def _checkpointed(forward: Callable[..., Any], options: Sharding) -> Callable[..., Any]:
+    kept: dict[str, Any] = {}
+    if options.activation_checkpointing == "selective":
+        kept["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selected)
+    return functools.partial(checkpoint, forward, use_reentrant=False, **kept)
+
+
+def _selected(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps what costs more than reading it back: products and attention, and kernels that torch does not know."""
+    is_own = getattr(operator, "namespace", "") in {"aten", "prims"}
+    is_cheap = is_own and getattr(operator, "overloadpacket", operator) not in flop_registry
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_cheap else CheckpointPolicy.MUST_SAVE
+
+
+def _surroundings(alone: ComputeDtype, options: Sharding) -> Callable[[], AbstractContextManager[None]]:
+    """Of a block's forward that computes in another dtype than its parameters have."""
+    if options.compile:
+        return nullcontext  # what it does again in the backward is in the graph
+    return alone.again if options.activation_checkpointing else alone.keeping_no_casts
+
+
+def _in_compute_dtype(
+    forward: Callable[..., Any], alone: ComputeDtype, surroundings: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = alone.of_inputs((args, kwargs))
+        with surroundings():
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -142,7 +199,10 @@ def sync_gradients(module: nn.Module, is_wanted: bool) -> None:
 def leaving_it_sharded(module: nn.Module) -> Iterator[None]:
     """For all workers together. Afterwards nothing stays gathered, and a failure does not reach the next round."""
     if not isinstance(module, FSDPModule):
-        yield
+        try:
+            yield
+        finally:
+            stop_computing(module)
         return
     _drop_failed_gradients(module)
     try:
@@ -175,6 +235,7 @@ def _drop_failed_gradients(module: nn.Module) -> None:
 
 def reshard(module: nn.Module) -> None:
     """Free what FSDP keeps gathered after a forward without a backward: ``parameters()`` are the shards again."""
+    stop_computing(module)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

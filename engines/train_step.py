@@ -100,9 +100,10 @@ def train_step(
         with leaving_it_sharded(module):
             metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
         with phase("train_batch: clip"):
-            grad_norm = _clip(module, options.max_grad_norm)
+            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            total_norm = torch.nn.utils.get_total_norm(gradients)
         with phase("train_batch: optimizer"):
-            _step_if_finite(optimizers.values(), grad_norm)
+            grad_norm = _clip_and_step(optimizers.values(), module, total_norm, options.max_grad_norm)
     finally:
         for optimizer in optimizers.values():
             optimizer.zero_grad()
@@ -119,21 +120,33 @@ def train_step(
     return found
 
 
-def _step_if_finite(optimizers: Collection[Optimizer], grad_norm: Tensor) -> None:
-    """Fused optimizers ask the device whether to step, as torch's GradScaler has them do; others make the host wait."""
-    is_finite = torch.isfinite(grad_norm)
+def _clip_and_step(
+    optimizers: Collection[Optimizer], module: TrainModule, total_norm: Tensor, max_norm: float | None
+) -> Tensor:
+    """The norm before clipping. Fused optimizers scale gradients as they read them and ask the device whether to step,
+    as torch's GradScaler has them do; others take one more pass over the gradients and make the host wait."""
+    norm = whole(total_norm)
+    is_finite = torch.isfinite(norm)
     if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
         if is_finite:
             for optimizer in optimizers:
                 optimizer.step()
-        return
+        return norm
+    divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
     for optimizer in optimizers:
         asking: Any = optimizer
-        asking.grad_scale, asking.found_inf = None, (~is_finite).float()
+        asking.grad_scale, asking.found_inf = divisor, (~is_finite).float()
         try:
             optimizer.step()
         finally:
             del asking.grad_scale, asking.found_inf
+    return norm
+
+
+_NORM_EPS = 1e-6
+"""Of ``torch.nn.utils.clip_grads_with_norm_``."""
 
 
 def _accumulate(
@@ -211,11 +224,6 @@ def _evaluating(module: TrainModule) -> Iterator[None]:
     finally:
         for part in were_training:
             part.training = True
-
-
-def _clip(module: TrainModule, max_norm: float | None) -> Tensor:
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm))
 
 
 class _Metrics:

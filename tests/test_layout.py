@@ -19,6 +19,7 @@ FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
 BASE = {
     "arguments",
     "atomic",
+    "compute_dtype",
     "deadline",
     "errors",
     "types",

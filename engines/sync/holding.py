@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlcore.compute_dtype import stop_computing
 from rlcore.engines.sync.source import Manifest, Source, describe
 from rlcore.nn import TrainModule
 from rlcore.weights.view import WeightView, whole
@@ -69,6 +70,7 @@ class ModuleHolding:
 
 def _resharded(root: nn.Module) -> list[nn.Parameter]:
     """All parameters, after what FSDP keeps gathered behind a forward without a backward was freed."""
+    stop_computing(root)
     modules = list(_modules(root))
     for module in modules:
         if isinstance(module, FSDPModule):

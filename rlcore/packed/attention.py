@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose, implementations
-from rlcore.packed.implementations import PackedSequences, compute_dtype, own_attention
+from rlcore.packed.implementations import PackedSequences, attention_dtype, own_attention
 from rlcore.packed.proof import Proof, no_attention_mask, prove
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def packed_hidden_states(
         choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
     )
     # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
-    dtype = compute_dtype(next(decoder.parameters()))
+    dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
     if dtype not in packed.choices:
         _choose(packed, input_ids, dtype)
     hidden_1TH: Tensor = decoder(
@@ -140,7 +141,7 @@ def _attention(  # noqa: PLR0917  # transformers' signature
             module, query, key, value, attention_mask, **options
         )
         return result
-    dtype = compute_dtype(query)
+    dtype = attention_dtype(query.device.type, query.dtype)
     name = packed_sequences.choices.get(dtype) or _choose(packed_sequences, query, dtype)
     # Compiled code looks no further than the table.
     found = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else implementations(query.device.type)[name]

@@ -198,13 +198,13 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
 
 def cast_alike(*tensors: Tensor) -> list[Tensor]:
     """As autocast does for scaled_dot_product_attention: rotary embeddings leave queries and keys in float32."""
-    dtype = compute_dtype(tensors[0])
+    dtype = attention_dtype(tensors[0].device.type, tensors[0].dtype)
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def compute_dtype(query: Tensor) -> torch.dtype:
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+def attention_dtype(device_type: str, query_dtype: torch.dtype) -> torch.dtype:
+    """What attention computes in for queries of ``query_dtype``."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query_dtype
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

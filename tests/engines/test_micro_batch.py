@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines import train_step
 from rlcore.engines.micro_batch import MicroBatch, micro_batches, shares
+from rlcore.engines.sharding import Sharding, shard
 from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -73,3 +77,37 @@ def test_no_micro_batch_waits_for_the_device(qwen2_folder: Path) -> None:
                 torch.cuda.set_sync_debug_mode("default")
             losses.append(metrics.result()["loss"])
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Clips and skips on the device, as fused ones do there."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(torch.where(self.found_inf > 0, 0.0, parameter.grad / self.grad_scale))  # type: ignore[attr-defined]
+
+
+def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device there is nothing to read: an ``item()``, a ``nonzero`` or a copy to the host raises."""
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        pass
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(qwen2_folder)
+    place = torch.device("meta")
+    shard(module, Sharding(), place, lambda: None, size=1)
+    module.to(place)
+    module.optimizer = Scaled(module.parameters(), {"lr": 1.0})
+    device = SimpleNamespace(torch_device=place, profiler=SimpleNamespace(range=lambda name: nullcontext()))
+    options = StepOptions(max_tokens_per_micro_batch=15, temperature=1.0, with_entropy=True, max_grad_norm=1.0)
+    (share,) = shares(batch(), 1, 15)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know the device
+    ended = RuntimeError("all is launched")
+    monkeypatch.setattr(train_step._Metrics, "result", lambda self: (_ for _ in ()).throw(ended))
+    with pytest.raises(RuntimeError, match="all is launched"):
+        train_step.train_step(module, device, share, ppo_clip(), options=options)

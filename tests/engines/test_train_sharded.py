@@ -31,6 +31,7 @@ from rlcore.errors import (
 )
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import ppo_clip
+from rlcore.weights.view import whole
 
 from .train_batches import VOCAB, assert_same_weights, packed_batch
 
@@ -65,11 +66,12 @@ def policy() -> Any:
 
     class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
         def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # else signs of 0 to rounding
-            self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
+            self.forget_steps()
 
-        def forget_steps(self) -> None:
-            self.on_weights_materialized()
+        def forget_steps(self, fused: bool = False) -> None:
+            eps = 1e-3  # else signs of 0 to rounding
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=eps, fused=fused)
+            self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
 
         def total(self, rows: Any) -> int:
             return sum(rows)
@@ -93,7 +95,7 @@ def policy() -> Any:
 
         def mean_gradient(self, token: int) -> float:
             self(torch.full((1, 4), token, device=self.device)).logits.square().mean().backward()
-            norm = self.model.norm.weight.grad.full_tensor().norm()
+            norm = whole(self.model.norm.weight.grad).norm()
             self.zero_grad()
             return float(norm)
 
@@ -210,6 +212,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_wrappers_do_not_reach_names(build: Build) -> None:
     names = build(1).state_dict().keys()
     assert build(1, activation_checkpointing=True, compile=True).state_dict().keys() == names
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01, 1e6])
+def test_fused_optimizers_clip_as_others_do(build: Build, max_grad_norm: float | None) -> None:
+    alone, sharded = build(1), build(2)
+    sharded.forget_steps(fused=True)
+    for _ in range(2):
+        expected = alone.train_batch(packed_batch(), ppo_clip(), max_grad_norm=max_grad_norm)
+        found = sharded.train_batch(packed_batch(), ppo_clip(), max_grad_norm=max_grad_norm)
+        assert_same_metrics(found, expected)
+    assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,147 @@
+"""Compute in another dtype than parameters are kept in, on one device, where sharding would only copy.
+
+While the module computes, reading such a parameter off its module gives it in the compute dtype, and its gradient comes
+back through that cast; ``parameters()`` are those that are kept, always. Nothing is wrapped and no name changes. The
+casts are not kept for the backward, which makes them again: a compiled block by recomputation, another by hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+_ATTRIBUTE = "_rlcore_compute_dtype"
+
+
+class ComputeDtype:
+    """Of the modules of one tree."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.is_computing = False
+        self.recomputes_casts = False
+        """Where blocks are compiled, and not recomputed whole: the compiler would keep the casts."""
+        self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)(self.dtype)  # copies are made to change parameters, such as to merge adapters
+
+    def read(self, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None or not self.is_computing or parameter.dtype == self.dtype:
+            return parameter
+        if self.recomputes_casts:
+            recomputed: Tensor = checkpoint(_cast, parameter, self.dtype, use_reentrant=False)
+            return recomputed
+        cast = parameter.to(self.dtype)
+        if self._casts is not None:
+            self._casts[cast.untyped_storage().data_ptr()] = cast, parameter.detach()
+        return cast
+
+    def of_inputs(self, values: Any) -> Any:
+        """Every floating tensor in ``values``, cast, as FSDP does for the modules it shards."""
+        return tree_map_only(Tensor, self._of_input, values)
+
+    def _of_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def until_backward(self, result: Tensor) -> Tensor:
+        if result.requires_grad:
+            result.register_hook(self._stop)  # type: ignore[no-untyped-call]
+        return result
+
+    def _stop(self, gradient: Tensor) -> None:
+        self.is_computing = False
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A block computes, perhaps again in the backward."""
+        before, self.is_computing = self.is_computing, True
+        try:
+            yield
+        finally:
+            self.is_computing = before
+
+    @contextmanager
+    def keeping_no_casts(self) -> Iterator[None]:
+        """Autograd keeps parameters for the backward where it would keep what they were cast to."""
+        before, self._casts = self._casts, {}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+                yield
+        finally:
+            self._casts = before
+
+    def _packed(self, tensor: Tensor) -> Any:
+        # All casts are alive until the block ends: nothing else has the address of one.
+        found = (self._casts or {}).get(tensor.untyped_storage().data_ptr())
+        if found is None:
+            return tensor
+        return found[1], tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpacked(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        parameter, *layout = packed
+        return parameter.to(self.dtype).as_strided(*layout)  # type: ignore[no-any-return]
+
+
+def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter.to(dtype)
+
+
+def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> ComputeDtype:
+    """Of all parameters of ``module`` that have another dtype; ``module`` still has to be told when it computes."""
+    found = ComputeDtype(dtype)
+    for part in module.modules():
+        names = tuple(name for name, held in part._parameters.items() if held is not None and held.dtype != dtype)
+        if names:
+            part.__class__ = _reading(type(part), names)  # type: ignore[arg-type]  # a class can be hashed
+        setattr(part, _ATTRIBUTE, found)
+    return found
+
+
+@functools.cache  # the compiler takes modules of one class for alike
+def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> Any:
+    """A class whose parameters are read in the compute dtype."""
+    body: dict[str, Any] = {name: _property(name) for name in names}
+    return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _property(name: str) -> property:
+    def read(module: Any) -> Any:
+        return module._rlcore_compute_dtype.read(module._parameters[name])
+
+    return property(read)
+
+
+def computing(call: Callable[..., Any], of: ComputeDtype) -> Callable[..., Any]:
+    """``call`` of a root. The tree computes from then on, for what comes after it, such as a head, until the backward
+    of its result begins, or until ``stop_computing``."""
+
+    @functools.wraps(call)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        of.is_computing = True
+        result = call(*of.of_inputs(args), **of.of_inputs(kwargs))
+        return tree_map_only(Tensor, of.until_backward, result)
+
+    return compute
+
+
+def stop_computing(module: nn.Module) -> None:
+    """Reading a parameter off its module gives the one that is kept."""
+    found = vars(module).get(_ATTRIBUTE)
+    if found is not None:
+        found.is_computing = False
+
+
+def compute_dtype_of(module: nn.Module) -> torch.dtype:
+    """What a parameter of ``module`` is read in, which is not what ``parameters()`` gives while it computes."""
+    found = vars(module).get(_ATTRIBUTE)
+    return found.dtype if found is not None and found.is_computing else next(module.parameters()).dtype

@@ -1,0 +1,221 @@
+"""Computing in another dtype on one device: as FSDP does it, without copies that stay, and parameters as they were."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlcore.compute_dtype import compute_dtype_of, stop_computing
+from rlcore.engines.sharding import Sharding, shard
+from rlcore.errors import InvalidInputError
+from rlcore.nn import TrainModule
+from rlcore.weights.view import whole
+
+WIDTH, ROWS = 8, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, hidden_TH: Tensor, shift: float = 0.0) -> Tensor:
+        return hidden_TH + self.down(torch.relu(self.up(hidden_TH * self.scale))) + shift
+
+
+class Model(TrainModule):
+    """Blocks get float32, from a buffer, and must compute in bfloat16 nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.register_buffer("position", torch.linspace(0, 1, WIDTH))
+
+    def wrap_classes(self) -> list[str]:
+        return ["Block"]
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden_TH = self.embed(batch["input_ids"]) + self.position
+        for block in self.blocks:
+            hidden_TH = block(hidden_TH, shift=0.5)
+        return hidden_TH
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.head(self.hidden_states({"input_ids": ids_T}))  # type: ignore[no-any-return]
+
+
+def make(**options: Any) -> Model:
+    """As a train engine's only worker has it."""
+    torch.manual_seed(0)
+    model = Model()
+    sharding = Sharding(compute_dtype="bfloat16", **options)
+    shard(model, sharding, torch.device("cpu"), lambda: pytest.fail("nobody to join"), size=1)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    loss = model(torch.arange(ROWS)).float().square().mean()
+    loss.backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+POLICIES: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}, {"activation_checkpointing": "selective"}]
+each_policy = pytest.mark.parametrize("options", POLICIES, ids=["kept", "recomputed", "selective"])
+
+
+@pytest.mark.usefixtures("alone")
+@each_policy
+def test_loss_and_gradients_are_those_of_fsdp(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    expected_model = Model()
+    given: Any = {
+        "mesh": init_device_mesh("cpu", (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for part in [*expected_model.blocks, expected_model]:
+        fully_shard(part, **given)
+    register_fsdp_forward_method(expected_model, "hidden_states")
+    expected, found = gradients(expected_model), gradients(make(**options))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype == torch.float32
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@each_policy
+def test_compiled_blocks_compute_the_same_in_one_graph(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    expected, found = gradients(make()), gradients(make(compile=True, **options))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2, "of the first block, which gets float32, and of all others"
+    torch.compiler.reset()
+
+
+class _Casts(TorchDispatchMode):
+    """The weights that were cast, while somebody has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape in ((4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
+            self.made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+
+@each_policy
+def test_no_cast_waits_for_the_backward(options: dict[str, Any]) -> None:
+    model = make(**options)
+    with _Casts() as casts:
+        loss = model(torch.arange(ROWS)).float().sum()
+    assert len(casts.made) == 6, "two matrices in each of three blocks"
+    assert not [cast for cast in casts.made if cast() is not None]
+    loss.backward()
+
+
+class _Computed(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("policy", "products", "relus"), [(False, 0, 0), (True, 3, 3), ("selective", 0, 3)])
+def test_selective_checkpointing_makes_again_all_but_products(policy: Any, products: int, relus: int) -> None:
+    """On top of what a backward does; a block is made again as far as is needed, so its last product is not."""
+    found = []
+    for options in ({}, {"activation_checkpointing": policy}):
+        loss = make(**options)(torch.arange(ROWS)).float().sum()
+        with _Computed() as computed:
+            loss.backward()
+        again = computed.counts
+        found.append((again[torch.ops.aten.addmm] + again[torch.ops.aten.mm], again[torch.ops.aten.relu]))
+    assert found[1] == (found[0][0] + products, relus)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="activation_checkpointing must be False, True or 'selective', got 'al"):
+        Sharding(activation_checkpointing="all")  # type: ignore[arg-type]
+
+
+def test_parameters_are_read_in_the_compute_dtype_until_the_backward() -> None:
+    model = make()
+    names = [name for name, _ in model.named_parameters()]
+    kept = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert model.head.weight.dtype == compute_dtype_of(model) == torch.float32
+    hidden_TH = model.hidden_states({"input_ids": torch.arange(3)})
+    assert hidden_TH.dtype == model.head.weight.dtype == compute_dtype_of(model) == torch.bfloat16
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == kept
+    assert set(model.state_dict()) == {*names, "position"}
+    model.head(hidden_TH).sum().backward()
+    assert model.head.weight is dict(model.named_parameters())["head.weight"]
+    assert model.head.weight.grad is not None
+    assert model.head.weight.grad.dtype == torch.float32
+
+
+def test_a_forward_without_backward_is_ended_by_resharding() -> None:
+    model = make()
+    with torch.no_grad():
+        model(torch.arange(3))
+    assert model.head.weight.dtype == torch.bfloat16
+    stop_computing(model)
+    assert model.head.weight.dtype == torch.float32
+
+
+def test_a_copy_has_parameters_that_can_be_changed() -> None:
+    model = make()
+    model.hidden_states({"input_ids": torch.arange(3)})
+    copied = copy.deepcopy(model.head)
+    assert isinstance(copied.weight, nn.Parameter)
+    assert copied.weight.dtype == torch.float32
+    assert type(model.head).__name__ == "Linear"
+    assert isinstance(model.head, nn.Linear)
+
+
+def test_what_is_frozen_is_not_cast() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    model.head.requires_grad_(False)
+    shard(model, Sharding(compute_dtype="bfloat16"), torch.device("cpu"), lambda: None, size=1)
+    assert type(model.head) is nn.Linear
+    assert model.head.weight.dtype == torch.bfloat16
+    assert set(gradients(model)) == {name for name, _ in model.named_parameters()} - {"head.weight"} | {"loss"}
