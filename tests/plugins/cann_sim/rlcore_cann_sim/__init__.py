@@ -13,12 +13,14 @@ def take_over() -> None:
     import torch
     import torch_npu  # noqa: F401 - registers what is replaced
 
-    from rlcore_cann_sim import vendor_operators
+    from rlcore_cann_sim import recorder, vendor_operators
 
     _begin_log()
     torch.ops.load_library(str(Path(os.environ["CANN_SIM_LIBRARIES"], "liboperators.so")))
     torch.ops.cann_sim.take_over()
     vendor_operators.register()
+    if record := os.environ.get("CANN_SIM_RECORD"):
+        recorder.begin(Path(record))
 
 
 def _begin_log() -> None:
