@@ -36,8 +36,12 @@ class Plan:
     rounds: int
     sampling: Sampling
 
-    def leaves_out(self, case: Case) -> bool:
-        return _EFFORTS.index(case.effort) > _EFFORTS.index(self.effort)
+    def part(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+        """What it has, and what it leaves out. What a quick run has comes before what only longer ones have: a run
+        that is cut short has that at least."""
+        ranked = sorted(cases, key=lambda case: _EFFORTS.index(case.effort))
+        count = sum(_EFFORTS.index(case.effort) <= _EFFORTS.index(self.effort) for case in ranked)
+        return ranked[:count], ranked[count:]
 
 
 PLANS: dict[Effort, Plan] = {
@@ -55,11 +59,6 @@ PLANS: dict[Effort, Plan] = {
         sampling=Sampling(min_samples=3, max_samples=10, budget_s=2.0, energy_s=0.5),
     ),
 }
-
-
-def most_telling_first(cases: Sequence[Case]) -> list[Case]:
-    """What a quick run has comes before what only longer ones have: a run that is cut short has that at least."""
-    return sorted(cases, key=lambda case: _EFFORTS.index(case.effort))
 
 
 def check_can_write(path: Path) -> None:

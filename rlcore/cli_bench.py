@@ -64,7 +64,7 @@ def run(
     from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
     from rlcore.bench.result import encode, read
-    from rlcore.bench.runner import PLANS, Run, check_can_write, continued, most_telling_first
+    from rlcore.bench.runner import PLANS, Run, check_can_write, continued
     from rlcore.registry import get_device
 
     if quick and full:
@@ -75,9 +75,7 @@ def run(
     plan, on = PLANS[effort], get_device(device)
     plan = plan if rounds is None else replace(plan, rounds=rounds)
     found = select_cases(cases or [])
-    left_out = [case for case in found if not cases and plan.leaves_out(case)]
-    chosen = [case for case in found if case not in left_out]
-    chosen = chosen if cases else most_telling_first(chosen)
+    chosen, left_out = (found, []) if cases else plan.part(found)
     path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     check_can_write(path)
     earlier = read(path) if go_on and path.exists() else None

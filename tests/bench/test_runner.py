@@ -15,7 +15,7 @@ import pytest
 
 from rlcore.bench.case import Case
 from rlcore.bench.result import CaseResult, Metric, Telemetry, read
-from rlcore.bench.runner import PLANS, Run, continued, most_telling_first
+from rlcore.bench.runner import PLANS, Run, continued
 from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
@@ -227,13 +227,8 @@ def test_round_that_the_end_of_time_cut_takes_no_number_away(tmp_path: Path) -> 
     assert found.samples("time") == [1.0]
 
 
-def test_a_run_begins_with_what_tells_most() -> None:
-    cases = [dataclasses.replace(case(name), effort=effort) for name, effort in
-             (("a", "full"), ("b", "quick"), ("c", "standard"), ("d", "quick"))]  # fmt: skip
-    assert [one.name for one in most_telling_first(cases)] == ["b", "d", "c", "a"]
-
-
-def test_a_quick_run_leaves_out_what_takes_long() -> None:
-    cases = [dataclasses.replace(case("a"), effort=effort) for effort in ("quick", "standard", "full")]
-    left_out = {effort: [c.effort for c in cases if plan.leaves_out(c)] for effort, plan in PLANS.items()}
-    assert left_out == {"quick": ["standard", "full"], "standard": ["full"], "full": []}
+def test_a_run_has_what_its_kind_has_and_begins_with_what_tells_most() -> None:
+    efforts: Any = {"a": "full", "b": "quick", "c": "standard", "d": "quick"}
+    cases = [dataclasses.replace(case(name), effort=effort) for name, effort in efforts.items()]
+    parts = {effort: ["".join(one.name for one in part) for part in plan.part(cases)] for effort, plan in PLANS.items()}
+    assert parts == {"quick": ["bd", "ca"], "standard": ["bdc", "a"], "full": ["bdca", ""]}
