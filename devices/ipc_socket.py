@@ -48,7 +48,10 @@ def connect(path: str, timeout_s: float) -> socket.socket:
         DeviceError: it has ended, or is another user's.
         TimeoutError: it does not answer.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
     try:
         # With a timeout of Python's own it would give up at once where others wait to be accepted.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 from pathlib import Path
 from typing import final
 
@@ -22,17 +24,22 @@ class CpuSharing(Sharing):
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         try:
             descriptor, _ = storage._share_fd_cpu_()
-        except RuntimeError as error:  # torch reserves it all, so that a full /dev/shm is found here
+            return SharedMemory(descriptor=os.dup(descriptor))  # torch's own is closed when the storage is resized
+        except (RuntimeError, OSError) as error:  # torch reserves it all, so that a full /dev/shm is found here
             _remove_what_torch_leaves(str(error))
+            is_open_limit = os.strerror(errno.EMFILE) in str(error)
+            advice = "raise ulimit -n" if is_open_limit else "make /dev/shm larger (docker run --shm-size)"
             raise DeviceError(
-                f"{storage.nbytes()} bytes could not be moved to shared memory: {error}; make /dev/shm larger "
-                "(docker run --shm-size)"
+                f"{storage.nbytes()} bytes could not be moved to shared memory: {error}; {advice}"
             ) from error
-        return SharedMemory(descriptor=os.dup(descriptor))  # torch's own is closed when the storage is resized
 
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         if memory.descriptor is None:
-            raise DeviceError("the exporter sent no descriptor of its memory; run the same rlcore in both processes")
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise DeviceError(
+                "no descriptor of the exporter's memory has arrived: this process may have open all of the "
+                f"{limit} files that it may have (raise ulimit -n), or the exporter runs another rlcore"
+            )
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(memory.descriptor, storage_bytes)  # type: ignore[attr-defined]
         return storage
 

@@ -594,6 +594,29 @@ def test_a_full_shared_memory_is_an_error(make_peer: MakePeer, device: Any) -> N
     assert not list(Path("/dev/shm").glob(f"torch_{peer.pid}_*")), "torch leaves an empty file"
 
 
+def test_too_few_open_files_are_an_error(make_peer: MakePeer, device: Any) -> None:
+    if device.type != "cpu":
+        pytest.skip("a GPU's memory has no descriptors")
+    peer = make_peer()
+    exported = device.memory.export_ipc(numbered(device, 4))
+    peer.run(EXPORT.format(size=4))  # its socket is there
+    import_in(peer, exported.to_bytes().hex(), "opened")
+    peer.run(
+        "import resource; _, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))\n"
+    )
+    with pytest.raises(
+        PeerError, match=r"^DeviceError: 16 bytes could not be moved .*Too many open files.*; raise uli"
+    ):
+        peer.run(EXPORT.format(size=4))
+    other = device.memory.export_ipc(numbered(device, 4)).to_bytes().hex()
+    with pytest.raises(PeerError, match=r"^DeviceError: no descriptor of the exporter's memory has .* of the 3 files"):
+        import_in(peer, other)
+    peer.run("resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))")
+    import_in(peer, other)
+    assert peer.run("result = mapping.tensor.tolist()") == [0, 1, 2, 3]
+
+
 def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / ("x" * 100)))
     with pytest.raises(StateError, match=r"^no socket for IPC could be made at .*; set RLCORE_RUNTIME to a short path"):
