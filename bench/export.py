@@ -19,6 +19,9 @@ from rlcore.errors import BenchError, MissingDependencyError
 HEADER = "rlcore"
 """Where a record without its cases stands in the machine info of pytest-benchmark."""
 
+_RESULT = "rlcore_result"
+"""Where a whole result stands in the extra info of its benchmark: it is read back with nothing lost."""
+
 _COLUMNS = (
     "case", "implementation", "params", "status", "reason", "metric", "unit", "median", "p10", "p90", "n", "device",
     "framework", "commit", "started_at",
@@ -76,14 +79,13 @@ def _benchmark(result: CaseResult) -> dict[str, Any]:
     for sample in result.samples("time"):
         stats.update(sample)
     param = "-".join([result.implementation, *(f"{name}={value}" for name, value in sorted(result.params.items()))])
-    others = {metric.name: {"unit": metric.unit, "samples": metric.samples} for metric in result.metrics}
     return {
         "group": result.name,
         "name": f"{result.name}[{param}]",
         "fullname": f"{result.name}[{param}]",
         "params": dict(result.params),
         "param": param,
-        "extra_info": {"implementation": result.implementation, "metrics": others},
+        "extra_info": {"implementation": result.implementation, _RESULT: msgspec.to_builtins(result)},
         "options": {},
         "stats": {**stats.as_dict(), "data": result.samples("time"), "iterations": result.runs_per_sample},
     }
@@ -114,11 +116,14 @@ def read_any(path: Path) -> Record:
 
 def _case(benchmark: dict[str, Any]) -> CaseResult:
     extra, stats = benchmark["extra_info"], benchmark["stats"]
+    samples = Metric(name="time", unit="s", samples=stats["data"])
+    if _RESULT in extra:
+        return msgspec.convert(extra[_RESULT], CaseResult)
     return CaseResult(
         name=benchmark["fullname"],
         implementation=str(extra.get("implementation", "")),
         status="pass",
         params={},
-        metrics=[Metric(name="time", unit="s", samples=stats["data"])],
+        metrics=[samples],
         runs_per_sample=stats["iterations"],
     )
