@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlcore.engines.executors.vllm.worker import VllmWorker
@@ -96,7 +95,8 @@ class VllmIpcSender:
     """vLLM's own back end ``ipc``, on the trainer's side.
 
     Args:
-        named: all weights, whole and on one device, by the names of a checkpoint; anew for each call.
+        device: of the trainer.
+        named: all weights, whole and on that device, by the names of a checkpoint; anew for each call.
         ask: calls ``MeasuredVllmWorker.transfer``.
 
     Raises:
@@ -104,10 +104,15 @@ class VllmIpcSender:
     """
 
     def __init__(
-        self, named: Callable[[], Iterator[tuple[str, Tensor]]], ask: Callable[..., Any], *, is_packed: bool
+        self,
+        device: Any,
+        named: Callable[[], Iterator[tuple[str, Tensor]]],
+        ask: Callable[..., Any],
+        *,
+        is_packed: bool,
     ) -> None:
         self._named, self._ask, self._is_packed = named, ask, is_packed
-        if not torch.cuda.is_available():
+        if device.spec.is_host:
             raise UnsupportedError("vLLM's own ipc engine", "it takes CUDA devices")
         try:
             from vllm.distributed.weight_transfer import ipc_engine

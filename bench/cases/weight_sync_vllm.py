@@ -198,7 +198,8 @@ class _Ways:
         """Raises UnsupportedError where vLLM's own way is not to be had."""
         if is_packed not in self._senders:
             ask = functools.partial(self._pair.ask, "transfer")
-            self._senders[is_packed] = vllm_worker.VllmIpcSender(self.named, ask, is_packed=is_packed)
+            device = self._pair.device
+            self._senders[is_packed] = vllm_worker.VllmIpcSender(device, self.named, ask, is_packed=is_packed)
         return self._timed(self._senders[is_packed].send)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:

@@ -63,12 +63,12 @@ def test_a_folder_of_real_shapes_takes_no_space(model: Model, names: int, gigaby
 
 def test_vllms_own_sender_is_driven_as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions stand in for vLLM 0.26's, which need a GPU."""
-    with pytest.raises(UnsupportedError, match=r"vLLM's own ipc engine is not supported: it (takes|cannot)"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        vllm_worker.VllmIpcSender(lambda: iter(()), lambda *_: None, is_packed=False)
+    nothing: Any = lambda *_: iter(())  # noqa: E731
+    with pytest.raises(UnsupportedError, match="vLLM's own ipc engine is not supported: it takes CUDA devices"):
+        vllm_worker.VllmIpcSender(get_device("cpu"), nothing, nothing, is_packed=False)
+    gpu: Any = types.SimpleNamespace(spec=types.SimpleNamespace(is_host=False))
 
     module: Any = types.ModuleType("vllm.distributed.weight_transfer.ipc_engine")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(sys.modules["vllm.distributed.weight_transfer"], "ipc_engine", module, raising=False)
@@ -78,7 +78,7 @@ def test_vllms_own_sender_is_driven_as_vllm_has_it(monkeypatch: pytest.MonkeyPat
 
     module.IPCWeightTransferEngine = Later
     with pytest.raises(UnsupportedError, match=r"the case drives that of 0\.26 only"):
-        vllm_worker.VllmIpcSender(lambda: iter(()), lambda *_: None, is_packed=False)
+        vllm_worker.VllmIpcSender(gpu, nothing, nothing, is_packed=False)
 
     @dataclasses.dataclass
     class Update:
@@ -93,7 +93,7 @@ def test_vllms_own_sender_is_driven_as_vllm_has_it(monkeypatch: pytest.MonkeyPat
     module.IPCWeightTransferEngine, module.IPCTrainerSendWeightsArgs = Engine, types.SimpleNamespace
     asked: list[Any] = []
     named = lambda: iter([("a", torch.ones(1)), ("b", torch.ones(1))])  # noqa: E731
-    sender = vllm_worker.VllmIpcSender(named, lambda *call: asked.append(call), is_packed=True)
+    sender = vllm_worker.VllmIpcSender(gpu, named, lambda *call: asked.append(call), is_packed=True)
     sender.send()
     updates = [("update", {"names": [name, "True"]}) for name in "ab"]
     assert asked == [("start",), *updates, ("finish",)]
