@@ -113,8 +113,45 @@ def test_a_device_that_cannot_be_made_says_whose_and_why(site: Any) -> None:
     assert "DeviceError: device 'clumsy:0' could not be made: TypeError: Device() takes no arguments" in result.stderr
 
 
-def test_looking_a_device_up_takes_less_than_a_microsecond() -> None:
-    rlcore.get_device("cpu:1")
+@pytest.mark.parametrize(("name", "most_s"), [("cpu:1", 1e-6), (None, 2e-6)])  # the default looks at the environment
+def test_looking_a_device_up_takes_a_microsecond(name: str | None, most_s: float) -> None:
+    rlcore.get_device(name)
     # The fastest of many short runs: neighbours on a busy machine only make it slower.
-    fastest = min(timeit.repeat(lambda: rlcore.get_device("cpu:1"), number=1000, repeat=200)) / 1000
-    assert fastest < 1e-6
+    fastest = min(timeit.repeat(lambda: rlcore.get_device(name), number=1000, repeat=200)) / 1000
+    assert fastest < most_s
+
+
+def test_the_default_follows_the_environment_and_nothing_else(site: Any) -> None:
+    code = """
+        import os, rlcore
+        from rlcore.types import Probe
+        names = [rlcore.get_device().name]
+        import acme_good
+        acme_good.Device.probe = staticmethod(lambda spec: Probe(0, "it was unplugged"))
+        names.append(rlcore.get_device().name)
+        os.environ["RLCORE_DEVICE"] = "cpu:2"
+        names.append(rlcore.get_device().name)
+        del os.environ["RLCORE_DEVICE"]
+        names.append(rlcore.get_device().name)
+        print(*names)
+    """
+    assert site.run(code).stdout == "good:0 good:0 cpu:2 good:0\n"
+
+
+def test_a_default_that_was_not_there_is_looked_for_again(site: Any) -> None:
+    code = """
+        import rlcore
+        from rlcore.errors import DeviceError
+        from rlcore.types import Probe
+        import acme_good
+        there, acme_good.Device.probe = acme_good.Device.probe, staticmethod(lambda spec: Probe(0, "still starting"))
+        try:
+            rlcore.get_device()
+        except DeviceError as error:
+            print(error)
+        acme_good.Device.probe = there
+        print(rlcore.get_device().name)
+    """
+    lines = site.run(code, RLCORE_DEVICE="good").stdout.splitlines()
+    assert "RLCORE_DEVICE=good: device 'good' is not available here: still starting" in lines[0]
+    assert lines[1] == "good:0"
