@@ -47,9 +47,14 @@ def main(descriptor: int, stack_descriptor: int, parent: int, *, is_parents_pyth
 MARK = "_RLCORE_WORKER_PROCESS"
 """Environment variable that a worker process and all it starts carry, by which they are found when it has ended."""
 
+NAMED_MEMORY = ("psm_", "sem.mp-", "vllm_dist_")
+"""Of Python's multiprocessing and of vLLM between its workers: it outlives processes that are killed."""
+
 
 def _leave_guard(parent: int) -> None:
-    """Fork a small process that kills this one and its descendants when the parent, or this one, has ended.
+    """Fork a small process that kills this one's descendants when the parent, or this one, has ended, and this one too.
+
+    Nobody else kills them: what they share by name can be seen only while they live.
 
     From outside, because a stopped process or one in a C loop cannot end itself. (The kernel's PR_SET_PDEATHSIG
     spares descendants and speaks of the parent thread.)
@@ -72,6 +77,7 @@ def _guard(group: int, watched: list[int]) -> None:
                 os.close(descriptor)
     select.select(watched, [], [])
     try:
+        shared = _named_memory(_marked())  # while they live
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         while left := _marked():  # in sessions of their own, and what they start meanwhile
@@ -79,6 +85,8 @@ def _guard(group: int, watched: list[int]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        for name in shared and shared - _named_memory(_processes()):
+            Path("/dev/shm", name).unlink(missing_ok=True)
         record_of(group).unlink(missing_ok=True)
         remove_stores_of_the_dead()
     finally:
@@ -93,9 +101,24 @@ def _marked() -> list[int]:
     """Living processes that carry this one's mark."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+    for pid in _processes():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _named_memory(pids: list[int]) -> set[str]:
+    """Files of /dev/shm that these processes have open, with names that ``NAMED_MEMORY`` knows."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                name = line.partition(" /dev/shm/")[2]
+                if name.startswith(NAMED_MEMORY) and not name.endswith(" (deleted)"):
+                    found.add(name)
     return found

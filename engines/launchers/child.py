@@ -51,7 +51,7 @@ class Child:
         except BaseException:  # such as no descriptor left for a tensor: what follows cannot be read either
             traceback.print_exc()
             sys.stderr.flush()
-        os.killpg(0, signal.SIGKILL)  # the parent is gone, or gave this process up
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent is gone, or gave this process up
 
     def _answer(self, envelope: Envelope, tensors: list[Any]) -> None:
         try:

@@ -297,14 +297,14 @@ class DeviceProcess:
                 self._outgoing.put(("end", 0, 0, b"", []))
 
     def kill(self, because: str) -> None:
-        """End it and all its descendants now."""
+        """End it now, and its guard ends all its descendants."""
         with joining:
             self._engines.clear()
             self._retire()
             self._ended_because = self._ended_because or because
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
     def _retire(self) -> None:
         """The next worker of the device gets a new process."""

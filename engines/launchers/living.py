@@ -77,5 +77,5 @@ def kill(pid: int) -> LivingProcess:
     processes = {process.pid: process for process in living_processes()}
     if pid not in processes:
         raise InvalidInputError(f"no worker process has the id {pid}; living: {sorted(processes) or 'none'}")
-    os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     return processes[pid]

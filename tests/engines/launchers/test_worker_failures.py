@@ -333,14 +333,28 @@ def test_a_new_engine_can_follow_at_once_on_the_same_device(start_group: Start) 
 
 PARENT = """
 import os, re, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
 import torch
 from rlcore.engines.launchers.launch import start_workers
+
+OPENS = '''
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(sys.argv[1])
+print(flush=True)
+time.sleep(300)
+'''
 
 class Worker:
     def __init__(self, context):
         pass
     def start_child(self):
         subprocess.Popen(["sleep", "300"])
+    def share(self):
+        self.memory = SharedMemory(create=True, size=4096)
+        child = subprocess.Popen([sys.executable, "-c", OPENS, self.memory.name], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        return self.memory.name
     def wait(self, how):
         print("busy", flush=True)
         if how == "loop in C":
@@ -374,6 +388,21 @@ def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int
     if not line:
         raise AssertionError(process.communicate()[1])
     return process, [int(word) for word in line.split()]
+
+
+def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait_until: Any) -> None:
+    process, workers = run_parent(
+        "print(*[one.result() for one in all_of('share')], flush=True); time.sleep(300)", tmp_path
+    )
+    with process:
+        assert process.stdout is not None
+        first, second = [Path("/dev/shm", name) for name in process.stdout.readline().split()]
+        assert first.exists() and second.exists()
+        os.kill(workers[0], signal.SIGKILL)
+        wait_until(lambda: not first.exists(), 5.0)
+        assert second.exists()
+        process.kill()
+        wait_until(lambda: not second.exists(), 5.0)
 
 
 @pytest.mark.parametrize("state", ["idle", "busy", "loop in C", "stopped"])
