@@ -144,6 +144,27 @@ def test_a_handle_of_another_device_or_epoch_is_refused(pair: Pair) -> None:
         pair.receiver.open_offers([offer])
 
 
+def test_a_round_that_lacks_a_bucket_is_not_committed(pair: Pair) -> None:
+    """One that a receiver was never told of, which no header can show."""
+    rounds = Rounds(LocalParties("the trainer", [pair.sender]), LocalParties("the engine", [pair.receiver]))
+    elsewhere = RoundOptions(version=1, route="packed", slab_bytes=SLAB)
+    real, lost = pair.receiver.unpack, []
+
+    def loses(packings: bytes) -> int:
+        orders = msgspec.msgpack.decode(packings, type=list[Packing])
+        if any(order.bucket == 2 for order in orders) and not lost:
+            lost.append(orders)
+            return 0
+        return real(packings)
+
+    pair.receiver.unpack = loses
+    with pytest.raises(SyncError, match=r"1 buckets did not reach the receiver on cpu:0"):
+        rounds.run(elsewhere, nullcontext)
+    assert not pair.receiver.is_whole
+    assert rounds.run(elsewhere, nullcontext).version == 1, "the next is complete"
+    assert pair.receiver.is_whole
+
+
 def test_weights_that_change_while_they_are_sent_are_not_committed(pair: Pair) -> None:
     rounds = Rounds(LocalParties("the trainer", [pair.sender]), LocalParties("the engine", [pair.receiver]))
     real = pair.receiver.ready
@@ -217,7 +238,8 @@ class Fault(NamedTuple):
     route: str
 
 
-BEFORE_ANY_BYTE = "begin manifest prepare open_slabs open_marks take_plan pieces join offer open_offers".split()
+BEFORE_ANY_BYTE = ["begin", "manifest", "prepare", "open_slabs", "open_marks", "take_plan", "pieces", "join"]
+BEFORE_ANY_BYTE += ["offer", "open_offers"]
 
 
 def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:

@@ -25,13 +25,13 @@ SHAPES = {"0.weight": (30, 40), "0.bias": (30,), "1.weight": (3, 30)}
 class Other:
     """The receiving process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *arguments: str, **environment: str) -> None:
         script = Path(__file__).with_name("unrelated_receiver.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(path)],
+            [sys.executable, str(script), str(path), *arguments],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
 
     def says(self) -> dict[str, Any]:
@@ -82,6 +82,32 @@ def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
     sender.close()
     control.close()
     assert other.says()["is_whole"]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "visible"),
+    [
+        pytest.param("cpu:0", "cpu", "", marks=pytest.mark.slow, id="host"),
+        pytest.param("cuda:0", "cuda:1", "1,0", marks=pytest.mark.multigpu, id="the same GPU by another number"),
+        pytest.param("cuda:0", "cuda:0", "1,0", marks=pytest.mark.multigpu, id="another GPU by the same number"),
+    ],
+)
+@pytest.mark.parametrize("route", ["direct", "packed"])
+def test_devices_are_known_by_what_they_are(own: str, others: str, visible: str, route: Any, tmp_path: Path) -> None:
+    """The two processes number them differently."""
+    other = Other(tmp_path / "control", others, CUDA_VISIBLE_DEVICES=visible)
+    with other.process:
+        control = SocketControl.listen(tmp_path / "control")
+        given = {name: tensor.to(own) for name, tensor in tensors(1.0).items()}
+        sender = rlcore.WeightSender(given, control)
+        for value in (1.0, 2.0):
+            for tensor in given.values():
+                tensor.fill_(value)
+            assert sender.send(route=route).route == route
+            assert other.says()["sums"] == sums(value)
+        sender.close()
+        control.close()
+        other.process.kill()
 
 
 def test_a_function_gives_new_tensors_for_each_send(other: Other, control: SocketControl) -> None:

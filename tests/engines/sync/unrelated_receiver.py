@@ -15,10 +15,10 @@ import rlcore
 from rlcore.errors import SyncError
 
 
-def main(path: str) -> None:
+def main(path: str, device: str = "cpu") -> None:
     while not Path(path).exists():
         time.sleep(0.01)
-    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 3, bias=False)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 3, bias=False)).to(device, torch.bfloat16)
     receiver = rlcore.WeightReceiver(model, SocketControl.connect(Path(path)))
     while True:
         try:
@@ -33,4 +33,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
