@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlcore
@@ -99,6 +100,24 @@ def refusals() -> dict[str, str]:
         values = torch.ones(3, dtype=dtype, device=device.torch_device)
         found[dtype_name(dtype)] = _said(lambda values=values: str(group.all_reduce(values, "max").tolist()))
     group.destroy()
+    return found
+
+
+def hccl_options() -> dict[str, Any]:
+    """HCCL's own settings of a group that is made with ``init_kwargs``, and what a wrong one is answered with."""
+    device = rlcore.get_device("npu")
+    found = {}
+    for value in (123, "much"):
+        kwargs = device.collectives.init_kwargs(timeout_s=60)
+        kwargs["pg_options"].hccl_config = {"hccl_buffer_size": value}
+        try:
+            dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), **kwargs)
+            dist.all_reduce(torch.ones(1, device=device.torch_device))
+            made = dist.group.WORLD._get_backend(device.torch_device)
+            found[str(value)] = made.options.hccl_config["hccl_buffer_size"]
+        except RuntimeError as error:
+            found[str(value)] = str(error).splitlines()[0]
+        dist.destroy_process_group()
     return found
 
 

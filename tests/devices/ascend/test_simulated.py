@@ -7,6 +7,7 @@ NPU's numbers.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,22 @@ def test_handles_and_dtypes_that_cannot_be_served_are_refused(run_simulated: Any
         "was made on another machine, or before this one was restarted (boot of another host" in found["another host"]
     )
     assert found["float64"] == "[1.0, 1.0, 1.0]"  # HCCL does not sum it: rlcore does
-    assert found["complex64"].startswith("UnsupportedError: ")
+    assert found["complex64"].startswith("UnsupportedError: max of complex64 over")
+    assert "complex numbers have no order" in found["complex64"]
+
+
+def test_settings_of_hccl_reach_a_group_that_is_made_with_init_kwargs(run_simulated: Any) -> None:
+    found = task(run_simulated, "hccl_options")
+    assert found == {"123": 123, "much": "Value type of hccl_buffer_size should be int."}
+
+
+def test_the_real_wheel_without_cann_is_told_and_takes_nothing_else_down(run_simulated: Any) -> None:
+    found = run_simulated("-m", "rlcore", "devices", "--json", LD_LIBRARY_PATH=None)
+    assert found.returncode == 0, found.stderr
+    (npu,) = [device for device in json.loads(found.stdout)["devices"] if device["name"] == "npu"]
+    assert npu["count"] == 0
+    assert "Failed to load the backend extension" in npu["reason"] and "`rlcore doctor` says" in npu["reason"]
+    assert re.search(r"lib\w+\.so: cannot open shared object file", npu["reason"]), npu["reason"]
 
 
 def test_the_vendors_attention_is_taken_where_it_gives_what_plain_torch_gives(
