@@ -25,11 +25,13 @@ def list_cases(as_json: AsJson = False) -> None:
     """List the benchmark cases."""
     from rlcore.bench.case import load_cases
 
-    rows = [[case.name, case.effort, case.description] for case in load_cases().values()]
+    cases = load_cases().values()
     if as_json:
-        print_json([dict(zip(("name", "effort", "description"), row, strict=True)) for row in rows])
+        names = ("name", "effort", "estimate_s", "description")
+        print_json([{name: getattr(case, name) for name in names} for case in cases])
     else:
-        print_table(["case", "from", "what is measured"], rows)
+        rows = [[case.name, case.effort, f"{case.estimate_s:g} s", case.description] for case in cases]
+        print_table(["case", "in runs from", "a round, about", "what is measured"], rows)
 
 
 @bench.command("run")

@@ -153,6 +153,7 @@ def _linear_logprob_case(head: str, *, backward: bool) -> Case:
         description=f"log-probabilities and entropies from hidden states of a {head.upper()} model, {passes}",
         prepare=prepare,
         effort="quick" if head == "8b" and backward else "standard",
+        estimate_s=50.0 if backward and head in ("0.5b", "1.7b") else 12.0,  # most of it is compiling, on an H200
     )
 
 
