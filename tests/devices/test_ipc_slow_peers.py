@@ -24,7 +24,7 @@ from .conftest import MakePeer, Peer, wait_until
 
 pytestmark = pytest.mark.usefixtures("runtime_folder")
 
-SERVED_WITHIN_S = 5.0  # a stopped process stays so until the test ends; an import takes a millisecond
+SERVED_WITHIN_S = 20.0  # a stopped process stays so until the test ends; an import takes a millisecond
 
 FLOOD = """
 import socket
