@@ -108,7 +108,7 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int) -> Engine:
     """Ranks are what an external launcher would say.
 
     Raises:
-        InvalidInputError: vLLM refuses the arguments.
+        InvalidInputError: vLLM refuses the arguments, or cannot start with them, such as for want of memory.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -116,12 +116,23 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int) -> Engine:
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise InvalidInputError(f"vLLM refuses these arguments of build(): {error}") from error
+        raise InvalidInputError(f"vLLM refuses these arguments of build(): {_said(error)}") from error
     if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank)):
-        engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        try:
+            engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        except ValueError as error:
+            raise InvalidInputError(f"vLLM cannot start with these arguments of build(): {_said(error)}") from error
     return engine
+
+
+def _said(error: Exception) -> str:
+    """Of pydantic's report of several lines what is wrong with which argument."""
+    each = getattr(error, "errors", None)
+    if each is None:
+        return str(error)
+    return "; ".join(": ".join([*map(str, one["loc"][:1]), one["msg"]]) for one in each())
 
 
 @contextlib.contextmanager

@@ -291,6 +291,8 @@ def test_the_users_process_has_no_vllm_and_a_killed_replica_comes_back(
         ({"logprobs_mode": "raw_logits"}, "takes no 'logprobs_mode' .* distribution that was sampled from"),
         ({"worker_cls": "mine.Worker"}, "takes no 'worker_cls' .* the workers are rlcore's"),
         ({"max_model_len": 100_000}, "vLLM refuses these arguments of build"),
+        ({"max_model_len": -5}, r"of build\(\): max_model_len: Input should be greater than or equal to -1$"),
+        ({"kv_cache_memory_bytes": 1 << 10}, "vLLM cannot start with these arguments of build"),
     ],
 )
 def test_engine_arguments_are_checked(
