@@ -19,8 +19,8 @@ from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIAL = ROOT / "examples" / "rlite_tutorial.py"  # RLite's own program: docs/vllm.md speaks of it
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path != TUTORIAL)
+ELSEWHERE = ("rlite_tutorial.py", "sampler_parity.py")  # docs/vllm.md speaks of them
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]
 
@@ -58,6 +58,15 @@ def test_researchers_reward_rises(run_example: Run) -> None:
     rewards = [float(re.findall(r"reward (\S+)", line)[0]) for line in run_example("researcher.py")]
     assert len(rewards) == 10
     assert rewards[-1] > rewards[0] + 0.3
+
+
+@pytest.mark.slow
+def test_in_float32_the_sampler_says_what_the_trainer_says(run_example: Run) -> None:
+    _, _, *rows = run_example("sampler_parity.py", "", "hf", "float32")
+    assert [float(row.split()[0]) for row in rows] == [0.5, 1.0, 2.0]
+    for row in rows:
+        mean, p99, most = map(float, row.split()[2:5])
+        assert 0 < mean < p99 < most < 1e-4
 
 
 def test_hardware_buyer_reads_a_record_made_here(
