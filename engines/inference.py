@@ -183,7 +183,7 @@ def poisoned(engines: Sequence[InferenceEngine], version: int) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].removesuffix("; the worker was at:")
         raise SyncError(
             f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
             "refuses to generate; sync again, or reload with load()"
