@@ -65,7 +65,7 @@ def _budget(task: HeadTask) -> int:
 def _tile_rows(rows: Rows) -> Rows:
     if isinstance(rows.sharpness, Tensor):
         return rows
-    return replace(rows, sharpness=torch.full_like(rows.target, rows.sharpness, dtype=torch.float32))
+    return replace(rows, sharpness=torch.full_like(rows.marked, rows.sharpness, dtype=torch.float32))
 
 
 def _forward(

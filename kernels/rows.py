@@ -76,7 +76,10 @@ class Rows:
     def at(self, index: slice | tuple[int | slice, ...]) -> Rows:
         sharpness = self.sharpness[index] if isinstance(self.sharpness, Tensor) else self.sharpness
         is_elsewhere = None if self.is_elsewhere is None else self.is_elsewhere[index]
-        return Rows(self.marked[index], self.ignore_index, sharpness, is_elsewhere)
+        part = Rows(self.marked[index], self.ignore_index, sharpness, is_elsewhere)
+        # found once for all chunks: each small kernel of a chunk keeps its products waiting
+        vars(part).update(is_ignored=self.is_ignored[index], target=self.target[index])
+        return part
 
     def reshaped(self, shape: Sequence[int]) -> Rows:
         sharpness = self.sharpness.reshape(shape) if isinstance(self.sharpness, Tensor) else self.sharpness
