@@ -96,7 +96,8 @@ def _statistics_kernel(
     b = tl.zeros([LANES], tl.float32)
     for start in range(0, V, LANES * RUN):
         v = start + column
-        z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+        strip = row + tl.cast(start, tl.int64) * stride_v  # as T * V does V * stride_v, of logits that were transposed
+        z = tl.load(strip + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
         if softcap is not None:
             z = tl.where(v < V, softcap * _tanh(z / softcap), -float("inf"))
         if keep is not None:
@@ -113,7 +114,7 @@ def _statistics_kernel(
     highest = tl.max(m, 0)
     shift = tl.maximum((m - highest) * k, LEAST)
     a_row = tl.sum(a * tl.exp2(shift), 0)
-    z_y = tl.load(row + y * stride_v).to(tl.float32)
+    z_y = tl.load(row + y.to(tl.int64) * stride_v).to(tl.float32)
     if softcap is not None:
         z_y = softcap * _tanh(z_y / softcap)
     if keep is not None:
@@ -135,10 +136,12 @@ def _gradient_kernel(
     num_blocks = tl.cdiv(V, BLOCK)
     program = _program(first)
     t = (program // num_blocks).to(tl.int64)
-    start = (program % num_blocks) * BLOCK
-    v = start + tl.arange(0, BLOCK)
-    row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
-    out = gradient + (t // rows_per_entry) * out_stride_n + (t % rows_per_entry) * out_stride_t + v * out_stride_v
+    start = ((program % num_blocks) * BLOCK).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    v = start.to(tl.int32) + column
+    row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t + start * stride_v
+    out = gradient + (t // rows_per_entry) * out_stride_n + (t % rows_per_entry) * out_stride_t
+    out += start * out_stride_v + column * out_stride_v
     g = 0.0
     g_bar = 0.0
     y = tl.load(target + t)
@@ -153,7 +156,7 @@ def _gradient_kernel(
     if sharpness_T is not None:
         sharpness = tl.load(sharpness_T + t)
     a = tl.load(total + t)
-    z = tl.load(row + v * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+    z = tl.load(row + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
     if softcap is not None:
         tanh = _tanh(z / softcap)
         z, slope = softcap * tanh, 1.0 - tanh * tanh
@@ -172,7 +175,7 @@ def _gradient_kernel(
     dz *= tl.exp2(c)
     at = (y - start).to(tl.int32)
     if (at >= 0) & (at < BLOCK):  # of one block in many
-        dz += tl.where(tl.arange(0, BLOCK) == at, g * sharpness, 0.0)
+        dz += tl.where(column == at, g * sharpness, 0.0)
     if softcap is not None:
         dz *= slope
     if keep is not None:

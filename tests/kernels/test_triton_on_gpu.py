@@ -80,9 +80,13 @@ def test_any_number_of_rows_matches_float64(T: int) -> None:
     torch.testing.assert_close(got.double(), truth, rtol=2**-7, atol=1e-6)
 
 
-def test_rows_beyond_two_to_the_31_elements() -> None:
-    logits = torch.empty(2**31 // 4096 + 9, 4096, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
-    targets = torch.randint(0, 4096, (len(logits),), device="cuda")
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
+def test_rows_beyond_two_to_the_31_elements(is_transposed: bool) -> None:
+    V = 16384
+    shape = (V, 2**31 // V + 9) if is_transposed else (2**31 // V + 9, V)
+    logits = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+    logits = (logits.T if is_transposed else logits).requires_grad_()
+    targets = torch.randint(0, V, (len(logits),), device="cuda", dtype=torch.int32)
     found = token_logprob(logits, targets, with_entropy=True, implementation="triton")
     (got,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), logits)
     last = slice(-9, None)
