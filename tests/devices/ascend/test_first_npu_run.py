@@ -136,24 +136,18 @@ def curve(lines: bytes) -> list[dict[str, float]]:
 
 
 @pytest.mark.npu_sim
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_run_and_the_quickstarts_curve_is_that_of_the_cpu(_simulated: dict[str, str], tmp_path: Path) -> None:
+def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(_simulated: dict[str, str], tmp_path: Path) -> None:
     """The same command, with the same options, on both; the model is what one step on the CPU left.
 
-    All steps but the benchmark, which would first measure for minutes what a simulation can do.
+    All steps but the conformance suite, which test_simulated.py runs by the same command, and the benchmark, which
+    would first measure for minutes what a simulation can do.
     """
     rlcore(tmp_path, "quickstart", "--device", "cpu", "--steps", "1", "--output", "warm")
     options = ("--model", str(tmp_path / "warm" / "model"), "--steps", str(STEPS))
     rlcore(tmp_path, "quickstart", "--device", "cpu", *options, "--output", "on_cpu")
-    wanted = {
-        "npu-smi": 127,
-        "packages": 0,
-        "doctor": 0,
-        "devices": 0,
-        "conformance": 0,
-        "operators": 1,
-        "quickstart": 0,
-    }
+    wanted = {"packages": 0, "doctor": 0, "devices": 0, "operators": 0, "quickstart": 0}
     env = {"DEVICE": "npu", "MODEL": options[1], "STEPS": str(STEPS)}
     python = Path(_simulated["PATH"].split(":")[0], "python")
     log = {"CANN_SIM_LOG": str(tmp_path / "cann.log")}
@@ -161,14 +155,12 @@ def test_the_whole_run_and_the_quickstarts_curve_is_that_of_the_cpu(_simulated: 
     told, _ = run.communicate(timeout=800)
     assert run.returncode == 0, told
     found = archive(tmp_path)
-    assert codes(found) == wanted, told
-    assert json.loads(found["conformance.json"])["device"]["product"] == "Ascend910B1 (simulated CANN)"
+    failed = [line for line in found["operators.txt"].decode().splitlines() if "FAILED" in line]
+    assert all(" reference " in line and "is not simulated (simulated CANN)" in line for line in failed), failed
+    assert codes(found) == wanted | {"operators": int(bool(failed))}, told
+    assert json.loads(found["devices.txt"])["properties"]["name"] == "Ascend910B1 (simulated CANN)"
     assert b"linear_logprob chunked torch.bfloat16: relative errors" in found["operators.txt"]
     assert b"packed_attention npu_fusion_attention window=64 torch.bfloat16: right" in found["operators.txt"]
-    failed = [line for line in found["operators.txt"].decode().splitlines() if "FAILED" in line]
-    assert failed and all(
-        " reference " in line and line.endswith("is not simulated (simulated CANN)") for line in failed
-    )
     assert not [name for name in found if name.startswith(("quickstart/model", "quickstart/checkpoint"))]
 
     npu, cpu = curve(found["quickstart/metrics.jsonl"]), curve((tmp_path / "on_cpu" / "metrics.jsonl").read_bytes())
