@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,9 +27,6 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from rlcore.packed import choice
 from rlcore.packed.choice import AttentionCall
-from rlcore.quickstart import run as quickstart_run
-from rlcore.quickstart import task as quickstart_task
-from rlcore.quickstart.config import QuickstartConfig
 from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
 
@@ -159,25 +155,6 @@ def attention() -> dict[str, str | None]:
         for dtype in (torch.float32, torch.bfloat16)
     }
     return found | {"chosen": choice.choose(frozenset([plain]), device, torch.bfloat16).implementation}
-
-
-def quickstart() -> dict[str, list[dict[str, float]]]:
-    """Metrics of each step of `rlcore quickstart`: from the CPU's checkpoint of step 1 on, on the npu and on the CPU.
-
-    Made small: few problems, an unfinished warm-start, and a verifier that is content with an even first digit.
-    """
-    run = quickstart_run
-    run.PROMPTS, run.SAMPLES = 8, 4
-    run.GATE_ACCURACY, run.MAX_IMITATION_STEPS, run.IMITATION_BATCH, run.WARM_UP = 2.0, 12, 32, 1  # all 12 are made
-    quickstart_task._SPLIT_SIZE = 32
-    quickstart_task.reward = lambda problem, text: float(text[:1] in tuple("02468"))
-    folder = Path(tempfile.mkdtemp())
-    run.run(QuickstartConfig(device="cpu", steps=1, output=folder / "cpu"))
-    shutil.copytree(folder / "cpu", folder / "npu")
-    for kind in ("cpu", "npu"):
-        run.run(QuickstartConfig(device=kind, steps=7, output=folder / kind, resume=True))
-    curves = {kind: (folder / kind / "metrics.jsonl").read_text().splitlines() for kind in ("cpu", "npu")}
-    return {kind: list(map(json.loads, lines[2:])) for kind, lines in curves.items()}
 
 
 def _checkpoint() -> Path:
