@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,11 +27,6 @@ def register() -> None:
 
 class MeasuredVllmWorker(VllmWorker):
     """``reserve_again``, ``take`` and ``transfer`` are for a replica of one device, whose worker is in this process."""
-
-    def build(self, path: str | Path, **engine_args: Any) -> None:
-        super().build(path, **engine_args)
-        if engine_args.get("load_format") == "dummy":  # what vLLM made up is not in the folder
-            self._differing = []
 
     def reserve_again(self, nbytes: int) -> None:
         """Give all host memory back, and have so much of it ready: nothing for 0."""

@@ -114,6 +114,18 @@ def test_another_model_is_refused_and_the_old_one_serves(
     assert_same(infer.generate(PROMPTS, GREEDY), before)
 
 
+def test_an_engine_of_weights_that_were_made_up_takes_the_trainers(
+    build_vllm: Callable[..., rlcore.InferenceEngine], train: rlcore.TrainEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    with build_vllm(model_folder, load_format="dummy") as infer:
+        if DEVICE == "cpu:0":  # where a folder's weights, loaded twice, show whether vLLM packs them
+            with pytest.raises(UnsupportedError, match="otherwise than it first loaded or made them up, such as"):
+                train.sync_weights(infer)
+            return
+        assert train.sync_weights(infer, verify=True).fallback_bytes == 0
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
+
+
 MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ARCHITECTURES = {
     "untied": ("Qwen2Config", {"tie_word_embeddings": False}),
