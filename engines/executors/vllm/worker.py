@@ -218,8 +218,8 @@ class VllmWorker(Worker):
         if self._differing:
             raise UnsupportedError(
                 f"{purpose} into {self._folder.path.name} on {self._context.device_name}",
-                f"vLLM {self.vllm_version} reloads {len(self._differing)} tensors otherwise than it first loaded or made "
-                f"them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
+                f"vLLM {self.vllm_version} reloads {len(self._differing)} tensors otherwise than it first loaded or "
+                f"made them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
             )
 
     def _check_trainer(self, manifest: Manifest) -> None:
