@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -37,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKER",
         help="a test with this marker that is skipped, or a file that is, has failed: what it needs should be there",
     )
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
