@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from rlcore.arguments import FLAG, WHOLE, optional, takes
+from rlcore.engines.build_options import check_executor_options
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
@@ -46,6 +48,7 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------------------------------------- life
 
+    @takes("build()", onload=FLAG, host_memory_bytes=optional(WHOLE), reserve_host_bytes=optional(WHOLE))
     def build(
         self,
         *,
@@ -80,9 +83,11 @@ class Engine(ABC):
             reserve_host_bytes: host memory for each worker to allocate in the background while the engine is built, so
                 that its first offload is as fast as the later ones.
             timeout_s: the longest that one call of a worker may take.
-            executor_options: passed to the executor; it names those it does not know.
+            executor_options: those of the executor.
 
         Raises:
+            InvalidInputError: an option that is unknown, with the nearest that is not, or a value outside what is
+                accepted; no worker has started.
             StateError: already built or closed.
             DeviceError: no device left; says which engine holds which.
             CheckpointError: the model folder is missing, damaged or does not fit.
@@ -91,6 +96,7 @@ class Engine(ABC):
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
         wanted = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
+        check_executor_options(self.label, self._executor_name, self._executor_class, executor_options, Engine.build)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
         places = choose_devices(

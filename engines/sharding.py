@@ -52,13 +52,18 @@ class Sharding:
     whole gradients are held from the first micro-batch of a step to its last."""
 
     def __post_init__(self) -> None:
-        for name, value in (("dtype", self.dtype), ("compute_dtype", self.compute_dtype or self.dtype)):
-            if value not in DTYPES:
+        compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
+        for name, value in (("dtype", self.dtype), ("compute_dtype", compute_dtype)):
+            if value not in list(DTYPES):  # a list: some values have no hash
                 raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
-        if self.activation_checkpointing not in (False, True, "selective"):
-            raise InvalidInputError(
-                f"activation_checkpointing must be False, True or 'selective', got {self.activation_checkpointing!r}"
-            )
+        recompute = self.activation_checkpointing
+        if not isinstance(recompute, bool) and recompute != "selective":
+            raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
+        for name in ("compile", "reduce_each_micro_batch"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if type(self.replicas) is not int or self.replicas < 1:
+            raise InvalidInputError(f"replicas must be a whole number of at least 1, got {self.replicas!r}")
 
     @property
     def torch_dtype(self) -> torch.dtype:

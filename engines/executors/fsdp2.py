@@ -47,6 +47,7 @@ class Fsdp2Worker(Worker):
 
     runs_on_many_devices = True
     runs_user_code = True
+    options_class = Sharding
     module: TrainModule
 
     def __init__(self, context: WorkerContext) -> None:

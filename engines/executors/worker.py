@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.arena import arena_of
@@ -42,6 +42,8 @@ class Worker:
     """A module of the user's is sent to the workers."""
     drives_replica: ClassVar[bool] = False
     """One worker drives all ``tensor_parallel_size`` devices of a replica; else each worker has one device."""
+    options_class: ClassVar[type[Any] | None] = None
+    """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device

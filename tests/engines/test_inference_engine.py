@@ -289,6 +289,15 @@ def test_placement_says_who_holds_the_device(train: rlcore.TrainEngine, qwen2_fo
     engine.close()
 
 
+def test_an_option_that_the_executor_does_not_know_is_named_with_the_nearest(qwen2_folder: Path) -> None:
+    with pytest.raises(
+        InvalidInputError,
+        match=r"build\(\) of the inference engine has no option 'max_num_seq'; did you mean 'max_num_seqs'\? .* and by "
+        "the executor 'hf': dtype, attn_implementation, max_num_seqs, max_num_tokens$",
+    ):
+        rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", max_num_seq=4)
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), None, "5"])
 def test_a_deadline_that_is_none_is_refused_before_anything_starts(qwen2_folder: Path, timeout_s: Any) -> None:
     with pytest.raises(InvalidInputError, match="timeout_s must be a positive number of seconds, got"):

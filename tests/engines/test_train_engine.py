@@ -195,8 +195,44 @@ def test_unknown_options_and_sizes_are_refused(policy: Any, qwen2_folder: Path) 
         rlcore.TrainEngine(module).build(tensor_parallel_size=0)
     with pytest.raises(InvalidInputError, match="no train executor 'megatron'; registered: fsdp2"):
         rlcore.TrainEngine(module, executor="megatron")
-    with pytest.raises(WorkerError, match="unexpected keyword argument 'masterdtype'"):
-        rlcore.TrainEngine(module).build(devices="cpu", masterdtype="float32")
+    with pytest.raises(
+        InvalidInputError,
+        match=r"build\(\) of the train engine has no option 'compute_dtpe'; did you mean 'compute_dtype'\? It takes "
+        r"devices, launcher, .*, timeout_s; and by the executor 'fsdp2': dtype, compute_dtype, replicas, ",
+    ):
+        rlcore.TrainEngine(module).build(devices="cpu", compute_dtpe="float32")
+    with pytest.raises(InvalidInputError, match="no option 'data_parallel_sise'; did you mean 'data_parallel_size'"):
+        rlcore.TrainEngine(module).build(devices="cpu", data_parallel_sise=2)
+    with pytest.raises(InvalidInputError, match=r"no option 'misspelt'\. It takes devices, "):
+        rlcore.TrainEngine(module).build(devices="cpu", misspelt=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_parallel_size": "2"}, "data_parallel_size must be a whole number of at least 1, got '2'"),
+        ({"data_parallel_size": True}, "data_parallel_size must be a whole number of at least 1, got True"),
+        ({"data_parallel_size": -1}, "data_parallel_size must be a whole number of at least 1, got -1"),
+        ({"replicas": 0}, "replicas must be a whole number of at least 1, got 0"),
+        ({"replicas": 1.0}, "replicas must be a whole number of at least 1, got 1.0"),
+        ({"dtype": torch.float32}, "dtype must be one of float32, bfloat16, got torch.float32"),
+        ({"dtype": ["float32"]}, r"dtype must be one of float32, bfloat16, got \['float32'\]"),
+        ({"compute_dtype": ""}, "compute_dtype must be one of float32, bfloat16, got ''"),
+        ({"compile": "inductor"}, "compile must be True or False, got 'inductor'"),
+        ({"activation_checkpointing": 1}, "activation_checkpointing must be False, True or 'selective', got 1"),
+        ({"reduce_each_micro_batch": 1}, "reduce_each_micro_batch must be True or False, got 1"),
+        ({"onload": "yes"}, r"build\(\) takes True or False as onload, got 'yes'"),
+        ({"reserve_host_bytes": "1GB"}, r"build\(\) takes a whole number, or None as reserve_host_bytes, got '1GB'"),
+    ],
+)
+def test_an_option_of_a_wrong_kind_is_refused_before_a_worker_starts(
+    policy: Any, qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch, given: Any, message: str
+) -> None:
+    monkeypatch.setattr("rlcore.engines.engine.start_workers", lambda *_, **__: pytest.fail("a worker was started"))
+    with rlcore.meta_device():
+        module = policy.from_pretrained(qwen2_folder)
+    with pytest.raises(InvalidInputError, match=message):
+        rlcore.TrainEngine(module).build(devices="cpu", **given)
 
 
 class Regression(TrainModule):
