@@ -24,7 +24,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from rlcore.compute_dtype import ComputeDtype, computing, set_compute_dtype, stop_computing
+from rlcore.compute_dtype import (
+    ComputeDtype,
+    computing,
+    computing_inside,
+    computing_outside,
+    replace_method,
+    set_compute_dtype,
+    stop_computing,
+)
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
@@ -84,9 +92,11 @@ def shard(
     """
     _retype(module, options)
     blocks = _blocks(module)
-    alone = _compute_alone(module, options) if size == 1 else None
+    is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
     for block in blocks:
-        _replace_forward(block, options, alone)
+        _replace_forward(block, options, is_alone=is_alone)
+    if is_alone:
+        _compute_alone(module, options)
     if size == 1:
         return
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
@@ -104,15 +114,12 @@ def shard(
     register_fsdp_forward_method(module, "hidden_states")
 
 
-def _compute_alone(module: TrainModule, options: Sharding) -> ComputeDtype | None:
-    """Casts parameters where nobody gathers them; None if they are computed in their own dtype."""
-    if options.torch_compute_dtype == options.torch_dtype:
-        return None
+def _compute_alone(module: TrainModule, options: Sharding) -> None:
+    """Cast parameters where nobody gathers them."""
     alone = set_compute_dtype(module, options.torch_compute_dtype)
     alone.recomputes_casts = options.compile and not options.activation_checkpointing
-    module.forward = computing(module.forward, alone)
-    module.hidden_states = computing(module.hidden_states, alone)  # type: ignore[method-assign]
-    return alone
+    for name in ("forward", "hidden_states"):
+        replace_method(module, name, computing)
 
 
 def _retype(module: nn.Module, options: Sharding) -> None:
@@ -132,17 +139,17 @@ def _blocks(module: TrainModule) -> list[nn.Module]:
     return [part for part in module.modules() if part is not module and type(part).__name__ in names][::-1]
 
 
-def _replace_forward(block: nn.Module, options: Sharding, alone: ComputeDtype | None) -> None:
-    """In place: a wrapper module would put its name into those of the parameters."""
-    forward = block.forward
-    if alone is not None:
-        forward = _in_compute_dtype(forward, alone, _surroundings(alone, options))
-    if options.activation_checkpointing:
-        forward = functools.wraps(forward)(_checkpointed(forward, options))
-    if options.compile:
-        forward = torch.compile(forward)
-    if forward is not block.forward:
-        block.forward = forward
+def _replace_forward(block: nn.Module, options: Sharding, *, is_alone: bool) -> None:
+    def replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if is_alone:
+            forward = computing_inside(forward, _surroundings(options))
+        if options.activation_checkpointing:
+            forward = functools.wraps(forward)(_checkpointed(forward, options))
+        if options.compile:
+            forward = torch.compile(forward)
+        return computing_outside(forward) if options.compile and is_alone else forward
+
+    replace_method(block, "forward", replaced)
 
 
 def _checkpointed(forward: Callable[..., Any], options: Sharding) -> Callable[..., Any]:
@@ -159,23 +166,11 @@ def _selected(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
     return CheckpointPolicy.PREFER_RECOMPUTE if is_cheap else CheckpointPolicy.MUST_SAVE
 
 
-def _surroundings(alone: ComputeDtype, options: Sharding) -> Callable[[], AbstractContextManager[None]]:
+def _surroundings(options: Sharding) -> Callable[[ComputeDtype], AbstractContextManager[None]]:
     """Of a block's forward that computes in another dtype than its parameters have."""
     if options.compile:
-        return nullcontext  # what it does again in the backward is in the graph
-    return alone.again if options.activation_checkpointing else alone.keeping_no_casts
-
-
-def _in_compute_dtype(
-    forward: Callable[..., Any], alone: ComputeDtype, surroundings: Callable[[], AbstractContextManager[None]]
-) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = alone.of_inputs((args, kwargs))
-        with surroundings():
-            return forward(*args, **kwargs)
-
-    return call
+        return lambda _: nullcontext()  # what it does again in the backward is in the graph
+    return ComputeDtype.again if options.activation_checkpointing else ComputeDtype.keeping_no_casts
 
 
 def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor]:

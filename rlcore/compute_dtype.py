@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from rlcore.errors import StateError
 
 _ATTRIBUTE = "_rlcore_compute_dtype"
 
@@ -31,7 +34,9 @@ class ComputeDtype:
         self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)(self.dtype)  # copies are made to change parameters, such as to merge adapters
+        copied = type(self)(self.dtype)  # which computes nothing yet: its parameters can be changed
+        copied.recomputes_casts = self.recomputes_casts
+        return copied
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or not self.is_computing or parameter.dtype == self.dtype:
@@ -70,10 +75,10 @@ class ComputeDtype:
 
     @contextmanager
     def keeping_no_casts(self) -> Iterator[None]:
-        """Autograd keeps parameters for the backward where it would keep what they were cast to."""
+        """A block computes, and autograd keeps its parameters where it would keep what they were cast to."""
         before, self._casts = self._casts, {}
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+            with self.again(), torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
                 yield
         finally:
             self._casts = before
@@ -89,6 +94,8 @@ class ComputeDtype:
         if isinstance(packed, Tensor):
             return packed
         parameter, *layout = packed
+        if parameter.untyped_storage().nbytes() == 0 < parameter.nbytes:  # reading it would be a segmentation fault
+            raise StateError("this backward needs weights that are away; bring them back first: onload('weights')")
         return parameter.to(self.dtype).as_strided(*layout)  # type: ignore[no-any-return]
 
 
@@ -116,20 +123,81 @@ def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> Any:
 
 def _property(name: str) -> property:
     def read(module: Any) -> Any:
-        return module._rlcore_compute_dtype.read(module._parameters[name])
+        if name in module._parameters:
+            return module._rlcore_compute_dtype.read(module._parameters[name])
+        if name in vars(module):
+            return vars(module)[name]
+        raise AttributeError(name)  # for what modules look up next: buffers, submodules, and their own error
 
-    return property(read)
+    def write(module: Any, value: Any) -> None:
+        vars(module)[name] = value  # no parameter: a plain tensor in the place of a deleted one
+
+    def delete(module: Any) -> None:
+        vars(module).pop(name)
+
+    return property(read, write, delete)
 
 
-def computing(call: Callable[..., Any], of: ComputeDtype) -> Callable[..., Any]:
-    """``call`` of a root. The tree computes from then on, for what comes after it, such as a head, until the backward
+def replace_method(module: nn.Module, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """In place: a wrapper module would put its name into those of the parameters.
+
+    Args:
+        wrapped: given the function, whose first argument is the module, what is to be called instead, with the same.
+            So a deep copy of the module calls it with itself.
+    """
+    method = getattr(module, name)
+    if getattr(method, "__self__", None) is module:
+        function = method.__func__
+    else:  # somebody has put it there
+
+        @functools.wraps(method)
+        def function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+    if (new := wrapped(function)) is not function:
+        setattr(module, name, MethodType(new, module))
+
+
+def computing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a root's method. The tree computes from then on, for what comes after it, such as a head, until the backward
     of its result begins, or until ``stop_computing``."""
 
     @functools.wraps(call)
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        of.is_computing = True
-        result = call(*of.of_inputs(args), **of.of_inputs(kwargs))
+    def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
+        of: ComputeDtype = module._rlcore_compute_dtype
+        before, of.is_computing = of.is_computing, True
+        try:
+            result = call(module, *of.of_inputs(args), **of.of_inputs(kwargs))
+        except BaseException:
+            of.is_computing = before
+            raise
         return tree_map_only(Tensor, of.until_backward, result)
+
+    return compute
+
+
+def computing_inside(
+    call: Callable[..., Any], surroundings: Callable[[ComputeDtype], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Of a block's forward, which is called inside ``surroundings`` and has its inputs cast."""
+
+    @functools.wraps(call)
+    def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
+        of: ComputeDtype = module._rlcore_compute_dtype
+        args, kwargs = of.of_inputs((args, kwargs))
+        with surroundings(of):
+            return call(module, *args, **kwargs)
+
+    return compute
+
+
+def computing_outside(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a compiled block's forward: it computes also where its root does not, which is no business of its graph."""
+
+    @functools.wraps(call)
+    def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with module._rlcore_compute_dtype.again():
+            return call(module, *args, **kwargs)
 
     return compute
 

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.compute_dtype import compute_dtype_of, stop_computing
+from rlcore.engines.offload.resident import offloaded
 from rlcore.engines.sharding import Sharding, shard
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, StateError
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole
 
@@ -209,6 +210,84 @@ def test_a_copy_has_parameters_that_can_be_changed() -> None:
     assert copied.weight.dtype == torch.float32
     assert type(model.head).__name__ == "Linear"
     assert isinstance(model.head, nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_policy
+def test_a_copy_computes_with_its_own_parameters(options: dict[str, Any], dtype: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    shard(model, Sharding(compute_dtype=dtype, **options), torch.device("cpu"), lambda: None, size=1)
+    model(torch.arange(ROWS))
+    copied = copy.deepcopy(model)
+    expected = gradients(copied)
+    assert len(expected) == len(list(copied.parameters())) + 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, tensor in gradients(model).items():
+        assert torch.equal(tensor, expected[name]), name
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.arange(ROWS)).any()
+
+
+@each_policy
+def test_a_block_that_is_called_alone_computes(options: dict[str, Any]) -> None:
+    """As one that FSDP shards."""
+    block: Any = make(**options).blocks[0]
+    block(torch.ones(3, WIDTH)).float().sum().backward()
+    assert block.up.weight.dtype == block.up.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_a_compiled_block_that_is_called_alone_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    block: Any = make(compile=True).blocks[0]
+    assert block(torch.ones(3, WIDTH)).dtype == torch.bfloat16
+    assert block.up.weight.dtype == torch.float32
+    torch.compiler.reset()
+
+
+def test_a_forward_that_fails_computes_no_more() -> None:
+    model = make()
+    with pytest.raises(IndexError):
+        model(torch.tensor([ROWS]))
+    assert model.head.weight is dict(model.named_parameters())["head.weight"]
+
+
+def test_a_parameter_can_be_replaced_by_whatever_modules_hold() -> None:
+    head: Any = make().head
+    head.weight = replaced = nn.Parameter(torch.zeros(ROWS, WIDTH))
+    assert head.weight is replaced
+    with pytest.raises(KeyError, match="attribute 'weight' already exists"):
+        head.register_buffer("weight", torch.zeros(1))
+    del head.weight
+    assert not hasattr(head, "weight")
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        _ = head.weight
+    head.register_buffer("weight", torch.ones(2))
+    assert head.weight.tolist() == [1.0, 1.0]
+    del head.weight
+    head.weight = torch.ones(3)  # as torch's older weight_norm computes it
+    assert head.weight.tolist() == [1.0, 1.0, 1.0]
+    del head.weight
+    head.register_parameter("weight", replaced)
+    assert head.weight is replaced
+
+
+def test_weights_may_leave_between_forward_and_backward_but_not_in_the_backward() -> None:
+    expected, model = gradients(make()), make()
+    loss = model(torch.arange(ROWS)).float().square().mean()
+    with offloaded(model), pytest.raises(StateError, match="needs weights that are away; bring them back first"):
+        loss.backward()
+    model.zero_grad()
+    loss = model(torch.arange(ROWS)).float().square().mean()
+    with offloaded(model):
+        pass
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name  # type: ignore[arg-type]
 
 
 def test_what_is_frozen_is_not_cast() -> None:

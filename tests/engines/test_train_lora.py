@@ -215,9 +215,12 @@ def test_the_seed_of_the_program_is_that_of_the_adapters(dense: Any, qwen2_folde
     assert not torch.equal(first[random[0]], first[random[1]]), "each layer has its own"
 
 
-def test_what_is_frozen_is_kept_in_the_compute_dtype(dense: Any, qwen2_folder: Path, build: Build) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_frozen_is_kept_in_the_compute_dtype(
+    dense: Any, qwen2_folder: Path, build: Build, workers: int
+) -> None:
     module = lora_module(dense, qwen2_folder, target_modules=TARGETS)
-    engine = build(module, 2, compute_dtype="bfloat16")
+    engine = build(module, workers, compute_dtype="bfloat16")
     assert engine.train_batch(packed_batch(), ppo_clip())["grad_norm"] > 0
     for what in engine.what_trains():
         assert (what["dtypes"], what["frozen dtypes"]) == (["torch.float32"], ["torch.bfloat16"])
