@@ -259,7 +259,9 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: P
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, log = process.communicate(timeout=60)
-    assert process.returncode == 130, log
+    # Python ends by the signal, which a shell reports as 130 too, where an interrupt came in code that was given as
+    # text: that of a dataclass or a named tuple, in a module that is just imported.
+    assert process.returncode in (130, -signal.SIGINT), log
     assert "Traceback" not in log
     assert log.splitlines()[-1] == str(file)
     cases = {case.name: case for case in read(file).cases}

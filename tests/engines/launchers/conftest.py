@@ -93,6 +93,7 @@ class Holdings:
     def __init__(self, runtime_folder: Path) -> None:
         self._folder = runtime_folder
         self._earlier = set(threading.enumerate())  # of other tests: one left hanging may end at any time
+        self._earlier_memory = set(shared_memory_names())
 
     def __call__(self) -> dict[str, Any]:
         threads = [thread.name for thread in set(threading.enumerate()) - self._earlier]
@@ -101,7 +102,7 @@ class Holdings:
             "threads": sorted(name for name in threads if name.startswith("rlcore")),
             "processes": processes_named_in(str(self._folder)),
             "files": sorted(path.name for path in self._folder.iterdir()),
-            "shared memory": shared_memory_names(),
+            "shared memory": sorted(set(shared_memory_names()) - self._earlier_memory),
         }
 
 

@@ -409,7 +409,7 @@ def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait
 def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
     state: str, tmp_path: Any, living: Any, wait_until: Any
 ) -> None:
-    segments = shared_memory_names()
+    segments = set(shared_memory_names())
     busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
     process, workers = run_parent(f"{busy}time.sleep(300)", tmp_path)
     with process:

@@ -23,7 +23,7 @@ from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Sender
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
-from rlcore.types import SyncReport
+from rlcore.types import IpcExport, SyncReport
 
 SIZES = Sizes(experts=2, is_tied=True, has_state=True)
 
@@ -71,6 +71,11 @@ class World(NamedTuple):
     rounds: Rounds
     worker: Worker
     sender: Sender
+    earlier: set[str]
+    """Exports of other tests."""
+
+    def exports(self) -> list[IpcExport]:
+        return [export for export in get_device("cpu").memory.ledger() if export.export_id not in self.earlier]
 
     def sync(self, **options: Any) -> SyncReport:
         given = {"version": 1, "slab_bytes": 4096, "checksums": "always"} | options
@@ -85,7 +90,7 @@ class World(NamedTuple):
 
 @pytest.fixture(params=[Old, Refusing])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    kind = request.param
+    kind, earlier = request.param, {export.export_id for export in get_device("cpu").memory.ledger()}
     spec = dataclasses.replace(get_device("cpu").spec, name="walled", is_host=False)
     weights = checkpoint(SIZES, seed=1)
     module = Checkpoint(weights)
@@ -94,7 +99,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     sender, worker = Sender(ModuleHolding(module, 1), kind(spec, 0)), Worker(kind(spec, 1))
     receiver = Receiver(SmallTarget(worker))  # type: ignore[arg-type]
     rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", [receiver]))
-    yield World(module, rounds, worker, sender)
+    yield World(module, rounds, worker, sender, earlier)
     receiver.close()
     sender.close()
 
@@ -118,9 +123,9 @@ def test_packed_goes_through_shared_memory_of_the_host_and_says_why(world: World
     world.module.add(0.5)
     assert reason in world.sync(route="packed").why_on_host
     world.check()
-    assert get_device("cpu").memory.ledger(), "what is shared is the host's"
+    assert world.exports(), "what is shared is the host's"
     world.sender.close()
-    assert not get_device("cpu").memory.ledger()
+    assert not world.exports()
 
 
 def test_no_other_route_shares_its_memory(world: World) -> None:
@@ -133,6 +138,6 @@ def test_slabs_of_the_host_are_no_larger_than_containers_allow(world: World, mon
     monkeypatch.setattr(round, "_SMALLEST_SLAB_BYTES", 1024)
     monkeypatch.setattr(round, "_HOST_SLAB_BYTES", 2048)
     world.sync(route="packed", slab_bytes=None)
-    (export,) = get_device("cpu").memory.ledger()
+    (export,) = world.exports()
     assert export.storage_bytes == 2 * 2048
     world.check()
