@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore.engines.offload.storages import owned
 from rlcore.engines.pieces import own_pieces
 from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.engines.weight_source import WeightSource
 from rlcore.errors import CheckpointError
-from rlcore.nn import TrainModule, owned
+from rlcore.nn import TrainModule
 from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
 from rlcore.weights.view import WeightView
 

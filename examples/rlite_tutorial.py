@@ -8,7 +8,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlcore.compat import rlite
 from rlcore.compat.rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
-from rlcore.nn import meta_device as init_empty_weights
+from rlcore.meta import meta_device as init_empty_weights
 
 MODEL, EXECUTOR = sys.argv[1], (*sys.argv[2:], "vllm")[0]
 

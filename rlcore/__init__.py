@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
-    from rlcore.nn import meta_device as meta_device
+    from rlcore.meta import meta_device as meta_device
     from rlcore.registry import get_device as get_device
     from rlcore.registry import list_devices as list_devices
     from rlcore.types import DeviceSpec as DeviceSpec
@@ -40,7 +40,7 @@ _HOME = {
     "hookimpl": "rlcore.hookspecs",
     "init": "rlcore.engines.runtime",
     "list_devices": "rlcore.registry",
-    "meta_device": "rlcore.nn",
+    "meta_device": "rlcore.meta",
     "offloaded": "rlcore.engines.offload.resident",
     "swap": "rlcore.engines.swapping.swap",
 }

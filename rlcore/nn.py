@@ -19,15 +19,14 @@ import copy
 import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlcore.errors import CheckpointError, MissingDependencyError, UnsupportedError
+from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
@@ -47,8 +46,6 @@ _BESIDE_WEIGHTS = (
     "generation_config.json",
 )
 """Files of a model folder that training does not change."""
-_register_parameter = nn.Module.register_parameter
-_is_building: ContextVar[bool] = ContextVar("rlcore_is_building", default=False)
 
 
 class OutputHead(NamedTuple):
@@ -146,10 +143,10 @@ class HuggingFaceTrainModule(TrainModule):
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
         """As in transformers; under ``rlcore.meta_device()`` only the config is read and parameters stay on meta."""
-        if not _parameters_land_on_meta():
+        if not parameters_land_on_meta():
             return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
         config = kwargs.pop("config", None) or _read_config(cls, path)
-        with _without_foreign_meta(), meta_device():
+        with without_foreign_meta(), meta_device():
             module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
         module._source = Path(path)
         return module
@@ -241,60 +238,6 @@ class HuggingFaceTrainModule(TrainModule):
             shutil.copy(file, folder)
 
 
-@contextlib.contextmanager
-def meta_device() -> Iterator[None]:
-    """Parameters of modules made inside land on the meta device; buffers stay real.
-
-    Buffers are small, and many (rotary tables) are computed in constructors and stand in no checkpoint.
-    """
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the originals, so that an id stays unique
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or _is_building.get():
-            return parameter
-        if id(parameter) not in moved:
-            replacement = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            moved[id(parameter)] = (parameter, replacement)
-        return moved[id(parameter)][1]
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its stub says -> None
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def real_device() -> Iterator[None]:
-    """Undo every surrounding meta context, ours, torch's and accelerate's, while a worker in this process runs."""
-    if not _parameters_land_on_meta():
-        yield
-        return
-    token = _is_building.set(True)
-    try:
-        with _without_foreign_meta():
-            yield
-    finally:
-        _is_building.reset(token)
-
-
-@contextlib.contextmanager
-def _without_foreign_meta() -> Iterator[None]:
-    """Undo ``torch.device("meta")`` and accelerate's ``init_empty_weights``, which patches this method."""
-    patched, nn.Module.register_parameter = nn.Module.register_parameter, _register_parameter  # type: ignore[method-assign]
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        nn.Module.register_parameter = patched  # type: ignore[method-assign]
-
-
-def _parameters_land_on_meta() -> bool:
-    probe = nn.Module()
-    probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
-    return bool(probe.get_parameter("probe").is_meta)
-
-
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:
     """Names in a file by those of a module: where one of the two is the bare model, the other has a prefix before."""
     start = f"{prefix}."
@@ -307,11 +250,6 @@ def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) ->
     if has_prefix(own):
         return {name if name in own else start + name: name for name in names}
     return {name.removeprefix(start): name for name in names}
-
-
-def owned(tensor: Tensor) -> Tensor:
-    """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
-    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
 def _read_config(cls: Any, path: str | Path) -> Any:

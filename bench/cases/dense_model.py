@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.cases.language_model import qwen2_config, transformers_class
-from rlcore.nn import HuggingFaceTrainModule, meta_device
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule
 
 _STD = 0.02
 """Of random weights, as transformers starts them."""

@@ -21,7 +21,8 @@ from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.advantages import group_advantage
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.nn import HuggingFaceTrainModule, meta_device
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule
 from rlcore.tensor_data import dtype_name
 
 PHASES = ("generate", "reward", "old_logprob", "update", "sync", "switch")

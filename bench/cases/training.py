@@ -31,7 +31,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.train import TrainEngine
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.nn import meta_device
+from rlcore.meta import meta_device
 
 _TOKENS, _HOST_TOKENS = 8192, 256
 """Of each device and step."""

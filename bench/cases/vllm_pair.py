@@ -20,7 +20,8 @@ from rlcore.bench.cases.dense_model import Drawn
 from rlcore.bench.cases.language_model import transformers_class
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
-from rlcore.nn import HuggingFaceTrainModule, meta_device
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule
 from rlcore.types import OffloadReport
 
 _TIMEOUT_S = 580.0

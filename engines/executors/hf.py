@@ -20,6 +20,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import Resident
+from rlcore.engines.offload.storages import owned
 from rlcore.engines.pretrained import ModelFolder, check_model_folder
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.engines.sync.parties import call_each
@@ -33,7 +34,6 @@ from rlcore.errors import (
     SyncError,
     UnsupportedError,
 )
-from rlcore.nn import owned
 
 # Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
 # holding blocks of earlier sizes; sampling holds about six [B, V] float32 tensors, sorted values included.

@@ -16,7 +16,7 @@ import rlcore.errors
 from rlcore.engines.launchers.wire import dump_answer, load_answer
 from rlcore.engines.launchers.world import World
 from rlcore.errors import InvalidInputError, RlcoreError, WorkerError
-from rlcore.nn import real_device
+from rlcore.meta import real_device
 from rlcore.registry import get_device
 
 _LONGEST_TEXT = 50_000

@@ -77,3 +77,8 @@ def bytes_of(storage: Any, start: int, nbytes: int) -> Tensor:
     """[nbytes] uint8, a part of it. Memory that is no torch storage registers its own way."""
     found: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
     return found
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()

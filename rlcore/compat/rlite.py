@@ -24,7 +24,8 @@ from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.need_parallel import NeedParallel
 from rlcore.engines.train import TrainEngine
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.nn import HuggingFaceTrainModule, TrainModule, meta_device
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule, TrainModule
 
 __all__ = [
     "IndexedGenerationHistory",

@@ -25,7 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlcore.engines import weight_source
 from rlcore.engines.materialize import materialize
 from rlcore.engines.sharding import Sharding, shard
-from rlcore.nn import TrainModule, meta_device
+from rlcore.meta import meta_device
+from rlcore.nn import TrainModule
 
 class Stack(TrainModule):
     def __init__(self):
