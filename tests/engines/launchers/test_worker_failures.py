@@ -420,7 +420,7 @@ def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
                 os.kill(worker, signal.SIGSTOP)
         process.kill()
         wait_until(lambda: living(str(tmp_path)) == [], 5.0)
-    assert shared_memory_names() == segments
+    wait_until(lambda: set(shared_memory_names()) <= segments)  # neighbours make some, too
     wait_until(lambda: not list(tmp_path.iterdir()), 1.0)
 
 
