@@ -98,6 +98,13 @@ class GenericTorchDevice(Checked):
         """What stands in for the vendor's libraries below torch; None: the vendor's own are loaded."""
         return None
 
+    def versions(self) -> dict[str, str]:
+        """Of what lies below torch, by the vendor's names: its extension of torch, its libraries, its driver.
+
+        What cannot be asked is left out. Reports show them.
+        """
+        return {}
+
     def driver_version(self) -> str:
         """Of the vendor's driver. Raises UnsupportedError where it cannot be asked; so do the next two."""
         raise UnsupportedError(f"driver_version of {self.name}", "its plugin does not ask the driver")

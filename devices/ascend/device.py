@@ -9,7 +9,7 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.ascend import simulation
+from rlcore.devices.ascend import simulation, versions
 from rlcore.devices.ascend.collectives import HcclCollectives
 from rlcore.devices.ascend.memory import AscendMemory
 from rlcore.devices.ascend.npu import npu
@@ -56,7 +56,7 @@ class AscendDevice(GenericTorchDevice):
         found = npu().get_device_properties(self.index)
         return DeviceProperties(
             name=f"{found.name} ({stand_in})" if (stand_in := simulation.name()) else found.name,
-            uuid=str(getattr(found, "uuid", "")) or self._made_uuid(),
+            uuid=_unless_nil(str(getattr(found, "uuid", ""))) or self._made_uuid(),
             total_bytes=self.memory.info().total_bytes,
             capability="",  # torch_npu repeats what a variable says
             cores=int(getattr(found, "cube_core_num", 0)),
@@ -65,6 +65,9 @@ class AscendDevice(GenericTorchDevice):
     def simulation(self) -> Simulation | None:
         return simulation.found()
 
+    def versions(self) -> dict[str, str]:
+        return versions.below_torch()
+
     def activate(self) -> None:
         npu().set_device(self.index)
 
@@ -72,13 +75,22 @@ class AscendDevice(GenericTorchDevice):
         npu().synchronize(self.index)
 
     def _made_uuid(self) -> str:
-        """For a torch_npu that tells none: the number of the device on this machine, as it is running now."""
+        """Where none is told: of the device's number on this machine, as it is running now.
+
+        The same in all processes that see the device, whatever number they know it by. Containers that count devices
+        of their own from 0 are not told apart.
+        """
         return str(uuid.uuid5(uuid.UUID(boot_id()), f"npu {self.launch.physical_id(self.index)}"))
 
     def _generator(self) -> torch.Generator:
         npu().init()  # default_generators is empty before
         generator: torch.Generator = npu().default_generators[self.index]
         return generator
+
+
+def _unless_nil(uuid: str) -> str:
+    """Over a CANN without ``aclrtDeviceGetUuid`` torch_npu says the nil uuid, of every device."""
+    return uuid if uuid.strip("0-") else ""
 
 
 def _why_not_loaded() -> str:

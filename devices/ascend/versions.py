@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")
-_LINE = re.compile(r"^\s*version\s*=\s*\[?\"?([\w.]+)", re.IGNORECASE | re.MULTILINE)
+_LINE = re.compile(r"^\s*version\s*=\s*\[?\"?([\w.-]+)", re.IGNORECASE | re.MULTILINE)
 _PARTS = re.compile(r"\d+|[a-z]+")
 _INFO_FILES = ("*/ascend_*_install.info", "ascend_*_install.info", "version.cfg", "opp/version.info")
 
@@ -63,6 +64,12 @@ def cann(environ: Mapping[str, str] = os.environ) -> Version | None:
 def driver(path: Path = DRIVER_FILE) -> Version | None:
     """None where there is none."""
     return _version_in(path)
+
+
+def below_torch() -> dict[str, str]:
+    """Of what lies between torch and the device; what does not tell its own is left out."""
+    found = {"torch-npu": importlib.metadata.version("torch-npu"), "CANN": cann(), "driver": driver()}
+    return {name: str(version) for name, version in found.items() if version is not None}
 
 
 def _version_in(path: Path) -> Version | None:

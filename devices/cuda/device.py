@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import ClassVar, final
@@ -18,6 +19,7 @@ from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.memory import Memory
 from rlcore.devices.profiler import Profiler
 from rlcore.devices.streams import Streams
+from rlcore.errors import DeviceError, MissingDependencyError
 from rlcore.launch import Launch
 from rlcore.types import DeviceProperties, DeviceSpec, Probe
 
@@ -56,6 +58,12 @@ class CudaDevice(GenericTorchDevice):
             capability=f"{found.major}.{found.minor}",
             cores=found.multi_processor_count,
         )
+
+    def versions(self) -> dict[str, str]:
+        found = {"CUDA": str(torch.version.cuda)}
+        with contextlib.suppress(MissingDependencyError, DeviceError):
+            found["driver"] = self.driver_version()
+        return found
 
     def driver_version(self) -> str:
         """Raises MissingDependencyError without nvidia-ml-py, DeviceError if NVML does not answer; so do the next."""

@@ -65,11 +65,12 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         device, results = self.device, self.results()
         simulation = device.simulation()
+        own = {"rlcore": rlcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
         return {
             "schema": SCHEMA,
             "device": {"name": device.name, "vendor": device.vendor, "product": device.properties().name},
             "simulation": None if simulation is None else simulation.counted(),
-            "versions": {"rlcore": rlcore.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": own | device.versions(),
             "members": {
                 member: {
                     "support": how.support,

@@ -72,9 +72,10 @@ def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
 
 def _provenance(report: dict[str, Any]) -> str:
     results = [member["result"] for member in report["members"].values()]
+    versions = [f"{name} {version}" for name, version in report["versions"].items() if name not in ("rlcore", "python")]
     evidence = sorted({member["evidence"] for member in report["members"].values()})
     return (
-        f"* {report['device']['name']}: {report['device']['product']}, torch {report['versions']['torch']}, "
+        f"* {report['device']['name']}: {report['device']['product']}, {', '.join(versions)}, "
         f"evidence {' and '.join(evidence)}{_simulated(report.get('simulation'))}; "
         f"{results.count('passed')} members passed, "
         f"{results.count('failed')} failed, {results.count('skipped')} skipped, {results.count('untested')} untested"

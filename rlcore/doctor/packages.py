@@ -39,7 +39,8 @@ class Range:
 
 TORCH = Range((2, 10), (2, 15))
 VLLM = Range((0, 26), (0, 33))
-VLLM_ASCEND = Range((0, 23), (0, 26))
+VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
+"""Not a range: rlcore's executor was held against these alone."""
 _TRITON_ASCEND_PYTHON = (3, 11)
 """The newest for which triton-ascend 3.2.0, the newest on PyPI, has a wheel."""
 
@@ -131,10 +132,10 @@ def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
     if version is None:
         return ok("not installed")
     number = _text(_release(version))
-    if not VLLM_ASCEND.least <= _release(version) <= VLLM_ASCEND.newest:
-        known = f"{_text(VLLM_ASCEND.least)} to {_text(VLLM_ASCEND.newest)}"
-        fix = f"pip install 'vllm-ascend=={_text(VLLM_ASCEND.least)}.*' 'vllm=={_text(VLLM_ASCEND.least)}.*'"
-        return warn(f"{version}; rlcore's executor was held against {known}", fix)
+    if version not in VLLM_ASCEND:
+        read = VLLM_ASCEND[0]
+        fix = f"pip install 'vllm-ascend=={read}' 'vllm=={_text(_release(read))}.*'"
+        return warn(f"{version}; rlcore's executor was held against {' and '.join(VLLM_ASCEND)} alone", fix)
     beside = versions.get("vllm")
     if beside is None or _release(beside) != _release(version):
         there = f"vLLM {beside}" if beside else "no vLLM"

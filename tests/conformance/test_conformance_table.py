@@ -58,6 +58,14 @@ def test_a_simulated_device_is_called_so_and_its_operators_are_counted() -> None
     assert "evidence hardware, 7 operators simulated, refused: a, b; 1 members passed" in lines[-1]
 
 
+def test_what_lies_below_torch_is_told_by_the_names_that_the_device_gave() -> None:
+    """Reports from before this was recorded, as that of ``REPORTS``, have none of it."""
+    versions = REPORTS[1]["versions"] | {"torch-npu": "2.13.0", "driver": "25.3.rc1"}
+    lines = table([REPORTS[0], REPORTS[1] | {"versions": versions}]).splitlines()
+    assert "product, torch 2.13.0, evidence" in lines[-2]
+    assert "product, torch 2.13.0, torch-npu 2.13.0, driver 25.3.rc1, evidence" in lines[-1]
+
+
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
     document = tmp_path / "devices.md"
     document.write_text("# Devices\n<!-- members -->\nold\n<!-- /members -->\nend\n")

@@ -14,8 +14,11 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
+from rlcore.devices.cuda.device import CudaDevice
 from rlcore.errors import DeviceError, MissingDependencyError
+from rlcore.registry import registry
 
 NOT_SUPPORTED, GPU_IS_LOST, INVALID_ARGUMENT = 3, 15, 2
 
@@ -119,6 +122,16 @@ def test_identity(nvml: Any) -> None:
     assert [gpu.num_nvlinks for gpu in (first, second)] == [0, 3]
     assert [gpu.is_partitioned for gpu in (first, second)] == [False, True]
     assert (nvml.driver_version(), nvml.cuda_version()) == ("580.65.06", (13, 1))
+
+
+def test_a_device_tells_the_driver_where_it_can_be_asked(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    spec, _ = registry().devices["cuda"]
+    assert CudaDevice(spec, 0).versions() == {"CUDA": "13.0", "driver": "580.65.06"}
+    library.errors["nvmlSystemGetDriverVersion"] = FakeNVMLError(GPU_IS_LOST)
+    assert CudaDevice(spec, 0).versions() == {"CUDA": "13.0"}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert CudaDevice(spec, 0).versions() == {"CUDA": "13.0"}
 
 
 def test_status_is_in_the_units_of_its_names(nvml: Any, library: FakeLibrary) -> None:

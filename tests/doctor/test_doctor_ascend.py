@@ -106,7 +106,7 @@ RIGHT = {"torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "triton-ascend": "3
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, ("OK", "0.23.0.post1 beside vLLM 0.23.0+empty", "")),
+        ({}, ("OK", "0.23.0 beside vLLM 0.23.0+empty", "")),
         ({"vllm": "0.33.0"}, ("FAIL", "is made for vLLM 0.23; there is vLLM 0.33.0", "pip install 'vllm==0.23.*'")),
         ({"vllm": None}, ("FAIL", "is made for vLLM 0.23; there is no vLLM", "pip install 'vllm==0.23.*'")),
         (
@@ -114,7 +114,7 @@ RIGHT = {"torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "triton-ascend": "3
             (
                 "WARN",
                 "asks for torch 2.10.0, not 2.13.0+cpu; torch-npu 2.10.0.post4, not 2.13.0",
-                "an environment of its own: pip install vllm-ascend==0.23.0.post1",
+                "an environment of its own: pip install vllm-ascend==0.23.0 ",
             ),
         ),
         ({"triton-ascend": None}, ("WARN", "asks for triton-ascend 3.2.2, not none", "an environment of its own")),
@@ -124,18 +124,21 @@ def test_vllm_ascend_and_what_it_pins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
     status, words, fix = expected
-    install(tmp_path, "vllm-ascend", "0.23.0.post1", *PINS)
+    install(tmp_path, "vllm-ascend", "0.23.0", *PINS)
     monkeypatch.syspath_prepend(tmp_path)
-    versions = {k: v for k, v in (RIGHT | {"vllm-ascend": "0.23.0.post1"} | changed).items() if v}
+    versions = {k: v for k, v in (RIGHT | {"vllm-ascend": "0.23.0"} | changed).items() if v}
     found = packages.vllm_ascend(versions)
     assert (found.status, words in found.found, found.fix.startswith(fix)) == (status, True, True), found
     assert packages.vllm(versions).status == "OK", "one line about it is enough"
 
 
-def test_a_vllm_ascend_that_nobody_tried() -> None:
-    found = packages.vllm_ascend({"vllm-ascend": "0.11.0", "vllm": "0.11.0"})
-    assert (found.status, found.found) == ("WARN", "0.11.0; rlcore's executor was held against 0.23 to 0.26")
-    assert (packages.VLLM_ASCEND.least, packages.VLLM_ASCEND.newest) == (executor.OLDEST, executor.NEWEST)
+@pytest.mark.parametrize("version", ["0.11.0", "0.23.0.post1", "0.24.0", "0.26.0", "0.27.0"])
+def test_a_vllm_ascend_that_nobody_read(version: str) -> None:
+    found = packages.vllm_ascend({"vllm-ascend": version, "vllm": version})
+    words = f"{version}; rlcore's executor was held against 0.23.0 and 0.26.0rc1 alone"
+    assert (found.status, found.found) == ("WARN", words)
+    assert found.fix == "pip install 'vllm-ascend==0.23.0' 'vllm==0.23.*'"
+    assert packages.VLLM_ASCEND == executor.VERSIONS
 
 
 # ----------------------------------------------------------------------------------------- the command as a whole

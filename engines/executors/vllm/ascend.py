@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +21,9 @@ from rlcore.settings import Settings
 if TYPE_CHECKING:
     from rlcore.engines.executors.vllm.interfaces import Allocation
 
-OLDEST, NEWEST = (0, 23), (0, 26)
+VERSIONS = ("0.23.0", "0.26.0rc1")
+"""Those whose wheels were read; the code of the versions between and beside them may differ."""
+_INSTALL = f"pip install 'vllm-ascend=={VERSIONS[0]}' 'vllm=={VERSIONS[0].rpartition('.')[0]}.*'"
 _FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"
 
 
@@ -72,12 +73,12 @@ def check_device(device: Any) -> None:
             f"the vllm executor on {device.name}, {device.properties().name}",
             "it is simulated, and vLLM's kernels are not; set RLCORE_SIMULATED=1 to try how far it comes",
         )
-    is_npu, oldest = device.name.startswith("npu"), ".".join(map(str, OLDEST))
+    is_npu = device.name.startswith("npu")
     if is_npu and not is_installed():
         raise UnsupportedError(
             f"the vllm executor on {device.name}",
-            f"{sys.executable} has no vllm-ascend; in an environment of its own: pip install 'vllm-ascend=={oldest}.*' "
-            f"'vllm=={oldest}.*', and there this rlcore; then build(python=<its bin/python>)",
+            f"{sys.executable} has no vllm-ascend; in an environment of its own: {_INSTALL}, and there this rlcore; "
+            "then build(python=<its bin/python>)",
         )
     if is_installed() and not is_npu:
         raise UnsupportedError(
@@ -87,19 +88,21 @@ def check_device(device: Any) -> None:
 
 
 def check_versions(version: str, vllm_version: str) -> None:
-    """Each is made for the vLLM of the same number."""
-    own, theirs = _minor(version), _minor(vllm_version)
-    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    if own is None or not OLDEST <= own <= NEWEST:
-        raise UnsupportedError(f"vllm-ascend {version}", f"the vllm executor was held against {oldest} to {newest}")
-    if own != theirs:
-        number = ".".join(map(str, own))
-        raise UnsupportedError(f"vllm-ascend {version} beside vLLM {vllm_version}", f"it is made for vLLM {number}")
+    """Each is made for the vLLM of the same number.
+
+    Raises:
+        UnsupportedError: another version than those read, or beside a vLLM of another number.
+    """
+    if version not in VERSIONS:
+        known = f"the vllm executor was held against {' and '.join(VERSIONS)} alone"
+        raise UnsupportedError(f"vllm-ascend {version}", f"{known}; {_INSTALL}")
+    if _minor(version) != _minor(vllm_version):
+        made_for = f"it is made for vLLM {_minor(version)}"
+        raise UnsupportedError(f"vllm-ascend {version} beside vLLM {vllm_version}", made_for)
 
 
-def _minor(version: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def allocations(tag: str) -> list[Allocation]:

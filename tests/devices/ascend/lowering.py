@@ -11,25 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from triton._C.libtriton import ir  # type: ignore[attr-defined]  # triton-ascend's
 from triton.backends.ascend.compiler import AscendBackend, make_ttir, ttir_to_linalg
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
-from rlcore.kernels import plugin, target
-from rlcore.kernels.dispatch import Query
 from rlcore.kernels.programs import limits
-from rlcore.registry import resolve
 from tests.devices.ascend.kernel_lint import findings
 from tests.devices.ascend.live_bytes import live_bytes
-from tests.kernels.triton_cases import OPTIONS, PORTABLE, Case, arguments, launched, reached_files
+from tests.devices.ascend.offers import ARCHITECTURE, DEVICE, implementations
+from tests.kernels.triton_cases import OPTIONS, PORTABLE, Case, arguments
 
-DEVICE = "npu"
-TARGET = GPUTarget(DEVICE, "Ascend910B1", 0)
+TARGET = GPUTarget(DEVICE, ARCHITECTURE, 0)
 
 
 def report() -> dict[str, Any]:
@@ -38,7 +33,7 @@ def report() -> dict[str, Any]:
         "architecture": TARGET.arch,
         "tile_bytes": limits(DEVICE).tile_bytes,  # type: ignore[union-attr]
         "kernels": {name: entry(case) for name, case in PORTABLE.items()},
-        "implementations": [*implementations()],
+        "implementations": implementations(),
     }
 
 
@@ -85,16 +80,6 @@ def message(error: Exception) -> str:
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return str(error).strip().splitlines()[-1]
-
-
-def implementations() -> Any:
-    """What is registered, and what it would say on an NPU for which this Triton builds."""
-    kernels = launched().keys()
-    with mock.patch.multiple(target, _driver_device_type=lambda: DEVICE, _target=lambda: TARGET):
-        for op, name, _, path, when in plugin._TRITON:
-            files = kernels & reached_files(path.partition(":")[0])
-            refusal = resolve(f"rlcore.kernels.target:{when}")(Query(DEVICE, torch.bfloat16, 4096, 151_936))
-            yield {"op": op, "name": name, "files": sorted(files), "refusal": refusal}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,15 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def between_npus() -> dict[str, str]:
+    """What processes that see another NPU, and the same one under another number, say of memory of npu:1."""
+    device = rlcore.get_device("npu:1")
+    handle = device.memory.export_ipc(torch.arange(3.0, device=device.torch_device))
+    found = {visible: _opened(handle, visible) for visible in ("0", "1")}
+    device.memory.revoke(handle, timeout_s=20)
+    return found | {name: rlcore.get_device(name).properties().uuid for name in ("npu:0", "npu:1")}
+
+
 def hccl_options() -> dict[str, Any]:
     """HCCL's own settings of a group that is made with ``init_kwargs``, and what a wrong one is answered with."""
     device = rlcore.get_device("npu")

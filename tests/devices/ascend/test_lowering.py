@@ -31,6 +31,7 @@ from tests.devices.ascend.triton_environment import make
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
 from rlcore.kernels import triton_rows
+from tests.devices.ascend.offers import implementations
 from tests.kernels.triton_cases import PORTABLE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +60,11 @@ def test_every_kernel_that_is_offered_lowers_and_passes_the_lint() -> None:
     offered = {file for user in KEPT["implementations"] if user["refusal"] is None for file in user["files"]}
     assert offered == {"triton_rows"}
     assert not offered & faulty
+
+
+def test_what_is_offered_today_is_what_the_report_says() -> None:
+    """So that limits of the device which change, such as float64 in programs, change it: found without the compiler."""
+    assert implementations() == KEPT["implementations"], REMAKE
 
 
 def test_the_page_has_the_table_of_the_report() -> None:

@@ -42,6 +42,7 @@ def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: P
     assert {member["evidence"] for member in report["members"].values()} == {"simulated"}
     asked = operators(tmp_path)
     assert report["simulation"] == asked.counted()
+    assert report["versions"]["torch-npu"].startswith("2.") and report["versions"]["CANN"].endswith("-simulated")
     assert str(asked) in found.stdout
     assert len(asked.operators) > 50 and not asked.refused
     assert {member["result"] for member in report["members"].values()} == {"passed"}
@@ -116,6 +117,22 @@ def test_no_variable_makes_a_library_that_does_not_say_so_a_simulation(
     assert json.loads(found.stdout) == ["Ascend910B1", "declared", None], found.stderr
 
 
+def test_where_cann_tells_no_uuid_npus_are_told_apart(run_simulated: Any, libraries: Path, tmp_path: Path) -> None:
+    """As older CANN, which lacks the function: torch_npu looks it up as it runs, and says nil of every device."""
+    older = tmp_path / "cann"
+    shutil.copytree(libraries, older)
+    library = older / "libascendcl.so"
+    assert library.read_bytes().count(b"aclrtDeviceGetUuid\0") >= 1
+    library.write_bytes(library.read_bytes().replace(b"aclrtDeviceGetUuid\0", b"aclrtDeviceGotUuid\0"))
+    says_nil = "import torch; print(torch.npu.get_device_properties(0).uuid)"
+    told = run_simulated("-c", says_nil, LD_LIBRARY_PATH=str(older))
+    assert told.stdout.strip() == "00000000-0000-0000-0000-000000000000", told.stderr
+    found = task(run_simulated, "between_npus", LD_LIBRARY_PATH=str(older))
+    assert found["npu:0"] != found["npu:1"]
+    assert found["1"] == "[0.0, 1.0, 2.0]", "the same NPU, which that process knows as npu:0"
+    assert f"DeviceError: this memory is of the NPU {found['npu:1']}; npu:0 is {found['npu:0']}" in found["0"]
+
+
 _OF_A_CHILD = """\
 import os, subprocess, sys, torch, rlcore
 subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, device='npu').exp().tolist()"], check=True)
@@ -130,8 +147,8 @@ def test_a_run_without_a_log_has_one_for_all_its_processes_and_leaves_none(run_s
     assert not Path(path).exists()
 
 
-def task(run_simulated: Any, name: str) -> Any:
-    found = run_simulated(str(TASKS), name)
+def task(run_simulated: Any, name: str, **env: str) -> Any:
+    found = run_simulated(str(TASKS), name, **env)
     assert found.returncode == 0, found.stdout + found.stderr
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from rlcore.devices.ascend import sharing, simulation
-from rlcore.devices.ascend.sharing import why_no_ipc
+from rlcore.devices.ascend import device as ascend_device
+from rlcore.devices.ascend import memory, sharing, simulation, versions
+from rlcore.devices.ascend.device import AscendDevice
+from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
+from rlcore.devices.ipc_sharing import SharedMemory
 from rlcore.doctor import ascend
 from rlcore.errors import DeviceError, InvalidInputError
-from rlcore.registry import launch
+from rlcore.registry import launch, registry
 from rlcore.types import Simulation
 
 VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -106,6 +113,55 @@ def _install(folder: Path, code: str) -> None:
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
 
 
+# ------------------------------------------------------------------------------------------------ uuids
+
+TOLD = "43414e4e-2d53-494d-0000-000000000001"
+
+
+@pytest.fixture
+def npus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """NPUs of which torch_npu says what ``told`` has, by index; their numbers are those of ``visible``."""
+
+    def make(told: list[Any], visible: str | None = None) -> list[AscendDevice]:
+        monkeypatch.delenv(VARIABLE, raising=False)
+        if visible is not None:
+            monkeypatch.setenv(VARIABLE, visible)
+        module = SimpleNamespace(
+            get_device_properties=lambda index: SimpleNamespace(name="Ascend910B1", **told[index]),
+            mem_get_info=lambda index: (1, 1),
+        )
+        for place in (ascend_device, memory):
+            monkeypatch.setattr(place, "npu", lambda: module)
+        spec, _ = registry().devices["npu"]
+        return [AscendDevice(spec, index) for index in range(len(told))]
+
+    return make
+
+
+@pytest.mark.parametrize("told", [{"uuid": str(uuid.UUID(int=0))}, {"uuid": ""}, {}], ids=["nil", "empty", "none"])
+def test_a_uuid_that_is_not_told_is_made_for_each_npu(npus: Any, told: dict[str, str]) -> None:
+    first, second = (npu.properties().uuid for npu in npus([told, told]))
+    assert first != second
+    assert uuid.UUID(first) and uuid.UUID(second)
+    assert [npu.properties().uuid for npu in npus([told, told])] == [first, second]
+    assert [npu.properties().uuid for npu in npus([told, told], visible="0,1")] == [first, second]
+    (alone,) = npus([told], visible="1")
+    assert alone.properties().uuid == second, "the same NPU under another number"
+
+
+def test_a_uuid_that_is_told_is_taken(npus: Any) -> None:
+    told, made = npus([{"uuid": TOLD}, {}])
+    assert told.properties().uuid == TOLD != made.properties().uuid
+
+
+def test_memory_of_another_npu_is_refused_where_no_uuid_is_told(npus: Any) -> None:
+    nil = {"uuid": str(uuid.UUID(int=0))}
+    first, second = npus([nil, nil])
+    name = sharing._Name(second.properties().uuid, b"key", 64, 0, b"", False)
+    with pytest.raises(DeviceError, match=rf"this memory is of the NPU {second.properties().uuid}; npu:0 is "):
+        AscendSharing(first).open(SharedMemory(payload=msgspec.msgpack.encode(name)), 64)
+
+
 # ------------------------------------------------------------------------------------------------ versions
 
 
@@ -123,12 +179,14 @@ def test_versions_are_ordered_with_candidates_before_releases() -> None:
         ("ascend_toolkit_install.info", "version=8.3.RC1\n", "8.3.RC1"),
         ("version.cfg", "# version: 1.0\nversion=[8.5.0:8.5.0]\n", "8.5.0"),
         ("opp/version.info", "Version=9.0.0\n", "9.0.0"),
+        ("ascend_toolkit_install.info", "version=8.5.0-simulated\n", "8.5.0-simulated"),
     ],
 )
 def test_cann_tells_its_version_in_one_of_its_files(tmp_path: Path, file: str, text: str, version: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert cann({"ASCEND_HOME_PATH": str(tmp_path)}) == Version(version)
+    found = cann({"ASCEND_HOME_PATH": str(tmp_path)})
+    assert (found, str(found)) == (Version(version), version)
     assert cann({}) is None
 
 
@@ -137,6 +195,16 @@ def test_the_driver_tells_its_version(tmp_path: Path) -> None:
     assert driver(path) is None
     path.write_text("Version=25.3.rc1\nascendhal_version=7.35.23\n")
     assert driver(path) == DRIVER_FOR_IPC
+
+
+def test_a_report_has_the_versions_below_torch(npus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"torch-npu": "2.13.0"}.__getitem__)
+    for name, found in (("cann", Version("8.5.0")), ("driver", None)):
+        monkeypatch.setattr(versions, name, lambda found=found: found)
+    (npu,) = npus([{}])
+    assert npu.versions() == {"torch-npu": "2.13.0", "CANN": "8.5.0"}, "what does not tell is left out"
+    monkeypatch.setattr(versions, "driver", lambda: DRIVER_FOR_IPC)
+    assert npu.versions()["driver"] == "25.3.rc1"
 
 
 # ------------------------------------------------------------------------------------------------ doctor
