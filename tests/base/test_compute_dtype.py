@@ -235,7 +235,9 @@ def test_a_copy_computes_with_its_own_parameters(options: dict[str, Any], dtype:
 def test_a_block_that_is_called_alone_computes(options: dict[str, Any]) -> None:
     """As one that FSDP shards."""
     block: Any = make(**options).blocks[0]
-    block(torch.ones(3, WIDTH)).float().sum().backward()
+    hidden_TH = block(torch.ones(3, WIDTH))
+    assert hidden_TH.dtype == torch.bfloat16
+    hidden_TH.float().sum().backward()
     assert block.up.weight.dtype == block.up.weight.grad.dtype == torch.float32
 
 
