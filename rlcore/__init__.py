@@ -45,12 +45,16 @@ _HOME = {
     "swap": "rlcore.engines.swapping.swap",
 }
 
+_NEEDS_NO_TORCH = ("rlcore.errors", "rlcore.hookspecs", "rlcore.registry", "rlcore.types")
+
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rlcore' has no attribute {name!r}")
+    if _HOME[name] not in _NEEDS_NO_TORCH:
+        importlib.import_module("rlcore.torch_import").import_torch()
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

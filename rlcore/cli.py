@@ -22,6 +22,7 @@ from rlcore.cli_bench import bench
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.settings import Settings
+from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
     from rlcore.engines.launchers.living import LivingProcess
@@ -37,10 +38,6 @@ def main() -> None:
         app()
     except RlcoreError as error:
         sys.exit(f"rlcore: {error}")
-    except RuntimeError as error:  # torch's, where a back end that it loads by itself breaks `import torch`
-        if not str(error).startswith("Failed to load the backend extension"):
-            raise
-        sys.exit(f"rlcore: import torch failed: {error} ({error.__cause__}); `rlcore doctor` says what to do")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -72,6 +69,7 @@ def quickstart(
     ] = False,
 ) -> None:
     """Train a small language model by reinforcement learning, end to end."""
+    import_torch()
     from rlcore.quickstart.config import QuickstartConfig
     from rlcore.quickstart.run import run
 
@@ -200,6 +198,7 @@ def ops_explain(
     as_json: AsJson = False,
 ) -> None:
     """Say which implementation of an operator would run, and why each other would not."""
+    import_torch()
     import torch
 
     from rlcore.kernels.dispatch import Query, choose

@@ -13,6 +13,7 @@ import typer
 from rlcore.cli_bench_output import print_comparison, print_results, progress
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import BenchError, InvalidInputError
+from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
     from rlcore.bench.result import Effort
@@ -60,6 +61,7 @@ def run(
     A case that is named runs whatever the kind of run. Exit code 1 when one failed or ran out of memory.
     """
     started = time.monotonic()
+    import_torch()
     from dataclasses import replace
 
     from rlcore.bench.case import select_cases

@@ -23,7 +23,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+_WIDEST_ALIGNED = 40  # of a column in a pipe: a longer cell would fill every other line with blanks
+
+
 def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """A table as wide as the terminal; for a pipe, where grep and awk are to see each row whole, a line for each."""
+    if not sys.stdout.isatty():
+        _print_lines([header, *rows])
+        return
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -32,5 +39,12 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     table = Table(*header, box=box.SIMPLE_HEAD, show_edge=False)
     for row in rows:
         table.add_row(*(Text(cell, style=_COLOURS.get(cell, ""), overflow="fold") for cell in row))
-    # A pipe has no width: each row stays on its line, so that grep and awk see it whole.
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    Console().print(table)
+
+
+def _print_lines(rows: list[list[str]]) -> None:
+    cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
+    widest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [width if width <= _WIDEST_ALIGNED else 0 for width in widest]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -4,6 +4,7 @@
     ├── InvalidInputError (ValueError)         a value the caller gave is outside what is accepted
     ├── UnsupportedError (NotImplementedError)  this device, operator or engine cannot do that; says why
     ├── MissingDependencyError (ImportError)    an optional package is absent; says the pip command
+    ├── TorchImportError (ImportError)          torch cannot be imported; says why
     ├── PluginError                             a plugin could not be loaded or registered something wrong
     ├── DeviceError                             a device is unknown, absent or failed
     ├── StateError                              calls in a wrong order; says the call to make
@@ -46,6 +47,15 @@ class MissingDependencyError(RlcoreError, ImportError):
     def __init__(self, package: str, *, needed_for: str, extra: str) -> None:
         super().__init__(f"{needed_for} needs the package {package!r}; run: pip install 'rlcore[{extra}]'")
         self.package = package
+
+
+class TorchImportError(RlcoreError, ImportError):
+    """torch, or a back end that it loads by itself, cannot be imported; the ``__cause__`` is its own error."""
+
+    def __init__(self, cause: Exception) -> None:
+        behind = f" ({type(cause.__cause__).__name__}: {cause.__cause__})" if cause.__cause__ else ""
+        told = f"{type(cause).__name__}: {cause}{behind}"
+        super().__init__(f"import torch failed: {told}; `rlcore doctor` says what to do")
 
 
 class PluginError(RlcoreError):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rlcore.torch_import import import_torch
+
 if TYPE_CHECKING:
     from rlcore.kernels.advantages import group_advantage as group_advantage
     from rlcore.kernels.linear_logprob import linear_logprob as linear_logprob
@@ -89,6 +91,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rlcore.ops' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    import_torch()
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

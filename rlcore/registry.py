@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from rlcore.deadline import call_within
-from rlcore.errors import DeviceError, InvalidInputError, PluginError
+from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
 from rlcore.launch import Launch
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings, named_device
+from rlcore.torch_import import import_torch
 from rlcore.types import PLUGIN_API, DeviceInfo, DeviceSpec, Probe, check_import_path
 
 if TYPE_CHECKING:
@@ -263,9 +264,16 @@ def _spec(kind: str) -> DeviceSpec:
 def _default_name() -> str:
     found = list_devices()
     if not found or not found[0].is_available:
-        reasons = "; ".join(f"{info.name}: {info.reason}" for info in found) or "none is registered"
-        raise DeviceError(f"no device is available: {reasons}. See `rlcore devices`.")
+        raise DeviceError(f"no device is available: {_reasons(found) or 'none is registered'}. See `rlcore devices`.")
     return found[0].name
+
+
+def _reasons(devices: list[DeviceInfo]) -> str:
+    """Each once, with the devices that it holds for: without torch it is the same for all."""
+    named: dict[str, list[str]] = {}
+    for info in devices:
+        named.setdefault(info.reason, []).append(info.name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
 
 
 def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
@@ -287,22 +295,13 @@ def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
 
 
 def _ask(spec: DeviceSpec) -> Probe:
-    if failure := _failure_of_torch():  # the time of torch's import is not the plugin's, nor its failure
-        return Probe(0, failure)
+    try:
+        import_torch()  # neither its time nor its failure is the plugin's
+    except TorchImportError as error:
+        return Probe(0, str(error))
     if registry().devices[spec.name][1] in BUILT_IN:
         return _checked_probe(spec)
     return call_within(Settings.from_env().probe_timeout_s, _checked_probe, spec)
-
-
-@functools.cache
-def _failure_of_torch() -> str:
-    """Asked once: torch cannot be imported again in a process where a back end that it loads has failed."""
-    try:
-        importlib.import_module("torch")
-    except Exception as error:
-        cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
-        return f"import torch failed: {type(error).__name__}: {error}{cause}; `rlcore doctor` says what to do"
-    return ""
 
 
 def _checked_probe(spec: DeviceSpec) -> Probe:

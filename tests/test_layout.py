@@ -33,6 +33,7 @@ BASE = {
     "rms_norm",
     "settings",
     "tensor_data",
+    "torch_import",
     "nn",
     "weights",
 }

@@ -38,6 +38,8 @@ class Range:
 
 
 TORCH = Range((2, 10), (2, 15))
+TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
+"""Not a range: what rlcore uses of it was looked up in these alone."""
 VLLM = Range((0, 26), (0, 33))
 VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
 """Not a range: rlcore's executor was held against these alone."""
@@ -54,15 +56,17 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
 
 
-def torch(build: TorchBuild | None) -> Verdict:
+def torch(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
+    for_npu = _pair(build, versions["torch-npu"]) if "torch-npu" in versions else ""
     if build is None:
-        return fail("not installed", "pip install torch")
+        return fail("not installed", for_npu or "pip install torch")
     found, release = f"{build.version}, {build.kind}", _release(build.version)
     if release < TORCH.least:
-        return fail(f"{found}; rlcore needs at least {_text(TORCH.least)}", "pip install --upgrade torch")
+        return fail(f"{found}; rlcore needs at least {_text(TORCH.least)}", for_npu or "pip install --upgrade torch")
     if release > TORCH.newest:
         newest = _text(TORCH.newest)
-        return warn(f"{found}; rlcore was tried with none newer than {newest}", f"pip install 'torch=={newest}.*'")
+        fix = for_npu or f"pip install 'torch=={newest}.*'"
+        return warn(f"{found}; rlcore was tried with none newer than {newest}", fix)
     return ok(found)
 
 
@@ -71,13 +75,32 @@ def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
     npu = versions.get("torch-npu")
     if npu is None or build is None:
         return ok(npu or "not installed")
-    wanted = _text(_release(npu))
+    fix = _pair(build, npu)
     if _release(npu) != _release(build.version):
-        return fail(f"{npu} is for torch {wanted}, not {build.version}", f"pip install 'torch=={wanted}.*'")
+        return fail(f"{npu} is for torch {_text(_release(npu))}, not {build.version}", fix)
     if build.kind != "CPU only":
-        cpu_build = f"pip install --force-reinstall 'torch=={wanted}.*+cpu' from PyTorch's index of CPU builds"
-        return fail(f"{npu} refuses torch's {build.kind} build", f"{cpu_build}, or pip uninstall -y torch-npu")
+        return fail(f"{npu} refuses torch's {build.kind} build", f"{fix}, or pip uninstall -y torch-npu")
+    if npu not in TORCH_NPU:
+        return warn(f"{npu}; rlcore was held against {', '.join(TORCH_NPU)} alone", fix)
     return ok(npu)
+
+
+def _pair(build: TorchBuild | None, npu: str) -> str:
+    """What makes torch and torch-npu suit each other; torch stays where there is a torch-npu for it.
+
+    What PyPI has of torch for x86-64 is a CUDA build.
+    """
+    by_torch = {_release(known): known for known in TORCH_NPU}
+    torch_now = _release(build.version) if build else None
+    kept = by_torch.get(torch_now) if torch_now else None
+    wanted = kept or (npu if npu in TORCH_NPU else TORCH_NPU[-1])
+    steps = []
+    if build is None or build.kind != "CPU only" or torch_now != _release(wanted):
+        minor = _text(_release(wanted))
+        steps.append(f"pip install --force-reinstall 'torch=={minor}.*' --index-url <PyTorch's index of CPU builds>")
+    if npu != wanted:
+        steps.append(f"pip install 'torch-npu=={wanted}'")
+    return ", then ".join(steps)
 
 
 def torch_back_ends() -> list[str]:

@@ -24,6 +24,7 @@ def test_every_error_is_an_rlcore_error_and_is_in_the_drawn_tree(kind: type) -> 
         (errors.InvalidInputError, ValueError),
         (errors.UnsupportedError, NotImplementedError),
         (errors.MissingDependencyError, ImportError),
+        (errors.TorchImportError, ImportError),
     ],
 )
 def test_error_can_be_caught_as_the_standard_one(kind: type, standard: type) -> None:
@@ -40,6 +41,15 @@ def test_missing_dependency_says_the_pip_command() -> None:
     error = MissingDependencyError("vllm", needed_for="executor 'vllm'", extra="vllm")
     assert str(error) == "executor 'vllm' needs the package 'vllm'; run: pip install 'rlcore[vllm]'"
     assert error.package == "vllm"
+
+
+def test_a_failed_import_of_torch_names_what_is_behind_it_and_the_command() -> None:
+    cause = RuntimeError("no back end acme")
+    told = "import torch failed: RuntimeError: no back end acme; `rlcore doctor` says what to do"
+    assert str(errors.TorchImportError(cause)) == told
+    cause.__cause__ = OSError("libacme.so")
+    told = "import torch failed: RuntimeError: no back end acme (OSError: libacme.so); `rlcore doctor` says what to do"
+    assert str(errors.TorchImportError(cause)) == told
 
 
 def test_worker_error_says_where_and_carries_the_traceback() -> None:

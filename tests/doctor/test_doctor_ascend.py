@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rlcore.doctor import ascend, packages
 from rlcore.doctor.packages import TorchBuild
 from rlcore.engines.executors.vllm import ascend as executor
+from tests.devices.ascend.test_contract import CLAIMED
 
 
 def cann(folder: Path, version: str) -> dict[str, str]:
@@ -82,8 +84,59 @@ def test_driver_and_cann(tmp_path: Path, cann_version: str, version: str, status
 
 def test_a_cuda_build_beside_torch_npu_is_told_which_build_to_install() -> None:
     found = packages.torch_npu(TorchBuild("2.13.0", "13.0", None), {"torch-npu": "2.13.0"})
-    assert found.status == "FAIL"
-    assert "pip install --force-reinstall 'torch==2.13.*+cpu' from PyTorch's index of CPU builds" in found.fix
+    assert (found.status, found.fix) == ("FAIL", f"{cpu_build('2.13')}, or pip uninstall -y torch-npu")
+
+
+def cpu_build(minor: str) -> str:
+    return f"pip install --force-reinstall 'torch=={minor}.*' --index-url <PyTorch's index of CPU builds>"
+
+
+@pytest.mark.parametrize(
+    ("torch", "npu", "status", "found", "fix"),
+    [
+        ("2.13.0+cpu", "2.10.0.post4", "FAIL", "2.10.0.post4 is for torch 2.10, not 2.13.0+cpu",
+         "pip install 'torch-npu==2.13.0'"),
+        ("2.13.0+cpu", "2.6.0", "FAIL", "2.6.0 is for torch 2.6, not 2.13.0+cpu", "pip install 'torch-npu==2.13.0'"),
+        ("2.15.0+cpu", "2.13.0", "FAIL", "2.13.0 is for torch 2.13, not 2.15.0+cpu", cpu_build("2.13")),
+        ("2.6.0+cpu", "2.6.0", "WARN", "2.6.0; rlcore was held against 2.10.0.post4, 2.13.0, 2.14.0 alone",
+         f"{cpu_build('2.14')}, then pip install 'torch-npu==2.14.0'"),
+        ("2.13.0+cpu", "2.13.0rc1", "WARN", "2.13.0rc1; rlcore was held against 2.10.0.post4, 2.13.0, 2.14.0 alone",
+         "pip install 'torch-npu==2.13.0'"),
+        ("2.13.0+cpu", "2.13.0", "OK", "2.13.0", ""),
+    ],
+)  # fmt: skip
+def test_torch_npu_goes_where_torch_is_and_torch_stays_a_cpu_build(
+    torch: str, npu: str, status: str, found: str, fix: str
+) -> None:
+    verdict = packages.torch_npu(TorchBuild(torch, None, None), {"torch-npu": npu})
+    assert (verdict.status, verdict.found, verdict.fix) == (status, found, fix)
+
+
+PAIRS = [(None, "2.10.0.post4"), ("2.9.0+cpu", "2.13.0"), ("2.16.0+cpu", "2.13.0"), ("2.13.0", "2.10.0.post4"),
+         ("2.11.0+cpu", "2.11.0"), ("2.6.0+cpu", "2.6.0"), ("2.13.0", "2.13.0")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("torch", "npu"), PAIRS)
+def test_who_follows_the_advice_is_done(torch: str | None, npu: str) -> None:
+    """Whichever of the two lines it is taken from: it leads to a pair of which both checks say OK."""
+    build = None if torch is None else TorchBuild(torch, None if "+cpu" in torch else "13.0", None)
+    for verdict in (packages.torch(build, {"torch-npu": npu}), packages.torch_npu(build, {"torch-npu": npu})):
+        if verdict.status == "OK":
+            continue
+        asked = dict(re.findall(r"'(torch|torch-npu)==([\w.]+)", verdict.fix))
+        if "torch" in asked:
+            assert "CPU builds" in verdict.fix
+            mended = TorchBuild(asked["torch"] + "0+cpu", None, None)
+        else:
+            assert build is not None
+            mended = build
+        versions = {"torch-npu": asked.get("torch-npu", npu)}
+        assert packages.torch(mended, versions).status == "OK", verdict
+        assert packages.torch_npu(mended, versions).status == "OK", verdict
+
+
+def test_the_versions_of_torch_npu_are_those_that_were_read() -> None:
+    assert packages.TORCH_NPU == CLAIMED
 
 
 @pytest.mark.parametrize("python", [(3, 11), (3, 12)])
@@ -157,4 +210,7 @@ def test_a_machine_that_is_wrong_everywhere(tmp_path: Path, run_python: Any) -> 
     found = {name: checks[name]["status"] for name in ("torch-npu", "CANN", "vllm", "vllm-ascend", "allocator")}
     assert found == {"torch-npu": "FAIL", "CANN": "WARN", "vllm": "OK", "vllm-ascend": "FAIL", "allocator": "FAIL"}
     assert all(check["fix"] for check in checks.values() if check["status"] != "OK")
-    assert checks["torch-npu"]["fix"] == "pip install 'torch==2.14.*'"
+    build = packages.torch_build()
+    assert build is not None
+    assert checks["torch-npu"]["fix"] == packages.torch_npu(build, {"torch-npu": "2.14.0"}).fix
+    assert "'torch==2.14.*'" not in checks["torch-npu"]["fix"]

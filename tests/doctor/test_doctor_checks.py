@@ -201,10 +201,11 @@ def test_the_build_is_read_without_importing_torch(run_python: Any) -> None:
     ],
 )
 def test_torch_versions(build: TorchBuild | None, status: str, found: str) -> None:
-    verdict = packages.torch(build)
+    verdict = packages.torch(build, {})
     assert verdict.status == status
     assert verdict.found.startswith(found)
     assert bool(verdict.fix) == (status != "OK")
+    assert "CPU builds" not in verdict.fix
 
 
 @pytest.mark.parametrize(

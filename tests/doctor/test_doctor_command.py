@@ -123,12 +123,27 @@ def test_a_check_that_warns_leaves_the_exit_code_0(machine: Machine) -> None:
 def test_the_table_says_the_same(machine: Machine) -> None:
     result = machine.run(CUDA_VISIBLE_DEVICES="0,,1")
     assert result.returncode == 0
-    lines = {line.strip().partition("  ")[0]: line for line in result.stdout.splitlines()}
+    lines = {line.partition("  ")[0]: line for line in result.stdout.splitlines()}
     assert " OK " in lines["device cpu"]
     assert "another process opened it in" in lines["ipc cpu"]
     assert re.search(
         r" WARN +CUDA_VISIBLE_DEVICES='0,,1' ends at '', .* export CUDA_VISIBLE_DEVICES=0", lines["visible cuda"]
     )
+
+
+def test_through_a_pipe_a_line_is_as_long_as_its_own_text(machine: Machine) -> None:
+    machine.install("npu", f"raise ImportError('libhccl.so: {'x' * 900}')", "torch.backends/acme_npu")
+    shown = machine.run()
+    assert shown.returncode == 1
+    _, checks = machine.report(1)
+    header, *lines = shown.stdout.splitlines()
+    assert re.fullmatch(r"check +found  what to do", header)
+    assert [line.partition("  ")[0] for line in lines] == list(checks)
+    told = checks["import torch"]  # what others tell, such as free memory, may change meanwhile
+    (line,) = [line for line in lines if line.startswith("import torch ")]
+    assert re.split(" {2,}", line) == ["import torch", "FAIL", told["found"], told["fix"]]
+    assert [line for line in lines if "   " in line.partition("  ")[2].strip().partition("  ")[2].strip()] == []
+    assert max(len(line) for line in lines if "x" * 900 not in line) < 900
 
 
 def test_secrets_are_never_printed(machine: Machine) -> None:
