@@ -75,7 +75,7 @@ def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
             refused.append(Refusal(candidate.name, reason))
     if chosen is None:
         what = op if implementation is None else f"{op} with implementation={implementation!r}"
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused if implementation in (None, name))
         raise UnsupportedError(f"{what} for {_described(query)}", reasons)
     logger.info("%s for %s runs as %r (refused: %s)", op, _described(query), chosen.name, refused or "none")
     return Choice(op, chosen.name, _load(chosen), tuple(refused))

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from rlcore.registry import registry, resolve
+
 SCRIPT = Path(__file__).parents[3] / "docs" / "first_npu_run.sh"
 SECRET = "hf_Abcdefghijklmnop"
-STEPS = 4
+STEPS = 3
 
 
 def start(folder: Path, *steps: str, **env: str) -> subprocess.Popen[str]:
@@ -71,7 +73,16 @@ def test_what_cannot_run_is_told_at_once(tmp_path: Path, steps: tuple[str, ...],
     assert not list(tmp_path.glob("rlcore-*"))
 
 
-# --------------------------------------------------------------------------------------- over the simulated CANN
+def test_the_benchmark_has_a_case_of_every_operator_and_knows_them_all() -> None:
+    asked = set(SCRIPT.read_text().partition('cases="')[2].partition('"')[0].split())
+    assert asked <= {resolve(path).name for path in registry().benchmarks}
+    ours = {op for op, entries in registry().ops.items() if any("rlcore.kernels." in entry.path for entry in entries)}
+    wanted = {f"kernels/{op}" for op in (ours | {"token_loss"}) - {"strided_copy"}}  # that one by every weight sync
+    assert len(wanted) >= 7 and wanted <= {name.removesuffix("/8b") for name in asked}
+    assert {"offload/cycle", "weight_sync/dense", "collectives/all_reduce"} <= asked
+
+
+# --------------------------------------------------------------------------- over the simulated CANN, or long
 
 
 @pytest.fixture
@@ -106,29 +117,80 @@ def test_the_real_wheel_without_cann(without_cann: dict[str, str], run_python: A
     assert result.stdout == "cpu:0\n", result.stderr
 
 
+_PLANTED = """
+from rlcore.hookspecs import hookimpl
+from rlcore.kernels.linear_logprob import linear_logprob_chunked
+from rlcore.kernels.returns import gae_scan
+from rlcore.kernels.rows import Logprobs
+
+@hookimpl
+def rlcore_register_ops(register):
+    for op in ("gae", "linear_logprob"):
+        register(op, "*", f"planted:{op}", name="planted", priority=5)
+
+def gae(*arguments, **options):
+    return tuple(2 * x for x in gae_scan(*arguments, **options))
+
+def linear_logprob(*arguments):
+    found = linear_logprob_chunked(*arguments)
+    return Logprobs(2 * found.logprob, found.entropy)
+"""
+
+
+@pytest.mark.npu_sim
+def test_a_kernel_with_wrong_results_has_failed(tmp_path: Path) -> None:
+    """What a plugin offers is tried as ours are. On the CPU."""
+    info = tmp_path / "planted-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rlcore]\nplanted = planted\n")
+    (tmp_path / "planted.py").write_text(_PLANTED)
+    told, _ = start(tmp_path, "operators", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1").communicate(timeout=200)
+    found = archive(tmp_path)
+    assert codes(found) == {"operators": 1}, told
+    lines = found["operators.txt"].decode().splitlines()
+    failed = [line.partition(":")[0] for line in lines if "FAILED" in line]
+    dtypes = ("torch.float32", "torch.bfloat16")
+    assert failed == [f"{op} planted {dtype}" for dtype in dtypes for op in ("linear_logprob", "gae")]
+    assert "gae planted torch.float32: FAILED: relative errors 1.0e+00 1.0e+00, not all within 1e-04" in lines
+    for name in ("token_logprob", "linear_logprob", "linear_loss"):
+        assert any(line.startswith(f"{name} chunked torch.bfloat16: relative errors ") for line in lines)
+
+
 @pytest.mark.npu_sim
 def test_an_interrupt_packs_what_is_done(tmp_path: Path) -> None:
     """Ctrl-C on a terminal goes to the script and to the step."""
-    run = start(tmp_path, "packages", "devices", "conformance", "operators")
+    run = start(tmp_path, "packages", "conformance", "operators")
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("rlcore-*/conformance.txt")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(2)
+    time.sleep(1)
     os.killpg(run.pid, signal.SIGINT)
     told, _ = run.communicate(timeout=60)
     assert run.returncode == 130, told
     found = archive(tmp_path)
-    assert codes(found) == {"packages": 0, "devices": 0}
+    assert codes(found) == {"packages": 0}
     assert "interrupted during conformance" in found["steps.txt"].decode()
     assert "conformance.txt" in found and "operators.txt" not in found
     assert b"torch==" in found["packages.txt"]
 
 
-def rlcore(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "rlcore", *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_RUNTIME": str(folder / "run")}
-    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, timeout=500)
+_ON_CPU = """
+from pathlib import Path
+from rlcore.quickstart import run
+from rlcore.quickstart.config import QuickstartConfig
+
+class Exporting(run.Quickstart):
+    def record(self, metrics):
+        if metrics["step"] == 0:
+            self.train.export(Path("start"))
+        super().record(metrics)
+
+run.Quickstart = Exporting
+raise SystemExit(run.run(QuickstartConfig(device="cpu", steps=%d, output=Path("on_cpu"))))
+"""
+"""What ``rlcore quickstart --device cpu`` runs, which also leaves the model that imitation made."""
 
 
 def curve(lines: bytes) -> list[dict[str, float]]:
@@ -139,16 +201,16 @@ def curve(lines: bytes) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(_simulated: dict[str, str], tmp_path: Path) -> None:
-    """The same command, with the same options, on both; the model is what one step on the CPU left.
+    """The model is the one with which GRPO began on the CPU.
 
     All steps but the conformance suite, which test_simulated.py runs by the same command, and the benchmark, which
     would first measure for minutes what a simulation can do.
     """
-    rlcore(tmp_path, "quickstart", "--device", "cpu", "--steps", "1", "--output", "warm")
-    options = ("--model", str(tmp_path / "warm" / "model"), "--steps", str(STEPS))
-    rlcore(tmp_path, "quickstart", "--device", "cpu", *options, "--output", "on_cpu")
-    wanted = {"packages": 0, "doctor": 0, "devices": 0, "operators": 0, "quickstart": 0}
-    env = {"DEVICE": "npu", "MODEL": options[1], "STEPS": str(STEPS)}
+    threads = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_RUNTIME": str(tmp_path / "run")}
+    command = [sys.executable, "-c", _ON_CPU % STEPS]
+    subprocess.run(command, cwd=tmp_path, env=threads, check=True, capture_output=True, timeout=500)
+    wanted = {"packages": 0, "doctor": 0, "devices": 0, "operators": 0, "pair": 0, "quickstart": 0}
+    env = {"DEVICE": "npu", "MODEL": str(tmp_path / "start"), "STEPS": str(STEPS)}
     python = Path(_simulated["PATH"].split(":")[0], "python")
     log = {"CANN_SIM_LOG": str(tmp_path / "cann.log")}
     run = start(tmp_path, *wanted, **(_simulated | log | env | {"PYTHON": str(python)}))
@@ -159,8 +221,11 @@ def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(_simulated: dict[str
     assert all(" reference " in line and "is not simulated (simulated CANN)" in line for line in failed), failed
     assert codes(found) == wanted | {"operators": int(bool(failed))}, told
     assert json.loads(found["devices.txt"])["properties"]["name"] == "Ascend910B1 (simulated CANN)"
-    assert b"linear_logprob chunked torch.bfloat16: relative errors" in found["operators.txt"]
+    assert b"linear_loss chunked torch.bfloat16: relative errors" in found["operators.txt"]
     assert b"packed_attention npu_fusion_attention window=64 torch.bfloat16: right" in found["operators.txt"]
+    pair = [line for line in found["pair.txt"].decode().splitlines() if line.startswith(("FSDP2", "sync"))]
+    assert len(pair) == 4 and "; all within" in pair[0], pair
+    assert all("every byte is right" in line for line in pair[1:]), pair
     assert not [name for name in found if name.startswith(("quickstart/model", "quickstart/checkpoint"))]
 
     npu, cpu = curve(found["quickstart/metrics.jsonl"]), curve((tmp_path / "on_cpu" / "metrics.jsonl").read_bytes())
