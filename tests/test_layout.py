@@ -30,7 +30,6 @@ BASE = {
     "plugins",
     "processes",
     "registry",
-    "rms_norm",
     "settings",
     "tensor_data",
     "torch_import",

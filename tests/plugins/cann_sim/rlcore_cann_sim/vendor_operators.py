@@ -18,9 +18,7 @@ _ALL = 2147483647
 
 
 def register() -> None:
-    for function in (rms_norm, rms_norm_backward, swiglu, swiglu_backward, cross_entropy_loss,
-                     cross_entropy_loss_backward, fusion_attention_v3, fusion_attention_grad_v3,
-                     fusion_attention, fusion_attention_grad):  # fmt: skip
+    for function in (fusion_attention_v3, fusion_attention_grad_v3, fusion_attention, fusion_attention_grad):
         _library.impl(f"npu_{function.__name__}", _logged(function), "PrivateUse1", allow_override=True)
     _library.impl("repeat_interleave_backward_int", _repeat_backward, "PrivateUse1", allow_override=True)
 
@@ -43,78 +41,6 @@ def _repeat_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None = No
         return grad.view(*x.shape, repeats).sum(-1)
     dim %= x.dim()
     return grad.reshape(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]).sum(dim + 1)
-
-
-# ------------------------------------------------------------------------------------------------ normalisation, MLP
-
-
-def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
-    wide = x.float()
-    rstd = (wide.square().mean(axes, keepdim=True) + epsilon).rsqrt()
-    return ((wide * rstd) * gamma.float()).to(x.dtype), rstd
-
-
-def rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
-    normal, wide = x.float() * rstd, dy.float()
-    scaled = wide * gamma.float()
-    dx = rstd * (scaled - normal * (scaled * normal).mean(axes, keepdim=True))
-    outer = tuple(range(x.dim() - gamma.dim()))
-    return dx.to(x.dtype), (wide * normal).sum(outer) if outer else wide * normal
-
-
-def swiglu(x: Tensor, dim: int = -1) -> Tensor:
-    gate, up = x.chunk(2, dim)
-    return (torch.sigmoid(gate.float()) * gate.float() * up.float()).to(x.dtype)
-
-
-def swiglu_backward(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
-    gate, up = (part.float() for part in x.chunk(2, dim))
-    open_ = torch.sigmoid(gate)
-    d_gate = grad.float() * up * open_ * (1 + gate * (1 - open_))
-    return torch.cat([d_gate, grad.float() * gate * open_], dim).to(x.dtype)
-
-
-# ------------------------------------------------------------------------------------------------ cross entropy
-
-
-def cross_entropy_loss(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-    return_zloss: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if weight is not None or label_smoothing or lse_square_scale_for_zloss or return_zloss or reduction != "none":
-        raise NotImplementedError("npu_cross_entropy_loss is simulated without weights, smoothing, z-loss, reduction")
-    log_prob = x.float().log_softmax(-1)
-    known = target != ignore_index
-    loss = -log_prob.gather(1, target.masked_fill(~known, 0)[:, None]).squeeze(1) * known
-    none = torch.zeros(0, device=x.device)
-    return loss.to(x.dtype), log_prob.to(x.dtype), none, none
-
-
-def cross_entropy_loss_backward(
-    grad_loss: Tensor,
-    log_prob: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    grad_zloss: Tensor | None = None,
-    lse_for_zloss: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-) -> Tensor:
-    known = target != ignore_index
-    gradient = log_prob.float().exp()
-    chosen = target.masked_fill(~known, 0)[:, None]
-    gradient.scatter_(1, chosen, gradient.gather(1, chosen) - 1)
-    return (gradient * (grad_loss.float() * known)[:, None]).to(log_prob.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ attention
