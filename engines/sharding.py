@@ -58,6 +58,9 @@ class Sharding:
     reduce_each_micro_batch: bool = False
     """Exchange gradients after every micro-batch: more traffic, but each worker keeps only its part of them. Else
     whole gradients are held from the first micro-batch of a step to its last."""
+    device_norms: bool = True
+    """RMSNorm by the device's operator, where a plugin offers one that gives what the module gives. Compiled blocks
+    keep their own, which the compiler fuses with what is around it."""
 
     def __post_init__(self) -> None:
         compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
@@ -67,7 +70,7 @@ class Sharding:
         recompute = self.activation_checkpointing
         if not isinstance(recompute, bool) and recompute != "selective":
             raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
-        for name in ("compile", "reduce_each_micro_batch"):
+        for name in ("compile", "reduce_each_micro_batch", "device_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if type(self.replicas) is not int or self.replicas < 1:

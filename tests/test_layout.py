@@ -30,6 +30,7 @@ BASE = {
     "plugins",
     "processes",
     "registry",
+    "rms_norm",
     "settings",
     "tensor_data",
     "torch_import",

@@ -39,3 +39,4 @@ def rlcore_register_ops(register: RegisterOp) -> None:
         priority=10,
         when=f"{at}:fusion_lacks",
     )
+    register("rms_norm", "npu", "rlcore.devices.ascend.norm:rms_norm", name="npu_rms_norm", priority=10)

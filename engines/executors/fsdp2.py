@@ -31,6 +31,7 @@ from rlcore.engines.train_step import LossOptions, ScoreOptions, StepOptions, ev
 from rlcore.engines.weight_source import open_weights
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
+from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.view import Adapters, whole
 
@@ -66,6 +67,8 @@ class Fsdp2Worker(Worker):
         device, context = self.device.torch_device, self._context
         source = open_weights(module, sharding.torch_dtype)
         self._class_name = type(module).__name__  # FSDP changes it
+        if sharding.device_norms and not sharding.compile:
+            use_device_norms(module, device)  # before the classes are FSDP's or another's
         shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
         materialize(module, source, device, seed=seed)
         module.train()

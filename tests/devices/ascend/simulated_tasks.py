@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import rlcore
 from rlcore.collectives.groups import new_group
@@ -27,6 +30,7 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from rlcore.packed import choice
 from rlcore.packed.choice import AttentionCall
+from rlcore.rms_norm import use_device_norms
 from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
 
@@ -164,6 +168,20 @@ def attention() -> dict[str, str | None]:
         for dtype in (torch.float32, torch.bfloat16)
     }
     return found | {"chosen": choice.choose(frozenset([plain]), device, torch.bfloat16).implementation}
+
+
+def norms() -> list[str]:
+    """What is said of a norm that is as the vendor's, and of one that is not, in two dtypes, once each has run."""
+    said: list[str] = []
+    logger = logging.getLogger("rlcore.rms_norm")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: said.append(record.getMessage()) is None)
+    for dtype in (torch.float32, torch.bfloat16):
+        for cls in (Qwen2RMSNorm, GemmaRMSNorm):
+            norm = cls(32).to("npu:0", dtype)
+            use_device_norms(norm, torch.device("npu", 0))
+            norm(torch.ones(2, 32, device="npu:0", dtype=dtype)).sum().backward()
+    return said
 
 
 def _checkpoint() -> Path:

@@ -159,7 +159,16 @@ def test_sharded_training_over_hccl_has_the_losses_of_the_cpu(run_simulated: Any
     assert found["npu"][-1] < found["npu"][0]
     asked = operators(tmp_path)
     assert {"HcclAllGather", "HcclReduceScatter"} <= set(asked.operators)
+    assert {"npu::npu_rms_norm", "npu::npu_rms_norm_backward"} <= set(asked.operators)
     assert not asked.refused
+
+
+def test_the_vendors_norm_is_taken_where_it_gives_what_the_module_gives(run_simulated: Any) -> None:
+    said = task(run_simulated, "norms")
+    for dtype, own, other in zip(("float32", "bfloat16"), said[::2], said[1::2], strict=True):
+        where = f"32 in torch.{dtype} on npu"
+        assert own == f"Qwen2RMSNorm of {where}: npu_rms_norm runs"
+        assert other.startswith(f"GemmaRMSNorm of {where}: not npu_rms_norm: its probe gave another output")
 
 
 def test_offloaded_training_goes_on_where_it_was(run_simulated: Any) -> None:

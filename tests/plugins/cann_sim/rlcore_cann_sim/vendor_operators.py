@@ -18,7 +18,8 @@ _ALL = 2147483647
 
 
 def register() -> None:
-    for function in (fusion_attention_v3, fusion_attention_grad_v3, fusion_attention, fusion_attention_grad):
+    for function in (rms_norm, rms_norm_backward, fusion_attention_v3, fusion_attention_grad_v3,
+                     fusion_attention, fusion_attention_grad):  # fmt: skip
         _library.impl(f"npu_{function.__name__}", _logged(function), "PrivateUse1", allow_override=True)
     _library.impl("repeat_interleave_backward_int", _repeat_backward, "PrivateUse1", allow_override=True)
 
@@ -41,6 +42,25 @@ def _repeat_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None = No
         return grad.view(*x.shape, repeats).sum(-1)
     dim %= x.dim()
     return grad.reshape(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]).sum(dim + 1)
+
+
+# ------------------------------------------------------------------------------------------------ normalisation
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    wide = x.float()
+    rstd = (wide.square().mean(axes, keepdim=True) + epsilon).rsqrt()
+    return ((wide * rstd) * gamma.float()).to(x.dtype), rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    normal, wide = x.float() * rstd, dy.float()
+    scaled = wide * gamma.float()
+    dx = rstd * (scaled - normal * (scaled * normal).mean(axes, keepdim=True))
+    outer = tuple(range(x.dim() - gamma.dim()))
+    return dx.to(x.dtype), (wide * normal).sum(outer) if outer else wide * normal
 
 
 # ------------------------------------------------------------------------------------------------ attention

@@ -1,0 +1,14 @@
+"""RMSNorm by the vendor's operator, as ``rlcore.rms_norm`` offers it to modules.
+
+Declared: the operator's schema is held against the wheels, and the call was run on a simulation of its description.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+    return result

@@ -1,0 +1,154 @@
+"""RMSNorm by an operator of the device, in modules that stay as they are: only the forward of each is another.
+
+Plugins register ``fn(x, weight, eps) -> y`` as "rms_norm". It runs where it gives the values and gradients that the
+module's own class gives: both are tried on the device, for each kind of norm and dtype, when it first comes up. A norm
+that adds one to its weight, or that keeps another dtype, so stays what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.registry import registry, resolve
+
+logger = logging.getLogger(__name__)
+
+OPERATOR = "rms_norm"
+_EPS = ("variance_epsilon", "eps", "epsilon")
+_PROBE_ROWS = 64
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+"""Largest relative error of a row: a few roundings of the dtype. A forgotten eps is off by a half in some rows."""
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+
+class _Kind(NamedTuple):
+    """What norms have in common that compute alike."""
+
+    cls: type[nn.Module]
+    attributes: tuple[tuple[str, Hashable], ...]
+    width: int
+    eps: float
+
+
+def use_device_norms(module: nn.Module, device: torch.device) -> None:
+    """Let the RMSNorm modules of ``module`` ask for the device's operator; nothing changes where it has none.
+
+    Under torch.compile and autocast, on other devices and with tensors of other kinds (fake, distributed) their own
+    forward runs. Gradients of gradients go through the device's operator, which may have none.
+    """
+    if not _offered(device.type):
+        return
+    for part in module.modules():
+        kind = _kind(part)
+        if kind is not None:
+            part.forward = MethodType(_asking(kind, device.type), part)
+
+
+def _kind(part: nn.Module) -> _Kind | None:
+    """None of what is no plain RMSNorm, or has a forward that somebody gave it."""
+    is_norm = type(part).__name__.endswith("RMSNorm") or getattr(part, "kernel_layer_name", None) == "RMSNorm"
+    own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
+    eps = next((own[name] for name in _EPS if isinstance(own.get(name), float)), None)
+    weight = part._parameters.get("weight")
+    if not is_norm or eps is None or weight is None or weight.dim() != 1 or "forward" in own:
+        return None
+    if len(part._parameters) > 1 or part._buffers or part._modules or not all(map(_is_plain, own.values())):
+        return None
+    return _Kind(type(part), tuple(own.items()), len(weight), eps)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple, type(None)))
+
+
+@functools.cache  # the compiler takes modules of one function for alike
+def _asking(kind: _Kind, device_type: str) -> Callable[..., Any]:
+    plain = kind.cls.forward
+
+    @functools.wraps(plain)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1:
+            return plain(module, *args, **kwargs)
+        x, weight = args[0], module.weight
+        is_usual = type(x) is Tensor and type(weight) in {Tensor, nn.Parameter} and x.device.type == device_type
+        if not is_usual or not x.numel() or torch.is_autocast_enabled(device_type):
+            return plain(module, x)
+        norm = choose(kind, x.device, x.dtype, weight.dtype)
+        return plain(module, x) if norm is None else norm(x, weight, kind.eps)  # type: ignore[arg-type]
+
+    return forward
+
+
+def _offered(device_type: str) -> list[tuple[str, Norm]]:
+    entries = [entry for entry in registry().ops.get(OPERATOR, ()) if entry.device_type in (device_type, "*")]
+    return [(entry.name, resolve(entry.path)) for entry in sorted(entries, key=lambda entry: -entry.priority)]
+
+
+@functools.cache
+def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> Norm | None:
+    """The first operator of the device that gives what the module gives; None if none does."""
+    found, said = None, []
+    for name, norm in _offered(device.type):
+        reason = _why_not(norm, kind, device, dtype, weight_dtype)
+        said.append(f"{name} runs" if reason is None else f"not {name}: {reason}")
+        if reason is None:
+            found = norm
+            break
+    logger.info("%s of %d in %s on %s: %s", kind.cls.__name__, kind.width, dtype, device.type, "; ".join(said))
+    return found
+
+
+def _why_not(norm: Norm, kind: _Kind, *where: Any) -> str | None:
+    try:
+        # The first question comes from within a forward; a thread of its own has none of the caller's modes and hooks.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_probe, norm, kind, *where).result()
+    except Exception as error:  # of a vendor's or a module's own making
+        return f"its probe failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _probe(norm: Norm, kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+    """Why results or gradients differ from those of the module's class computed in float32, or None."""
+    if dtype not in _TOLERANCE:
+        return f"it is not tried in {dtype}"
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)  # a new thread is on the first one
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-3, 1, _PROBE_ROWS)[:, None]  # in the smallest rows eps is half of what is divided by
+    x = (torch.randn(_PROBE_ROWS, kind.width, generator=generator) * scale).to(device, dtype)
+    weight = (1 + 0.5 * torch.randn(kind.width, generator=generator)).to(device, weight_dtype)
+    gradient = torch.randn(_PROBE_ROWS, kind.width, generator=generator).to(device)
+
+    def run(compute: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        output = compute(*leaves)
+        return [output.detach(), *torch.autograd.grad((output.float() * gradient).sum(), leaves)]
+
+    kept = _plain(kind, x, weight).dtype
+    found = run(lambda x, weight: norm(x, weight, kind.eps), x, weight)
+    if found[0].dtype != kept:
+        return f"it gives {found[0].dtype}, the module {kept}"
+    expected = run(functools.partial(_plain, kind), x.float(), weight.float())
+    for part, got, wanted in zip(("output", "dx", "dweight"), found, expected, strict=True):
+        error = float(((got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+        if not error <= _TOLERANCE[dtype]:
+            return f"its probe gave another {part}: relative error {error:.1e}"
+    return None
+
+
+def _plain(kind: _Kind, x: Tensor, weight: Tensor) -> Tensor:
+    module = kind.cls.__new__(kind.cls)
+    nn.Module.__init__(module)
+    vars(module).update(kind.attributes)
+    module._parameters["weight"] = weight  # type: ignore[assignment]  # a leaf whose gradient is asked for
+    result: Tensor = kind.cls.forward(module, x)
+    return result
