@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rlcore import probing
 from rlcore.registry import registry, resolve
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: 
     """The first operator of the device that gives what the module gives; None if none does."""
     found, said = None, []
     for name, norm in _offered(device.type):
-        reason = _why_not(norm, kind, device, dtype, weight_dtype)
+        reason = probing.why_not(_probe, norm, kind, dtype, weight_dtype, device=device)
         said.append(f"{name} runs" if reason is None else f"not {name}: {reason}")
         if reason is None:
             found = norm
@@ -107,21 +107,10 @@ def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: 
     return found
 
 
-def _why_not(norm: Norm, kind: _Kind, *where: Any) -> str | None:
-    try:
-        # The first question comes from within a forward; a thread of its own has none of the caller's modes and hooks.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_probe, norm, kind, *where).result()
-    except Exception as error:  # of a vendor's or a module's own making
-        return f"its probe failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _probe(norm: Norm, kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+def _probe(norm: Norm, kind: _Kind, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> str | None:
     """Why results or gradients differ from those of the module's class computed in float32, or None."""
     if dtype not in _TOLERANCE:
         return f"it is not tried in {dtype}"
-    if device.index is not None:
-        torch.accelerator.set_device_index(device.index)  # a new thread is on the first one
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-3, 1, _PROBE_ROWS)[:, None]  # in the smallest rows eps is half of what is divided by
     x = (torch.randn(_PROBE_ROWS, kind.width, generator=generator) * scale).to(device, dtype)

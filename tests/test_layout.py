@@ -28,6 +28,7 @@ BASE = {
     "meta",
     "packed",
     "plugins",
+    "probing",
     "processes",
     "registry",
     "rms_norm",

@@ -27,6 +27,11 @@ class Version:
         major, minor, patch = ([int(part) for part in numbers if part.isdecimal()] + [0, 0, 0])[:3]
         self._key = (major, minor, patch, candidate)
 
+    @property
+    def minor(self) -> tuple[int, int]:
+        """The first two numbers."""
+        return self._key[:2]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Version) and self._key == other._key
 

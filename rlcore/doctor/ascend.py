@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def _beside_torch_npu(found: versions.Version, torch_npu: str) -> Verdict:
     told, wanted = f"CANN {found}", _CANN_OF_TORCH_NPU.get(torch_npu)
     if wanted is None:
         return _with_ipc(f"{told}; no table says which torch-npu {torch_npu} is for", found, versions.CANN_FOR_IPC)
-    if _minor(found) != _minor(versions.Version(wanted)):
+    if found.minor != versions.Version(wanted).minor:
         return warn(
             f"{told}; torch-npu {torch_npu} is made for CANN {wanted}: operators may be missing or differ",
             f"install CANN {wanted}, toolkit and operator package, and {_SOURCE}",
@@ -66,18 +65,13 @@ def driver(
     if found is None:
         return warn(f"{path} is not there or says no version", "install the NPU driver; then npu-smi info")
     cann_version = versions.cann(environ)
-    floor = _DRIVER_FLOORS.get(_minor(cann_version)) if cann_version else None
+    floor = _DRIVER_FLOORS.get(cann_version.minor) if cann_version else None
     if floor is not None and found < versions.Version(floor):
         return fail(
             f"driver {found}; CANN {cann_version} runs with {floor} and newer",
             f"install driver and firmware {floor} or newer (npu-smi info shows which there is), or an older CANN",
         )
     return _with_ipc(f"driver {found}", found, versions.DRIVER_FOR_IPC)
-
-
-def _minor(version: versions.Version) -> tuple[int, int]:
-    major, minor, *_ = [*re.findall(r"\d+", version.text), "0", "0"]
-    return int(major), int(minor)
 
 
 def _with_ipc(words: str, found: versions.Version, floor: versions.Version) -> Verdict:

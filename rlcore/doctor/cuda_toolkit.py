@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlcore.doctor.finding import Verdict, fail, ok, warn
-from rlcore.doctor.packages import TorchBuild
+from rlcore.doctor.packages import TorchBuild, dotted
 
 _RELEASE = re.compile(r"\brelease (\d+)\.(\d+)")
 _OWN_PTXAS = "TRITON_PTXAS_PATH"
@@ -33,8 +33,8 @@ def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> 
         return fail(f"{path} does not run: no Triton kernel can be compiled", remedy)
     if found[0] > _major(build.cuda):
         used = f"unset {_OWN_PTXAS}" if own else "pip install the triton that this torch asks for: pip check names it"
-        return warn(f"{path}: CUDA {_text(found)}; torch has CUDA {build.cuda}, for which the driver is", used)
-    return ok(f"CUDA {_text(found)}{f', {path}' if own else ', shipped with triton'}")
+        return warn(f"{path}: CUDA {dotted(found)}; torch has CUDA {build.cuda}, for which the driver is", used)
+    return ok(f"CUDA {dotted(found)}{f', {path}' if own else ', shipped with triton'}")
 
 
 def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> Verdict:
@@ -46,7 +46,7 @@ def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> V
     found = _release(Path(found_path))
     if found is None:
         return warn(f"{found_path} does not run", "unset CUDA_HOME, or let it name a CUDA toolkit")
-    told = f"CUDA {_text(found)}, {found_path}"
+    told = f"CUDA {dotted(found)}, {found_path}"
     if build is None or build.cuda is None or found[0] == _major(build.cuda):
         return ok(told)
     return warn(
@@ -67,7 +67,3 @@ def _release(path: Path) -> tuple[int, int] | None:
 
 def _major(version: str) -> int:
     return int(version.partition(".")[0])
-
-
-def _text(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

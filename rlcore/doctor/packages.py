@@ -62,9 +62,9 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
         return fail("not installed", for_npu or "pip install torch")
     found, release = f"{build.version}, {build.kind}", _release(build.version)
     if release < TORCH.least:
-        return fail(f"{found}; rlcore needs at least {_text(TORCH.least)}", for_npu or "pip install --upgrade torch")
+        return fail(f"{found}; rlcore needs at least {dotted(TORCH.least)}", for_npu or "pip install --upgrade torch")
     if release > TORCH.newest:
-        newest = _text(TORCH.newest)
+        newest = dotted(TORCH.newest)
         fix = for_npu or f"pip install 'torch=={newest}.*'"
         return warn(f"{found}; rlcore was tried with none newer than {newest}", fix)
     return ok(found)
@@ -77,7 +77,7 @@ def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
         return ok(npu or "not installed")
     fix = _pair(build, npu)
     if _release(npu) != _release(build.version):
-        return fail(f"{npu} is for torch {_text(_release(npu))}, not {build.version}", fix)
+        return fail(f"{npu} is for torch {dotted(_release(npu))}, not {build.version}", fix)
     if build.kind != "CPU only":
         return fail(f"{npu} refuses torch's {build.kind} build", f"{fix}, or pip uninstall -y torch-npu")
     if npu not in TORCH_NPU:
@@ -96,7 +96,7 @@ def _pair(build: TorchBuild | None, npu: str) -> str:
     wanted = kept or (npu if npu in TORCH_NPU else TORCH_NPU[-1])
     steps = []
     if build is None or build.kind != "CPU only" or torch_now != _release(wanted):
-        minor = _text(_release(wanted))
+        minor = dotted(_release(wanted))
         steps.append(f"pip install --force-reinstall 'torch=={minor}.*' --index-url <PyTorch's index of CPU builds>")
     if npu != wanted:
         steps.append(f"pip install 'torch-npu=={wanted}'")
@@ -145,8 +145,8 @@ def vllm(versions: Mapping[str, str]) -> Verdict:
         return ok(f"{version}; vllm-ascend decides which it must be")
     if VLLM.least <= _release(version) <= VLLM.newest:
         return ok(version)
-    known = f"{_text(VLLM.least)} to {_text(VLLM.newest)}"
-    return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={_text(VLLM.newest)}.*'")
+    known = f"{dotted(VLLM.least)} to {dotted(VLLM.newest)}"
+    return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
 
 
 def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
@@ -154,10 +154,10 @@ def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
     version = versions.get("vllm-ascend")
     if version is None:
         return ok("not installed")
-    number = _text(_release(version))
+    number = dotted(_release(version))
     if version not in VLLM_ASCEND:
         read = VLLM_ASCEND[0]
-        fix = f"pip install 'vllm-ascend=={read}' 'vllm=={_text(_release(read))}.*'"
+        fix = f"pip install 'vllm-ascend=={read}' 'vllm=={dotted(_release(read))}.*'"
         return warn(f"{version}; rlcore's executor was held against {' and '.join(VLLM_ASCEND)} alone", fix)
     beside = versions.get("vllm")
     if beside is None or _release(beside) != _release(version):
@@ -188,5 +188,5 @@ def _release(version: str) -> tuple[int, int]:
     return int(parts[1]), int(parts[2])
 
 
-def _text(release: tuple[int, int]) -> str:
+def dotted(release: tuple[int, int]) -> str:
     return f"{release[0]}.{release[1]}"

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.device_interface import get_interface_for_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from rlcore import probing
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.packed.implementations import (
     PackedSequences,
@@ -94,7 +94,7 @@ def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
     try:
         get_interface_for_device(device.type).raise_if_triton_unavailable(device)
     except (ImportError, NotImplementedError, RuntimeError) as error:
-        return f"it is slow unless compiled with triton: {_first_line(error)}"
+        return f"it is slow unless compiled with triton: {probing.first_line(error)}"
     return _lacks(call, "has_dropout")
 
 
@@ -172,19 +172,11 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
     reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
         return reason
-    try:
-        # The first question comes from within a model's forward. A thread of its own has none of the caller's
-        # autocast, hooks on saved tensors (activation checkpointing counts those) and dispatch modes.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_probe, name, call, device, dtype).result()
-    except Exception as error:  # of a package's or a compiler's own making
-        return f"its probe failed: {type(error).__name__}: {_first_line(error)}"
+    return probing.why_not(_probe, name, call, dtype, device=device)
 
 
-def _probe(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
+def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the results or gradients of ``name`` are wrong, or None."""
-    if device.index is not None:
-        torch.accelerator.set_device_index(device.index)  # a new thread is on the first one
     call = call._replace(window=call.window and _PROBE_WINDOW)
     total = sum(_PROBE_LENGTHS)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
@@ -237,7 +229,3 @@ def _definition(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.to(scores).view(1, -1, 1, 1).expand(-1, -1, total, 1)], dim=-1)
     return (scores.softmax(-1)[..., :total] @ value.repeat_interleave(group, 1)).transpose(1, 2)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

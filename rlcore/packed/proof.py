@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rlcore.packed.choice import AttentionCall
 from rlcore.packed.implementations import own_attention
+from rlcore.probing import first_line
 
 _NAME = "rlcore_recorder"
 _NUM_TOKENS = 6
@@ -63,8 +64,7 @@ def prove(decoder: nn.Module, own: str) -> Proof:
     try:
         record = _dry_run(decoder, own)
     except Exception as error:  # a model's own code, under tensors without values
-        line = (str(error).splitlines() or [""])[0][:200]
-        return Proof(frozenset(), f"its dry run failed: {type(error).__name__}: {line}")
+        return Proof(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
     faults = record.faults + _layer_faults(decoder, record)
     return Proof(frozenset(record.calls), faults[0] if faults else None)
 

@@ -254,8 +254,8 @@ def test_vllm_range(version: str | None, status: str) -> None:
 
 def test_ranges_begin_where_the_package_says() -> None:
     required = importlib.metadata.requires("rlcore") or []
-    assert f"torch>={packages._text(packages.TORCH.least)}" in required
-    assert any(line.startswith(f"vllm>={packages._text(packages.VLLM.least)};") for line in required)
+    assert f"torch>={packages.dotted(packages.TORCH.least)}" in required
+    assert any(line.startswith(f"vllm>={packages.dotted(packages.VLLM.least)};") for line in required)
 
 
 # --------------------------------------------------------------------------------------------------- NVIDIA

@@ -133,15 +133,19 @@ def test_the_kernels_find_bad_input_by_themselves(
             gae(values, rewards, cu_seqlens=edges, implementation="triton")
 
 
+def assert_triton_matches(rewards: torch.Tensor, mode: Any, options: dict[str, Any]) -> None:
+    found = group_advantage(rewards, mode=mode, implementation="triton", **options)
+    want = group_advantage(rewards, mode=mode, implementation="reference", **options)
+    torch.testing.assert_close(found, want, rtol=5e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo", "opo"])
 @pytest.mark.parametrize("shape", [(37, 5), (300, 8), (9, 1), (2, 2049), (0, 4)], ids=str)
 def test_advantages_of_groups_match_the_reference(mode: Any, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(7)
     rewards = torch.randn(shape, generator=generator)
     options = {"lengths": torch.randint(0, 9, shape, generator=generator)} if mode == "opo" else {}
-    found = group_advantage(rewards, mode=mode, implementation="triton", **options)
-    want = group_advantage(rewards, mode=mode, implementation="reference", **options)
-    torch.testing.assert_close(found, want, rtol=5e-7, atol=1e-9)
+    assert_triton_matches(rewards, mode, options)
 
 
 @pytest.mark.parametrize("size", [7, 8])
@@ -149,9 +153,7 @@ def test_advantages_of_groups_match_the_reference(mode: Any, shape: tuple[int, i
 def test_rewards_of_a_common_offset_are_told_apart_as_in_float64(mode: Any, size: int) -> None:
     rewards = 1e6 + torch.randn(40, size, generator=torch.Generator().manual_seed(8))
     options = {"lengths": torch.arange(40 * size).view(40, size)} if mode == "opo" else {}
-    found = group_advantage(rewards, mode=mode, implementation="triton", **options)
-    want = group_advantage(rewards, mode=mode, implementation="reference", **options)
-    torch.testing.assert_close(found, want, rtol=5e-7, atol=1e-9)
+    assert_triton_matches(rewards, mode, options)
 
 
 @pytest.mark.parametrize("size", [7, 8])
