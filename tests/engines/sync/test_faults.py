@@ -270,10 +270,6 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     check(engines)
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")}
-
-
 @pytest.mark.parametrize(
     "fault",
     [Fault("receiver", "SIGKILL", "unpack", "packed"), Fault("trainer", "SIGSTOP", "pack", "packed")],
@@ -312,25 +308,31 @@ def test_a_process_that_ends_or_stops_at_any_step(
 
 
 class Held(NamedTuple):
-    """By the user's process and all workers, each."""
+    """What one process holds."""
 
-    descriptors: list[int]
-    threads: list[int]
-    shared_mappings: list[int]
-    shared_bytes: list[int]
-    """Of shared memory that is in use."""
-    names: set[str]
-    """In /dev/shm."""
+    descriptors: int
+    threads: int
+    shared_mappings: int
+    shared_kib: int
+    names: int
+    """In /dev/shm, made by it."""
+    private_kib: int
 
     @classmethod
-    def now(cls, processes: list[int]) -> Held:
+    def now(cls, pid: int) -> Held:
         return cls(
-            [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes],
-            [len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in processes],
-            [Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/") for pid in processes],
-            [_status(pid, "RssShmem") for pid in processes],
-            shared_memory(),
+            len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            len(list(Path(f"/proc/{pid}/task").iterdir())),
+            Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/"),
+            _status(pid, "RssShmem"),
+            len(list(Path("/dev/shm").glob(f"torch_{pid}_*"))),
+            _status(pid, "RssAnon"),
         )
+
+    def more_than(self, before: Held) -> dict[str, int]:
+        """What has grown, by how much."""
+        grown = {name: now - was for name, now, was in zip(self._fields, self, before, strict=True)}
+        return {name: by for name, by in grown.items() if by > (4096 if name == "private_kib" else 0)}
 
 
 def _status(pid: int, field: str) -> int:
@@ -353,11 +355,13 @@ def test_nothing_is_left_after_many_rounds(engines: Engines, route: str) -> None
         assert opened == 0
 
     rounds(5)  # what is kept is there
-    before, private = Held.now(processes), [_status(pid, "RssAnon") for pid in processes]
-    rounds(50)
-    assert Held.now(processes) == before
-    grown = [_status(pid, "RssAnon") - was for pid, was in zip(processes, private, strict=True)]
-    assert max(grown) < 4096, f"KiB of private memory that were left by 50 rounds: {grown}"
+    for _ in range(3):  # what leaks grows every time; a thread of torch's or of an earlier test may come or go once
+        before = [Held.now(pid) for pid in processes]
+        rounds(50)
+        left = [Held.now(pid).more_than(was) for pid, was in zip(processes, before, strict=True)]
+        if not any(left):
+            break
+    assert not any(left), f"left by 50 rounds in the user's process and each worker: {left}"
     check(engines)
     if route == "direct":  # the host's weights are shared memory now
         train.restart()
