@@ -9,7 +9,7 @@ quickstart: .venv/quickstart.installed  ## Train a small language model by reinf
 
 test: .venv/dev.installed  ## The tests that need no GPU and no patience; .ci/run has the slow ones too
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		-m "not gpu and not multigpu and not vllm and not npu_sim and not slow"
+		-m "not gpu and not multigpu and not vllm and not npu_sim and not slow" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .
