@@ -65,14 +65,19 @@ class Streams(Part):
         return self._local_event(timing)
 
     def export_event(self, event: torch.Event) -> EventHandle:
-        """A handle by which another process waits for an interprocess event. Keep the event while it is used."""
+        """A handle by which another process waits for an interprocess event. Keep the event while it is used.
+
+        Raises:
+            InvalidInputError: the event was not made with ``interprocess=True``.
+        """
         raise self.unsupported("export_event")
 
     def import_event(self, handle: EventHandle) -> torch.Event:
         """Another process's event; its ``wait(stream)`` orders work here behind what was recorded there.
 
         Raises:
-            InvalidInputError: the handle is of another kind of device, of one not visible here, or another machine.
+            InvalidInputError: the handle is of another kind of device, of one not visible here, or another machine; or
+                the event is gone with its process.
         """
         raise self.unsupported("import_event")
 

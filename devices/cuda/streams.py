@@ -35,8 +35,14 @@ class CudaStreams(Streams):
     def export_event(self, event: torch.Event) -> EventHandle:
         if not isinstance(event, torch.cuda.Event):
             raise InvalidInputError(f"export_event takes what event(interprocess=True) made, got {event!r}")
-        with torch.cuda.device(self._device.index):
-            payload = event.ipc_handle()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.device(self._device.index):
+                payload = event.ipc_handle()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # an event does not tell how it was made
+            raise InvalidInputError(
+                f"export_event takes what event(interprocess=True) made; the driver has no handle of {event!r}: "
+                f"{_first_line(error)}. Make the event with {self._device.name}'s streams.event(interprocess=True)"
+            ) from error
         return EventHandle(
             device=self._device.spec.name,
             device_uuid=self._device.properties().uuid,
@@ -49,7 +55,18 @@ class CudaStreams(Streams):
             raise InvalidInputError(f"import_event takes an EventHandle of {self._device.spec.name}, got {handle!r}")
         if handle.boot_id != boot_id():
             raise InvalidInputError("this event is of another machine, or of before this one was restarted")
-        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
-            self._device.torch_device, handle.payload
-        )
+        try:
+            event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
+                self._device.torch_device, handle.payload
+            )
+        except RuntimeError as error:
+            raise InvalidInputError(
+                f"import_event: {self._device.name} cannot open this event of GPU {handle.device_uuid}: "
+                f"{_first_line(error)}. That GPU must be visible here, and its process must still hold the event"
+            ) from error
         return event
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Without torch's advice on debugging."""
+    return str(error).partition("\n")[0].rstrip(". ")

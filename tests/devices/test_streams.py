@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
+from rlcore.devices.cuda.device import CudaDevice
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.processes import boot_id
+from rlcore.registry import get_device, registry
 from rlcore.types import EventHandle
 
 from .conftest import Peer
@@ -132,10 +136,57 @@ def test_interprocess_events_are_there_or_say_why_not(device: Any) -> None:
             call()
 
 
+class FakeCudaEvent:
+    """Of no GPU: it fails as torch's event does where the driver has no handle of it."""
+
+    def ipc_handle(self) -> bytes:
+        raise RuntimeError("CUDA error: invalid argument\nCUDA kernel errors might be asynchronously reported")
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, payload: bytes) -> None:
+        raise RuntimeError("CUDA error: invalid resource handle\nFor debugging consider passing")
+
+    def __repr__(self) -> str:
+        return "<event>"
+
+
+def test_cuda_says_which_event_has_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a FAKE event: which errors come out, nothing about a GPU."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeCudaEvent)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    spec, _ = registry().devices["cuda"]
+    streams = CudaDevice(spec, 1).streams
+    with pytest.raises(
+        InvalidInputError,
+        match=r"^export_event takes what event\(interprocess=True\) made; the driver has no handle of <event>: CUDA "
+        r"error: invalid argument\. Make the event with cuda:1's streams\.event\(interprocess=True\)$",
+    ):
+        streams.export_event(FakeCudaEvent())  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidInputError, match=r"^export_event takes what event\(interprocess=True\) made, got 'event'$"
+    ):
+        streams.export_event("event")  # type: ignore[arg-type]
+    gone = EventHandle(device="cuda", device_uuid="ab-cd", boot_id=boot_id(), payload=b"")
+    with pytest.raises(
+        InvalidInputError,
+        match=r"^import_event: cuda:1 cannot open this event of GPU ab-cd: CUDA error: invalid resource handle\. That "
+        r"GPU must be visible here, and its process must still hold the event$",
+    ):
+        streams.import_event(gone)
+
+
+@pytest.mark.gpu
+def test_cuda_exports_no_event_that_was_not_made_for_it() -> None:
+    streams = get_device("cuda").streams
+    for event in (streams.event(), streams.event(timing=True)):
+        with pytest.raises(
+            InvalidInputError, match=r"^export_event takes what event\(interprocess=True\) made; the driver"
+        ):
+            streams.export_event(event)
+
+
 @pytest.mark.gpu
 def test_another_process_waits_for_an_event(runtime_folder: object) -> None:
-    from rlcore.registry import get_device
-
     device = get_device("cuda")
     peer = Peer("cuda", {})
     try:
