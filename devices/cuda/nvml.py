@@ -7,6 +7,7 @@ CUDA_VISIBLE_DEVICES: a device is found here by its uuid, which ``DeviceProperti
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,7 +17,11 @@ from rlcore.errors import DeviceError, MissingDependencyError
 _PATHS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a host bridge", 40: "a NUMA node"}
 """NVML_TOPOLOGY_*: what the PCIe paths of two GPUs have in common; beyond these, the whole machine."""
 _PEER_READ, _PEER_NVLINK = 0, 2  # NVML_P2P_CAPS_INDEX_*; nvidia-ml-py has the first as a tuple
-_UNKNOWN = {3, 4, 13}  # not supported by this GPU, not permitted, not known to this driver
+_NO_FUNCTION = 13
+_OLDER_NAMES = {"nvmlDeviceGetCurrentClocksEventReasons": "nvmlDeviceGetCurrentClocksThrottleReasons"}  # before 535
+_UNKNOWN = {2, 3, 4, _NO_FUNCTION}
+"""Not a question for a part of a GPU, not supported by this GPU, not permitted, not known to this driver."""
+_ELSEWHERE = {2, 6}  # no GPU has this uuid
 _THROTTLE = {
     0x004: "software power cap",
     0x008: "hardware slowdown",
@@ -50,7 +55,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStatus:
-    """What changes; None where this GPU or driver does not tell."""
+    """What changes; None where this GPU or driver does not tell. Of a part of a GPU (MIG) NVML tells the memory alone:
+    power, temperature, clocks and use are those of the whole."""
 
     used_bytes: int
     free_bytes: int
@@ -67,6 +73,8 @@ class GpuStatus:
     """Of the last sampling period (up to a second), the part in which any kernel ran."""
     throttle_reasons: tuple[str, ...] | None
     """Why it runs slower than it was asked to; empty when it does not."""
+    unknown: dict[str, str]
+    """Of each figure that is None, why: NVML's function and answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +137,19 @@ class Nvml:
         return [self._gpu(number) for number in range(self._ask("nvmlDeviceGetCount"))]
 
     def status(self, uuid: str) -> GpuStatus:
+        """Of the GPU, or of the part of one, that has this uuid."""
         handle = self._handle(uuid)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-        utilization = self._ask_or_none("nvmlDeviceGetUtilizationRates", handle)
-        return GpuStatus(
-            used_bytes=memory.used,
-            free_bytes=memory.free,
-            power_w=self._thousandths("nvmlDeviceGetPowerUsage", handle),
-            power_limit_w=self._thousandths("nvmlDeviceGetEnforcedPowerLimit", handle),
-            energy_j=self._thousandths("nvmlDeviceGetTotalEnergyConsumption", handle),
-            temperature_c=self._ask_or_none("nvmlDeviceGetTemperature", handle, self._library.NVML_TEMPERATURE_GPU),
-            sm_clock_mhz=self._ask_or_none("nvmlDeviceGetClockInfo", handle, self._library.NVML_CLOCK_SM),
-            sm_clock_limit_mhz=self._ask_or_none("nvmlDeviceGetMaxClockInfo", handle, self._library.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask_or_none("nvmlDeviceGetClockInfo", handle, self._library.NVML_CLOCK_MEM),
-            memory_clock_limit_mhz=self._ask_or_none("nvmlDeviceGetMaxClockInfo", handle, self._library.NVML_CLOCK_MEM),
-            busy_percent=None if utilization is None else utilization.gpu,
-            throttle_reasons=self._throttle_reasons(handle),
-        )
+        figures: dict[str, Any] = {}
+        unknown: dict[str, str] = {}
+        for name, (converted, function, which) in _FIGURES.items():
+            try:
+                figures[name] = converted(self._figure(function, handle, which))
+            except self._library.NVMLError as error:
+                if error.value not in _UNKNOWN:
+                    raise _failure(function, error) from error
+                figures[name], unknown[name] = None, f"{function}: {error}"
+        return GpuStatus(used_bytes=memory.used, free_bytes=memory.free, **figures, unknown=unknown)
 
     def processes(self, uuid: str) -> list[GpuProcess]:
         found = self._ask("nvmlDeviceGetComputeRunningProcesses", self._handle(uuid))
@@ -190,18 +194,22 @@ class Nvml:
             pcie_path=_PATHS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", *pair), "the whole machine"),
         )
 
-    def _throttle_reasons(self, handle: Any) -> tuple[str, ...] | None:
-        bits = self._ask_or_none("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if bits is None:  # drivers before 535 have it under this name
-            bits = self._ask_or_none("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return None if bits is None else tuple(reason for bit, reason in _THROTTLE.items() if bits & bit)
+    def _figure(self, function: str, handle: Any, which: str | None) -> Any:
+        arguments = (handle,) if which is None else (handle, getattr(self._library, which))
+        try:
+            return self._call(function, *arguments)
+        except self._library.NVMLError as error:
+            if error.value != _NO_FUNCTION or function not in _OLDER_NAMES:
+                raise
+            return self._call(_OLDER_NAMES[function], *arguments)
 
     def _handle(self, uuid: str) -> Any:
-        return self._ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
-
-    def _thousandths(self, function: str, handle: Any) -> float | None:
-        value = self._ask_or_none(function, handle)
-        return None if value is None else value / 1000
+        try:
+            return self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+        except self._library.NVMLError as error:
+            if error.value not in _ELSEWHERE:
+                raise _failure("nvmlDeviceGetHandleByUUID", error) from error
+        return self._ask("nvmlDeviceGetHandleByUUID", f"MIG-{uuid}")  # parts have uuids of their own
 
     def _ask_or_none(self, function: str, *arguments: Any) -> Any:
         try:
@@ -220,6 +228,29 @@ class Nvml:
     def _call(self, function: str, *arguments: Any) -> Any:
         call: Callable[..., Any] = getattr(self._library, function)
         return call(*arguments)
+
+
+def _thousandth(value: int) -> float:
+    return value / 1000
+
+
+def _throttle_reasons(bits: int) -> tuple[str, ...]:
+    return tuple(reason for bit, reason in _THROTTLE.items() if bits & bit)
+
+
+_FIGURES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
+    "power_w": (_thousandth, "nvmlDeviceGetPowerUsage", None),
+    "power_limit_w": (_thousandth, "nvmlDeviceGetEnforcedPowerLimit", None),
+    "energy_j": (_thousandth, "nvmlDeviceGetTotalEnergyConsumption", None),
+    "temperature_c": (int, "nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),
+    "sm_clock_mhz": (int, "nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
+    "sm_clock_limit_mhz": (int, "nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_SM"),
+    "memory_clock_mhz": (int, "nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),
+    "memory_clock_limit_mhz": (int, "nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_MEM"),
+    "busy_percent": (operator.attrgetter("gpu"), "nvmlDeviceGetUtilizationRates", None),
+    "throttle_reasons": (_throttle_reasons, "nvmlDeviceGetCurrentClocksEventReasons", None),
+}
+"""Of ``GpuStatus``: from NVML's answer, its function, and the sensor or clock that it is asked for."""
 
 
 def _failure(function: str, error: Exception) -> DeviceError:

@@ -6,6 +6,7 @@ machine with one, against the real library and what torch says.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import re
@@ -20,12 +21,12 @@ from rlcore.devices.cuda.device import CudaDevice
 from rlcore.errors import DeviceError, MissingDependencyError
 from rlcore.registry import registry
 
-NOT_SUPPORTED, GPU_IS_LOST, INVALID_ARGUMENT = 3, 15, 2
+NOT_SUPPORTED, GPU_IS_LOST, INVALID_ARGUMENT, NOT_FOUND = 3, 15, 2, 6
 
 
 class FakeNVMLError(Exception):
     def __init__(self, value: int) -> None:
-        super().__init__({3: "Not Supported", 15: "GPU is lost", 2: "Invalid Argument"}.get(value, "?"))
+        super().__init__({3: "Not Supported", 15: "GPU is lost", 2: "Invalid Argument", 6: "Not Found"}.get(value, "?"))
         self.value = value
 
 
@@ -41,6 +42,7 @@ class FakeLibrary(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("pynvml")
+        self.uuids = ["GPU-aa", "GPU-bb"]
         self.errors: dict[str, Exception] = {}
         self.open = 0
         self.bits = 0
@@ -67,7 +69,7 @@ class FakeLibrary(types.ModuleType):
             "nvmlSystemGetCudaDriverVersion_v2": lambda: 13010,
             "nvmlDeviceGetCount": lambda: 2,
             "nvmlDeviceGetHandleByIndex": lambda number: number,
-            "nvmlDeviceGetHandleByUUID": ["GPU-aa", "GPU-bb"].index,
+            "nvmlDeviceGetHandleByUUID": self._by_uuid,
             "nvmlDeviceGetName": lambda gpu: b"NVIDIA H200" if gpu else "NVIDIA H200",
             "nvmlDeviceGetUUID": lambda gpu: ["GPU-aa", "GPU-bb"][gpu],
             "nvmlDeviceGetPciInfo": lambda gpu: types.SimpleNamespace(busId=b"00000000:0%d:00.0" % gpu),
@@ -94,6 +96,11 @@ class FakeLibrary(types.ModuleType):
         if name not in answers:
             raise AttributeError(name)
         return answers[name]
+
+    def _by_uuid(self, uuid: str) -> int:
+        if uuid not in self.uuids:
+            raise FakeNVMLError(NOT_FOUND)
+        return self.uuids.index(uuid)
 
     def _link_state(self, gpu: int, link: int) -> int:
         if link >= 4 * gpu:
@@ -143,6 +150,7 @@ def test_status_is_in_the_units_of_its_names(nvml: Any, library: FakeLibrary) ->
     assert (found.sm_clock_mhz, found.sm_clock_limit_mhz) == (1830, 1980)
     assert (found.memory_clock_mhz, found.memory_clock_limit_mhz) == (3201, 3202)
     assert found.throttle_reasons == ("software power cap", "hardware thermal slowdown")  # idle is no throttling
+    assert found.unknown == {}
 
 
 def test_what_a_gpu_does_not_tell_is_none(nvml: Any, library: FakeLibrary) -> None:
@@ -152,7 +160,39 @@ def test_what_a_gpu_does_not_tell_is_none(nvml: Any, library: FakeLibrary) -> No
     found = nvml.status("aa")
     assert (found.power_w, found.temperature_c, found.busy_percent) == (None, None, None)
     assert found.power_limit_w == 700.0
+    assert found.unknown == {
+        "power_w": "nvmlDeviceGetPowerUsage: Not Supported",
+        "temperature_c": "nvmlDeviceGetTemperature: Not Supported",
+        "busy_percent": "nvmlDeviceGetUtilizationRates: Not Supported",
+    }
     assert not nvml.gpus()[0].is_partitioned
+
+
+def test_of_a_part_of_a_gpu_there_is_its_memory_and_why_not_the_rest(nvml: Any, library: FakeLibrary) -> None:
+    """A MIG part: its handle is found by "MIG-" and its uuid, and answers for little besides memory and processes."""
+    library.uuids[1] = "MIG-cc"
+    clocks = ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetCurrentClocksEventReasons")
+    power = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetTotalEnergyConsumption")
+    for name in (*clocks, *power, "nvmlDeviceGetUtilizationRates"):
+        library.errors[name] = FakeNVMLError(NOT_SUPPORTED)
+    library.errors["nvmlDeviceGetTemperature"] = FakeNVMLError(INVALID_ARGUMENT)
+    found = nvml.status("cc")
+    assert (found.used_bytes, found.free_bytes) == (300, 700)
+    told = {"used_bytes", "free_bytes", "unknown"}
+    figures = {field.name for field in dataclasses.fields(found)} - told
+    assert len(figures) == 10 and {getattr(found, name) for name in figures} == {None}
+    assert found.unknown.keys() == figures
+    assert found.unknown["temperature_c"] == "nvmlDeviceGetTemperature: Invalid Argument"
+    assert found.unknown["throttle_reasons"] == "nvmlDeviceGetCurrentClocksEventReasons: Not Supported"
+    assert len(nvml.processes("cc")) == 2
+
+
+def test_a_uuid_that_nothing_has_is_an_error(nvml: Any, library: FakeLibrary) -> None:
+    with pytest.raises(DeviceError, match=r"^NVML cannot answer nvmlDeviceGetHandleByUUID: Not Found; see nvidia-smi$"):
+        nvml.status("dd")
+    library.errors["nvmlDeviceGetHandleByUUID"] = FakeNVMLError(GPU_IS_LOST)
+    with pytest.raises(DeviceError, match=r"^NVML cannot answer nvmlDeviceGetHandleByUUID: GPU is lost; "):
+        nvml.processes("aa")
 
 
 def test_an_older_driver_names_throttling_otherwise(nvml: Any, library: FakeLibrary) -> None:
@@ -199,7 +239,7 @@ def test_every_name_it_uses_is_one_of_the_real_package() -> None:
     pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py, of rlcore[cuda], is not installed")
     from rlcore.devices.cuda import nvml
 
-    used = re.findall(r"\"(nvml[A-Z]\w+)\"|_library\.(\w+)", inspect.getsource(nvml))
+    used = re.findall(r"\"(nvml[A-Z]\w+|NVML_\w+)\"|_library\.(\w+)", inspect.getsource(nvml))
     names = {name for pair in used for name in pair if name}
     assert len(names) > 25
     assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []
