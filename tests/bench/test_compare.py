@@ -86,6 +86,21 @@ def test_more_rounds_on_a_machine_that_drifts_slowly_prove_nothing() -> None:
     assert sum(one.is_significant for one in found) <= 25  # 50 if rounds were taken for independent
 
 
+def interrupted(generator: np.random.Generator, *, median: float = 0.01, rounds: int = 30) -> CaseResult:
+    """A neighbour fell on every seventh round, which then took half as long again or several times as long."""
+    hits = (generator.random(rounds) < 1 / 7) * generator.exponential(0.7, rounds)
+    samples = (median * np.exp(generator.normal(0, 0.04, rounds) + hits)).tolist()
+    metrics = [Metric(name="time", unit="s", samples=samples)]
+    return CaseResult(name="a", implementation="x", status="pass", params={}, metrics=metrics, rounds=[1] * rounds)
+
+
+@pytest.mark.parametrize(("slowdown", "low", "high"), [(1.0, 0, 5), (1.1, 80, 100)])
+def test_rounds_that_a_neighbour_fell_on_hide_no_slowdown_and_make_none(slowdown: float, low: int, high: int) -> None:
+    generator = np.random.default_rng(13)
+    found = [difference(interrupted(generator), interrupted(generator, median=0.01 * slowdown)) for _ in range(100)]
+    assert low <= sum(one.is_significant for one in found) <= high
+
+
 def test_processes_differ_and_one_a_side_does_not_tell_by_how_much() -> None:
     generator = np.random.default_rng(12)
     a, slower, slow = (timed("a", generator, rounds=1, n=30, median=0.01 * factor) for factor in (1.0, 1.06, 1.5))
