@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,19 @@ from rlcore.registry import get_device
 
 
 def _prepare_device_lookup(device: Any) -> Work:
-    def check(found: Any) -> None:
-        expect(found is device, f"get_device({device.name!r}) returned {found!r}")
+    default = get_device()
 
-    contender = Contender(implementation="registry", run=lambda: get_device(device.name), check=check)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    def contender(name: str, run: Callable[[], Any], wanted: Any) -> Contender:
+        def check(found: Any) -> None:
+            expect(found is wanted, f"got {found!r} instead of {wanted!r}")
+
+        return Contender(implementation=name, run=run, check=check)
+
+    contenders = (
+        contender("registry", lambda: get_device(device.name), device),
+        contender("registry, default", get_device, default),
+    )
+    return Work(contenders=contenders, params={}, runs_on="host")
 
 
 def _prepare_op_choice(device: Any) -> Work:
@@ -32,7 +41,7 @@ def _prepare_op_choice(device: Any) -> Work:
 
 device_lookup_case = Case(
     name="dispatch/device",
-    description="rlcore.get_device(name)",
+    description="rlcore.get_device(name), and without a name, which heeds RLCORE_DEVICE",
     prepare=_prepare_device_lookup,
     effort="quick",
     estimate_s=0.5,

@@ -104,8 +104,16 @@ def test_packed_attention_is_measured_beside_padding_and_a_leak_is_refused(
 
 @pytest.mark.parametrize("name", ["dispatch/device", "dispatch/op", "startup/import", "startup/help"])
 def test_host_case_passes(name: str) -> None:
-    (result,) = run_case(load_cases()[name], get_device("cpu"), ONCE)
-    assert (result.status, result.reason) == ("pass", "")
+    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
+    assert {(result.status, result.reason) for result in results} == {("pass", "")}
+
+
+def test_a_device_is_looked_up_by_name_and_without_one() -> None:
+    named, default = load_cases()["dispatch/device"].prepare(get_device("cpu")).contenders
+    assert (named.implementation, default.implementation) == ("registry", "registry, default")
+    assert named.run() is get_device("cpu") and default.run() is get_device()
+    with pytest.raises(AssertionError, match=r"^got 'other' instead of "):
+        default.check("other")
 
 
 def test_startup_case_fails_when_the_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,6 @@ def test_run_on_a_gpu_that_waits_for_it_says_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dispatch/device", "dispatch/op"])
 def test_what_asking_costs_is_the_same_number_beside_a_gpu(name: str) -> None:
-    (result,) = run_case(load_cases()[name], get_device("cuda"))
-    assert result.runs_per_sample > 50 and median(result, "time") < 4e-6
-    assert not result.has("device_time")
+    for result in run_case(load_cases()[name], get_device("cuda")):
+        assert result.runs_per_sample > 50 and median(result, "time") < 4e-6
+        assert not result.has("device_time")
