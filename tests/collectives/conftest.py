@@ -17,10 +17,12 @@ import pytest
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
-import cloudpickle, torch, traceback, warnings
+import cloudpickle, time, torch, traceback, warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from rlcore.collectives.groups import new_group
+from rlcore.registry import list_devices
+list_devices()  # what else is imported late
 
 class Rank:
     def __init__(self, rank, folder):
@@ -38,6 +40,16 @@ class Rank:
         options = {"rendezvous": self.folder, "timeout_s": timeout_s} | options
         return new_group(f"{device}:{self.rank}", rank=self.rank, world_size=world_size, name=name, **options)
 
+    def say(self, word):
+        (self.folder / word).touch()
+
+    def hear(self, *words):
+        # What other ranks say, beside every group.
+        deadline = time.monotonic() + 60
+        while missing := [word for word in words if not (self.folder / word).exists()]:
+            assert time.monotonic() < deadline, f"nobody said {missing}"
+            time.sleep(0.01)
+
     def group(self, device, world_size):
         key = f"shared-{device}-{world_size}"
         if key not in self._groups:
@@ -45,6 +57,7 @@ class Rank:
         return self._groups[key]
 
 connection = Connection(int(sys.argv[2]))
+connection.send_bytes(cloudpickle.dumps((True, "ready")))
 rank = None
 while True:
     try:
@@ -65,6 +78,7 @@ while True:
 """
 
 OnRanks = Callable[..., list[Any]]
+ANSWER_TIMEOUT_S = 120
 
 
 class Ranks:
@@ -96,11 +110,15 @@ class Ranks:
         dead = [rank for rank, (process, _) in enumerate(self._processes) if process.poll() is not None]
         if dead:
             self._folder = self._folders()
-        for rank in dead:
-            self._end(rank)
-            self._processes[rank] = self._start()
-        while len(self._processes) < world_size:
-            self._processes.append(self._start())
+        new = [*dead, *range(len(self._processes), world_size)]
+        for rank in new:
+            if rank in dead:
+                self._end(rank)
+            self._processes[rank : rank + 1] = [self._start()]
+        answers = {rank: self._answer(rank) for rank in new}  # or a group would wait for one that imports torch
+        if not_started := {rank: answer for rank, answer in answers.items() if answer != (True, "ready")}:
+            self.stop()
+            raise AssertionError(f"these ranks did not start: {not_started}")
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         import json
@@ -116,8 +134,8 @@ class Ranks:
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         _, connection = self._processes[rank]
-        if not connection.poll(120):
-            return False, "it did not answer within 120 s"
+        if not connection.poll(ANSWER_TIMEOUT_S):
+            return False, f"it did not answer within {ANSWER_TIMEOUT_S} s"
         try:
             answer: tuple[bool, Any] = cloudpickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):

@@ -97,7 +97,7 @@ def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
     ) as error:
         new_group("cpu", rank=1, world_size=3, rendezvous=tmp_path, timeout_s=0.3, name="g")
     assert error.value.ranks == (0, 2)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0, "and not the default timeout"
     assert isinstance(error.value, TimeoutError)
 
 
@@ -122,13 +122,13 @@ def run_python_with_group(folder: Path) -> str:
 
 
 def join_with(rank: Any, what: str) -> str:
-    options = {"timeout_s": 20.0, "rendezvous": rank.folder, "name": f"misfit-{what}"}
+    options = {"timeout_s": 60.0, "rendezvous": rank.folder, "name": f"misfit-{what}"}
     with pytest.raises(CollectiveError) as error:
         if what == "world_size":
             new_group("cpu", rank=rank.rank, world_size=2 + rank.rank, **options)
         else:
             Meeting(
-                rank.folder, options["name"], rank=rank.rank, world_size=2, library=f"lib{rank.rank}", timeout_s=20.0
+                rank.folder, options["name"], rank=rank.rank, world_size=2, library=f"lib{rank.rank}", timeout_s=60.0
             )
     return str(error.value)
 
@@ -147,18 +147,21 @@ def fail_to_arrive(rank: Any, world_size: int) -> tuple[str, tuple[int, ...], fl
     group = rank.new_group("cpu", world_size, "late")
     try:
         if rank.rank == 1:
-            time.sleep(4.0)
             return "", (), 0.0
+        rank.say(f"late-{rank.rank}-comes")
+        rank.hear("late-0-comes", "late-2-comes")
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as error:
-            group.barrier(timeout_s=1.5)
+            group.barrier(timeout_s=2.0)
         waited = time.monotonic() - began
         with pytest.raises(
             StateError, match=r"barrier of group 'late' .* which has failed \(barrier: barrier of group"
         ):
             group.barrier()
         return str(error.value), error.value.ranks, waited
-    finally:
+    finally:  # none goes while another waits: that one would see the lost connection
+        rank.say(f"late-{rank.rank}-goes")
+        rank.hear(*(f"late-{number}-goes" for number in range(world_size)))
         group.destroy()
 
 
@@ -167,20 +170,18 @@ def test_a_barrier_names_the_rank_that_did_not_come(on_ranks: Any) -> None:
     for rank in (0, 2):
         text, absent, waited = answers[rank]
         assert text == (
-            f"barrier of group 'late' (rank {rank} of 3, cpu:{rank}) did not end within 1.5 s: rank 1 did not arrive"
+            f"barrier of group 'late' (rank {rank} of 3, cpu:{rank}) did not end within 2 s: rank 1 did not arrive"
         )
         assert absent == (1,)
-        assert waited < 4.0
+        assert waited < 20.0, "and not the timeout of the group"
 
 
 def call_another(rank: Any) -> str:
-    group = rank.new_group("cpu", 3, "mixed", timeout_s=1.5)
-    with pytest.raises(CollectiveError) as error:
+    with rank.new_group("cpu", 3, "mixed") as group, pytest.raises(CollectiveError) as error:
         if rank.rank == 2:
             group.all_to_all([torch.ones(1)] * 3, sizes=[1, 1, 1])
         else:
-            group.barrier()
-    group.destroy()
+            group.barrier(timeout_s=2.0)
     return str(error.value)
 
 
@@ -190,7 +191,7 @@ def test_a_rank_in_another_operation_is_named(on_ranks: Any) -> None:
 
 
 def die_in(rank: Any, operation: str) -> tuple[str, tuple[int, ...], float] | None:
-    group = rank.new_group("cpu", 3, f"mortal-{operation}", timeout_s=30.0)
+    group = rank.new_group("cpu", 3, f"mortal-{operation}", timeout_s=90.0)
     group.barrier()
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -214,4 +215,4 @@ def test_a_rank_whose_process_was_killed_is_named_at_once(operation: str, on_ran
         assert "rank 1 (process " in text
         assert text.endswith("has ended; destroy() the group and make one without it")
         assert dead == (1,)
-        assert seconds < 10.0
+        assert seconds < 30.0, "and not the timeout of the group"

@@ -44,7 +44,9 @@ class Peer:
         self.process.stdin.write(json.dumps({"code": code, "values": values}) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_TIMEOUT_S)
-        assert ready, f"no answer to: {code}"
+        if not ready:
+            self.kill()  # or its answer would be taken for that to the next request
+            raise AssertionError(f"no answer to: {code}")
         answer = json.loads(self.process.stdout.readline())
         if "error" in answer:
             raise PeerError(answer["error"])
@@ -114,12 +116,15 @@ def _peers() -> Iterator[dict[str, Peer]]:
 @pytest.fixture
 def peer(device: Any, runtime_folder: Path, _peers: dict[str, Peer]) -> Peer:
     """One process for many tests, because it imports torch first."""
-    if device.name not in _peers:
-        _peers[device.name] = Peer(device.name, {})
-    return _peers[device.name]
+    known = _peers.get(device.name)
+    if known is None or known.process.poll() is not None:
+        if known is not None:
+            known.close()
+        known = _peers[device.name] = Peer(device.name, {})
+    return known
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"

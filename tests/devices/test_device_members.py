@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -14,6 +15,15 @@ from rlcore.errors import UnsupportedError
 MB = 2**20
 NUM_BYTES = 256 * MB
 SLACK = 16 * MB  # what the interpreter and the allocator move by themselves
+
+
+@pytest.fixture
+def without_garbage(device: Any) -> Any:
+    """The device, with nothing left of earlier tests that could be freed in the midst of a count."""
+    filled(device, 1)  # the first tensor makes the context
+    gc.collect()
+    device.memory.empty_cache()
+    return device
 
 
 def filled(device: Any, num_bytes: int = NUM_BYTES) -> torch.Tensor:
@@ -47,9 +57,8 @@ def test_properties_are_those_of_the_machine(device: Any) -> None:
     assert found.total_bytes == pytest.approx(device.memory.info().total_bytes, rel=0.05)
 
 
-def test_allocated_bytes_follow_a_tensor(device: Any) -> None:
-    filled(device, 1)  # the first tensor makes the context
-    device.memory.empty_cache()  # what earlier tests freed
+def test_allocated_bytes_follow_a_tensor(without_garbage: Any) -> None:
+    device = without_garbage
     before = allocated(device)
     tensor = filled(device)
     assert allocated(device) - before == pytest.approx(NUM_BYTES, abs=SLACK)
@@ -58,9 +67,8 @@ def test_allocated_bytes_follow_a_tensor(device: Any) -> None:
     assert allocated(device) - before == pytest.approx(0, abs=SLACK)
 
 
-def test_empty_cache_gives_memory_back(device: Any) -> None:
-    filled(device, 1)
-    device.memory.empty_cache()
+def test_empty_cache_gives_memory_back(without_garbage: Any) -> None:
+    device = without_garbage
     before = device.memory.stats().reserved_bytes
     tensors = [filled(device, MB // 16) for _ in range(NUM_BYTES // (MB // 16))]
     last = tensors[-1]  # what is freed below it, an allocator keeps
@@ -71,8 +79,8 @@ def test_empty_cache_gives_memory_back(device: Any) -> None:
     assert last.sum().item() == MB // 16
 
 
-def test_peak_remembers_what_was_freed_until_reset(device: Any) -> None:
-    filled(device, 1)
+def test_peak_remembers_what_was_freed_until_reset(without_garbage: Any) -> None:
+    device = without_garbage
     device.memory.reset_peak()
     before = device.memory.stats().peak_allocated_bytes
     filled(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import torch
 from rlcore.devices.ipc_exporter import Exporter
 from rlcore.devices.ipc_importer import Importer
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.processes import shared_memory_names, start_time
+from rlcore.processes import start_time
 from rlcore.registry import get_device
 from rlcore.types import EventHandle, IpcHandle
 
@@ -200,7 +201,8 @@ def test_many_threads_open_it_once(device: Any, peer: Peer) -> None:
 def test_memory_lives_until_it_is_revoked_and_no_longer(device: Any) -> None:
     size = 64 * MB
     numbered(device, 1)
-    device.memory.empty_cache()  # what earlier tests freed
+    gc.collect()  # what earlier tests left would be freed meanwhile
+    device.memory.empty_cache()
     before = device.memory.stats().allocated_bytes
     tensor = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
     handle = device.memory.export_ipc(tensor)
@@ -386,12 +388,12 @@ def test_a_stopped_exporter_is_named(device: Any, make_peer: MakePeer) -> None:
 
 def test_what_a_killed_exporter_leaves_is_removed(make_peer: MakePeer) -> None:
     peer = make_peer()
-    segments = set(shared_memory_names())
+    segments = f"torch_{peer.pid}_*"
     path = Path(handle_of(peer.run(EXPORT.format(size=MB))).exporter)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    wait_until(lambda: set(shared_memory_names()) <= segments)  # neighbours make some, too
     peer.kill()
+    assert not list(Path("/dev/shm").glob(segments)), "they have no name any more"
     assert path.exists()
     make_peer().run(EXPORT.format(size=4))
     assert not path.exists()
