@@ -7,7 +7,7 @@ what stands behind that (``evidence.py``), and what it is worth.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlcore.bench import charts, evidence
 from rlcore.bench.compare import compare, device_of, what_differs
 from rlcore.bench.headlines import PHASES, Run, find, headlines, words
 from rlcore.bench.limits import peak, unit
+from rlcore.bench.missing import missing
 from rlcore.bench.result import Record
 from rlcore.bench.text import rate
 from rlcore.errors import MissingDependencyError
@@ -41,7 +42,7 @@ def render(runs: Sequence[Run]) -> str:
         curves=evidence.curves(runs),
         versus=[_versus(runs[0], run) for run in runs[1:]],
         limits=_limits(runs),
-        missing=[(run.name, _missing(run.record)) for run in runs if _missing(run.record)],
+        missing=[(run.name, found) for run in runs if (found := missing(run.record.cases))],
         caveats=_caveats(runs),
     )
 
@@ -109,17 +110,6 @@ def _limit(run: Run, name: str) -> str:
     value, sheet = calibration.limits[name], peak(run.record.system, name)
     told = f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
     return rate(value, unit(name)) + told
-
-
-def _missing(record: Record) -> list[tuple[str, str, str]]:
-    """Case and contender, status, reason; one line for a case of which nothing ran for the same reason."""
-    found: Mapping[tuple[str, str, str], None] = dict.fromkeys(
-        (result.name, result.status, result.reason.partition("\n")[0]) if not result.implementation
-        else (f"{result.name}: {result.implementation}", result.status, result.reason.partition("\n")[0])
-        for result in record.cases
-        if result.status != "pass"
-    )  # fmt: skip
-    return list(found)
 
 
 def _caveats(runs: Sequence[Run]) -> list[str]:

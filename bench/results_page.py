@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlcore.bench.compare import device_of
 from rlcore.bench.limits import share_of_limit, times
+from rlcore.bench.missing import missing
 from rlcore.bench.result import CaseResult, Record, read
 from rlcore.bench.statistics import percentile
 from rlcore.bench.text import count, rate, seconds
@@ -17,6 +18,7 @@ _HEAD = """\
 Made by `make results` from the records in `bench/results`; nothing here is typed by hand. Medians, with the tenth and
 the ninetieth percentile of n samples; every number was checked in the run that was timed. A share is that of the limit
 measured on the same machine, where the record has limits. What the columns and marks mean: [bench.md](bench.md).
+Reasons are shortened; the record has them whole.
 """
 _OTHERS = 3
 """Metrics shown beside the time."""
@@ -28,7 +30,6 @@ def page(results: Path) -> str:
 
 def _section(name: str, record: Record) -> str:
     passed = [result for result in record.cases if result.status == "pass"]
-    others = [result for result in record.cases if result.status != "pass"]
     system = record.system
     software = [system.framework or f"torch {record.dependencies['torch']}", f"Python {system.python}"]
     software += [f"{what} {version}" for what, version in system.other_software_stack.items()]
@@ -41,9 +42,10 @@ def _section(name: str, record: Record) -> str:
     if passed:
         header = ["case", "implementation", "sizes", "median", "p10 to p90", "n", "share", "also"]
         lines += [_row(header), _row(["---"] * len(header)), *(_row(_cells(result, record)) for result in passed)]
-    if others:
-        lines += ["\nWithout a number:\n", _row(["case", "implementation", "", "why"]), _row(["---"] * 4)]
-        lines += [_row([r.name, r.implementation, r.status, r.reason.partition("\n")[0]]) for r in others]
+    if others := missing(record.cases):
+        header = ["status", "implementation", "why", "cases"]
+        lines += ["\nWithout a number:\n", _row(header), _row(["---"] * len(header))]
+        lines += [_row([one.status, one.implementation, one.why, ", ".join(one.cases)]) for one in others]
     return "\n".join(lines) + "\n"
 
 

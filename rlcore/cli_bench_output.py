@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rlcore.bench.result import Calibration, CaseResult, Record
 
 _CLOCKS = {"time": "wall", "device_time": "device", "processor_time": "processors"}
-_REASON = 160
-"""Characters of a reason in a table; the record has all."""
 
 
 @contextlib.contextmanager
@@ -71,11 +69,12 @@ def _sizes(results: Sequence[Mapping[str, object]]) -> list[str]:
 
 def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> list[str]:
     from rlcore.bench.limits import share_of_limit
+    from rlcore.bench.missing import shortened
     from rlcore.bench.text import seconds
 
     first = [result.name, result.implementation, sizes, result.status]
     if result.status != "pass":
-        return [*first, _shortened(result.reason), "", "", ""]
+        return [*first, shortened(result.reason, result.implementation), "", "", ""]
     samples = result.samples("time")
     share = share_of_limit(result, calibration)
     return [
@@ -85,11 +84,6 @@ def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> lis
         f"{share.value:.3g} of {share.limit}" if share else "n/a",
         "; ".join(result.marks),
     ]
-
-
-def _shortened(reason: str) -> str:
-    line = reason.partition("\n")[0]
-    return line if len(line) <= _REASON else f"{line[: _REASON - 1]}…"
 
 
 def print_comparison(found: Comparison) -> None:
@@ -116,11 +110,17 @@ def print_comparison(found: Comparison) -> None:
 
 
 def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
+    from rlcore.bench.missing import shortened
     from rlcore.bench.text import seconds
 
     first = [row.case, row.implementation, sizes]
     if row.difference is None or row.median_a is None or row.median_b is None:
-        return [*first, *[""] * 7, f"{row.verdict}: {_shortened(row.reason)}", *[""] * 2 * has_prices]
+        return [
+            *first,
+            *[""] * 7,
+            f"{row.verdict}: {shortened(row.reason, row.implementation)}",
+            *[""] * 2 * has_prices,
+        ]
     found = row.difference
     usd = row.usd_per_million_tokens
     costs = ["" if row.cost_ratio is None else f"{row.cost_ratio:.2f}", f"{usd[0]:.3g} / {usd[1]:.3g}" if usd else ""]

@@ -50,7 +50,7 @@ def text_of(page: str) -> str:
         "chunked 50 ms against a peer 1.0 with a long name, without entropy 60 ms: 1.20x",
         "The runs are of different devices: a ratio compares whole stacks",
         "memory 10 GB/s; datasheet n/a 10 GB/s; datasheet 4.8 TB/s (0%)",
-        "copies/to_device blocked it is the host",
+        "blocked it is the host copies/to_device",
         "host: 1 results shared (others used the host)",
         "a step (qwen2-tiny, 4 prompts, 4 samples)",
     ],
