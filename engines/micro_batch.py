@@ -93,10 +93,10 @@ def micro_batches(share: Share, scored_T: Tensor, max_tokens: int, device: torch
 
 
 def _empty(packed: Mapping[str, Tensor], device: torch.device) -> MicroBatch:
-    """One token that scores nothing."""
-    one = {name: value_T.new_zeros(1) for name, value_T in packed.items() if name != "cu_seqlens"}
-    alone = one | {"cu_seqlens": torch.tensor([0, 1])}
-    unscored_T = torch.zeros(1, dtype=torch.bool)
+    """A sequence that scores nothing. Of two tokens: what is compiled for any length is compiled again for one."""
+    zeros = {name: value_T.new_zeros(2) for name, value_T in packed.items() if name != "cu_seqlens"}
+    alone = zeros | {"cu_seqlens": torch.tensor([0, 2])}
+    unscored_T = torch.zeros(2, dtype=torch.bool)
     return _select(alone, unscored_T, alone["cu_seqlens"], torch.zeros(1, dtype=torch.int64), device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,16 @@ def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) 
         assert part.cu_rows[-1] == len(part.rows_R) == len(part.targets_R)
         there = [part.tokens["input_ids"], part.rows_R, part.targets_R, *part.per_token.values()]
         assert all(tensor.device == device.torch_device for tensor in there)
+
+
+def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_other(device: Any) -> None:
+    packed = batch()
+    few, many = {name: value[:12] for name, value in packed.items() if name != "cu_seqlens"}, 3
+    share = shares(few | {"cu_seqlens": packed["cu_seqlens"][:2]}, 1, 12)[0]
+    parts = list(micro_batches(replace(share, num_micro_batches=many), few[WEIGHT] != 0, 12, device.torch_device))
+    assert [len(part.rows_R) for part in parts] == [11, 0, 0]
+    for part in parts:
+        assert min(len(tensor) for tensor in part.tokens.values()) > 1, "the compiler takes a size of 1 for a constant"
 
 
 @pytest.mark.gpu
