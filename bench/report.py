@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.bench import charts, evidence
+from rlcore.bench.bars import verdicts
 from rlcore.bench.compare import compare, device_of, what_differs
 from rlcore.bench.headlines import PHASES, Run, find, headlines, words
 from rlcore.bench.limits import peak, unit
@@ -42,6 +43,7 @@ def render(runs: Sequence[Run]) -> str:
         curves=evidence.curves(runs),
         versus=[_versus(runs[0], run) for run in runs[1:]],
         limits=_limits(runs),
+        meant=[(run.name, [one.cells() for one in verdicts(run.record)]) for run in runs if verdicts(run.record)],
         missing=[(run.name, found) for run in runs if (found := missing(run.record.cases))],
         caveats=_caveats(runs),
     )

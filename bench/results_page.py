@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from rlcore.bench.bars import HEADER, verdicts
 from rlcore.bench.compare import device_of
 from rlcore.bench.limits import share_of_limit, times
 from rlcore.bench.missing import missing
 from rlcore.bench.result import CaseResult, Record, read
 from rlcore.bench.statistics import percentile
-from rlcore.bench.text import count, rate, seconds
+from rlcore.bench.text import quantity, seconds
 
 _HEAD = """\
 # Results
@@ -42,6 +43,8 @@ def _section(name: str, record: Record) -> str:
     if passed:
         header = ["case", "implementation", "sizes", "median", "p10 to p90", "n", "share", "also"]
         lines += [_row(header), _row(["---"] * len(header)), *(_row(_cells(result, record)) for result in passed)]
+    if found := [verdict.cells() for verdict in verdicts(record)]:
+        lines += ["\nWhat is meant to be reached:\n", *map(_row, [list(HEADER), ["---"] * len(HEADER), *found])]
     if others := missing(record.cases):
         header = ["status", "implementation", "why", "cases"]
         lines += ["\nWithout a number:\n", _row(header), _row(["---"] * len(header))]
@@ -71,12 +74,4 @@ def _cells(result: CaseResult, record: Record) -> list[str]:
 def _other_metrics(result: CaseResult) -> list[str]:
     left_out = ("time", "device_time", "processor_time", "first_run")
     shown = [metric for metric in result.metrics if metric.name not in left_out][:_OTHERS]
-    return [f"{metric.name} {_value(statistics.median(metric.samples), metric.unit)}" for metric in shown]
-
-
-def _value(value: float, unit: str) -> str:
-    if unit == "s":
-        return seconds(value)
-    if unit == "1":
-        return f"{value:.3g}"
-    return rate(value, unit) if unit == "B" or "/s" in unit else f"{count(value)} {unit}"
+    return [f"{metric.name} {quantity(statistics.median(metric.samples), metric.unit)}" for metric in shown]

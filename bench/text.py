@@ -19,3 +19,12 @@ def rate(value: float, unit: str) -> str:
 
 def count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value of a metric with its unit; "1" is a share."""
+    if unit == "s":
+        return seconds(value)
+    if unit == "1":
+        return f"{value:.3g}"
+    return rate(value, unit) if unit == "B" or "/s" in unit else f"{count(value)} {unit}"

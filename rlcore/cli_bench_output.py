@@ -43,7 +43,9 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[A
 
 
 def print_results(record: Record) -> None:
-    """A line for each result; of what was skipped how many and why."""
+    """A line for each result; of what was skipped how many and why; what this device is meant to reach."""
+    from rlcore.bench.bars import HEADER, verdicts
+
     by_case: dict[str, list[CaseResult]] = {}
     for result in record.cases:
         if result.status != "skipped":
@@ -53,6 +55,8 @@ def print_results(record: Record) -> None:
     skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
     for reason, number in skipped.items():
         print(f"{number} cases skipped: {reason}")
+    if bars := [verdict.cells() for verdict in verdicts(record)]:
+        print_table(list(HEADER), bars)
 
 
 def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
