@@ -37,6 +37,12 @@ def start_time(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
+def session_of(pid: int) -> int | None:
+    """Of a running process, setsid(2); None if it is not running."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[3])
+
+
 def state_of(pid: int) -> str:
     """The letter of proc(5): R running, S sleeping, T stopped, Z ended and not yet waited for; "" if there is none."""
     fields = _stat(pid)

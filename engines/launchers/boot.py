@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rlcore.engines.launchers.traces import record_of, remove_stores_of_the_dead
 from rlcore.errors import StateError
+from rlcore.processes import session_of
 from rlcore.settings import Settings
 
 
@@ -26,6 +27,7 @@ def main(descriptor: int, stack_descriptor: int, parent: int, *, is_parents_pyth
     """
     faulthandler.enable(stack_descriptor)
     faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _QUIET_TRACKERS)))
     _leave_guard(parent)
     sys.breakpointhook = _refuse_breakpoint
     os.set_inheritable(descriptor, False)
@@ -50,44 +52,49 @@ MARK = "_RLCORE_WORKER_PROCESS"
 NAMED_MEMORY = ("psm_", "sem.mp-", "vllm_dist_")
 """Of Python's multiprocessing and of vLLM between its workers: it outlives processes that are killed."""
 
+_QUIET_TRACKERS = "ignore:resource_tracker:UserWarning"
+"""What Python's resource trackers remove after a killed process is no news: ``_guard`` counts on them."""
+_TRACKERS_S = 5.0
+
 
 def _leave_guard(parent: int) -> None:
     """Fork a small process that kills this one's descendants when the parent, or this one, has ended, and this one too.
 
-    Nobody else kills them: what they share by name can be seen only while they live.
+    Nobody else kills them: what they share by name can be seen only while they live. Python's resource trackers among
+    them are left to end by themselves, as they remove the names of those that were killed before.
 
     From outside, because a stopped process or one in a C loop cannot end itself. (The kernel's PR_SET_PDEATHSIG
     spares descendants and speaks of the parent thread.)
     """
-    group = os.getpid()  # the parent made it the leader of its own
-    watched = [os.pidfd_open(parent), os.pidfd_open(group)]
+    session = os.getpid()  # the parent made it the leader of its own
+    watched = [os.pidfd_open(parent), os.pidfd_open(session)]
     if os.getppid() != parent:  # it died before that
         os._exit(1)
     if os.fork() == 0:
-        _guard(group, watched)
+        _guard(session, watched)
     for descriptor in watched:
         os.close(descriptor)
 
 
-def _guard(group: int, watched: list[int]) -> None:
-    os.setpgid(0, 0)  # outside the group that it kills
+def _guard(session: int, watched: list[int]) -> None:
+    os.setpgid(0, 0)  # who ends the worker's group does not end it
     for entry in list(Path("/proc/self/fd").iterdir()):
         if (descriptor := int(entry.name)) not in watched:
             with contextlib.suppress(OSError):  # the one that listed them is closed
                 os.close(descriptor)
     select.select(watched, [], [])
     try:
-        shared = _named_memory(_marked())  # while they live
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        while left := _marked():  # in sessions of their own, and what they start meanwhile
+        shared = _shared_memory(_descendants(session))  # while they live
+        deadline = time.monotonic() + _TRACKERS_S
+        while left := _descendants(session):  # what they start meanwhile, too
+            is_late = time.monotonic() > deadline
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                if is_late or not _is_tracker(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        for name in shared and shared - _named_memory(_processes()):
-            Path("/dev/shm", name).unlink(missing_ok=True)
-        record_of(group).unlink(missing_ok=True)
+        _remove_memory(shared)
+        record_of(session).unlink(missing_ok=True)
         remove_stores_of_the_dead()
     finally:
         os._exit(0)
@@ -97,28 +104,50 @@ def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     raise StateError("breakpoint() in a worker process has no terminal; set RLCORE_DEBUG=pdb to run workers in yours")
 
 
-def _marked() -> list[int]:
-    """Living processes that carry this one's mark."""
+def _descendants(session: int) -> list[int]:
+    """Living processes of a worker's session, and those in sessions of their own that carry its mark.
+
+    Who sets a title for itself, such as vLLM's workers, writes over the environment that others see.
+    """
+    return [pid for pid in _processes() if pid != os.getpid() and (session_of(pid) == session or _is_marked(pid))]
+
+
+def _is_marked(pid: int) -> bool:
     mark = f"{MARK}={os.environ[MARK]}".encode()
-    found = []
-    for pid in _processes():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
+    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _processes() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
-def _named_memory(pids: list[int]) -> set[str]:
-    """Files of /dev/shm that these processes have open, with names that ``NAMED_MEMORY`` knows."""
-    found: set[str] = set()
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _shared_memory(pids: list[int]) -> set[int]:
+    """Inodes of the files of /dev/shm that these processes have open.
+
+    Who made a semaphore sees it under a name that it no longer has.
+    """
+    found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                name = line.partition(" /dev/shm/")[2]
-                if name.startswith(NAMED_MEMORY) and not name.endswith(" (deleted)"):
-                    found.add(name)
+                if " /dev/shm/" in line:
+                    found.add(int(line.split(maxsplit=5)[4]))
     return found
+
+
+def _remove_memory(inodes: set[int]) -> None:
+    """Of what ``NAMED_MEMORY`` knows: what bears this one's mark, and of these what no living process has open."""
+    left = inodes and inodes - _shared_memory(_processes())
+    for entry in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            is_ours = os.environ[MARK] in entry.name or entry.stat().st_ino in left
+            if is_ours and entry.name.startswith(NAMED_MEMORY):
+                entry.unlink()
