@@ -16,9 +16,11 @@ import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 
-SLEEP_S = "1000.17"
-"""Of processes that cases leave behind; a number that nobody else sleeps."""
+SLEEP_S = os.environ.setdefault("FAULTY_CASES_SLEEP", f"1000.{os.getpid()}")
+"""Of processes that cases leave behind; a number that nobody else sleeps, and the same in all processes of a test."""
 
+HANGS_S = 3.0
+"""The deadline of the one that hangs: on however busy a machine it hangs by then."""
 
 GROUP = "FAULTY_CASES_GROUP"
 """The environment variable with the folder of a control group in which there is little memory."""
@@ -89,13 +91,13 @@ CASES = {
         _case("right", lambda: 4),
         _case("compute", _compute),
         _case("wrong", lambda: 5),
-        _case("hangs", _hang, timeout_s=1.0),
+        _case("hangs", _hang, timeout_s=HANGS_S),
         _case("killed", lambda: os.kill(os.getpid(), signal.SIGKILL)),
         _case("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
         _case("exits", _say_and_exit),
         _case("leaves", _leave_behind),
         _case("memory", lambda: torch.empty(2**50, dtype=torch.uint8)),
-        _case("slow", lambda: time.sleep(0.5) or 4),
+        _case("slow", lambda: time.sleep(60) or 4),
     )
 }
 

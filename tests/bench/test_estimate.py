@@ -45,9 +45,9 @@ def test_estimate_is_the_authors_until_it_was_measured(tmp_path: Path) -> None:
     assert first.total([SLOW, FAST]) == pytest.approx(41 * PLAN.rounds, abs=15)
     first.keep(a_run(tmp_path / "out.json").cases([SLOW, PROGRAM]))
     second = Durations(CPU, PLAN)
-    assert 0.02 <= second.of_round(SLOW) < 1.0
+    assert 0.02 <= second.of_round(SLOW) < 20.0
     assert second.of(SLOW) == second.of_round(SLOW) * PLAN.rounds
-    assert second.of(PROGRAM) == second.of_round(PROGRAM) < 1.0
+    assert second.of(PROGRAM) == second.of_round(PROGRAM) < 20.0
     assert second.of(FAST) == 1.0 * PLAN.rounds
     assert Durations(CPU, PLANS["quick"]).of(SLOW) == 40.0 * PLANS["quick"].rounds
     assert Durations(GPU, PLAN).of_round(SLOW) > 40.0  # a process needs time to get at an accelerator
@@ -67,7 +67,7 @@ def test_damaged_or_missing_cache_costs_nothing(tmp_path: Path, monkeypatch: pyt
 def test_time_limit_counts_from_the_start_and_takes_what_fits() -> None:
     durations, now = Durations(CPU, PLAN), time.monotonic()
     half_gone = TimeLimit(0.5, durations, now - 15)
-    assert half_gone.left_s == pytest.approx(15, abs=2)
+    assert half_gone.left_s == pytest.approx(15, abs=10)
     assert half_gone.has_time_for(FAST) and not half_gone.has_time_for(SLOW)
     assert TimeLimit(None, durations, now).has_time_for(PROGRAM)
     assert TimeLimit(None, durations, now).left_s is None

@@ -40,7 +40,7 @@ def test_pytest_benchmark_reads_the_export_of_every_record(tmp_path: Path) -> No
     (tmp_path / "made.json").write_text(to_pytest_benchmark(a_record()))
     files = sorted(map(str, tmp_path.glob("*.json")))
     command = [sys.executable, "-m", "pytest_benchmark", "compare", "--columns=median,rounds", "--sort=name", *files]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=tmp_path).stdout
     assert "rl/step[fsdp2+hf-devices=1-model=qwen2-tiny" in shown
     assert "startup/import[python]" in shown and "workers/call" in shown
 
@@ -119,7 +119,7 @@ def micro(tmp_path: Path) -> Callable[..., Any]:
         timing = ["--benchmark-max-time=0.3", "--benchmark-min-rounds=30"]
         return subprocess.run(
             [*command, *timing, "test_micro.py", *arguments],
-            capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
+            capture_output=True, text=True, cwd=tmp_path, timeout=250, check=False,
         )  # fmt: skip
 
     return run

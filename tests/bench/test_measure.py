@@ -23,7 +23,7 @@ from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats
 
-QUICK = Sampling(min_samples=3, max_samples=6, budget_s=0.5, max_warmup=5)
+QUICK = Sampling(min_samples=3, max_samples=6, budget_s=60.0, max_warmup=5)
 
 
 def accept(output: Any) -> None:
@@ -67,8 +67,16 @@ def test_result_keeps_raw_samples_and_says_what_ran() -> None:
 
 
 def test_sample_is_the_time_that_passed() -> None:
-    result = run_one(contender(lambda: time.sleep(0.02)))
-    assert 0.02 <= statistics.median(result.samples("time")) < 0.04
+    own: list[float] = []
+
+    def run() -> None:
+        started = time.perf_counter()
+        time.sleep(0.02)
+        own.append(time.perf_counter() - started)
+
+    result = run_one(contender(run))
+    more = [sample - seconds for sample, seconds in zip(result.samples("time"), own[-QUICK.max_samples :], strict=True)]
+    assert 0 <= min(more) < 0.01
     assert result.runs_per_sample == 1
 
 
@@ -76,7 +84,7 @@ def test_short_runs_are_joined_into_one_sample() -> None:
     calls = []
     result = run_one(contender(lambda: calls.append(1)))
     assert result.runs_per_sample > 10
-    assert statistics.median(result.samples("time")) < 20e-6
+    assert min(result.samples("time")) < 20e-6
     assert len(calls) == 1 + result.num_warmup + result.runs_per_sample * len(result.samples("time"))
 
 
@@ -185,13 +193,9 @@ def test_slow_runs_are_sampled_less() -> None:
 
 def test_warm_up_goes_on_until_the_runs_are_stable() -> None:
     durations = iter([0.05, 0.03, 0.02, 0.01])
-
-    def settling() -> None:
-        time.sleep(next(durations, 0.01))
-
-    result = run_one(contender(settling), Sampling(min_samples=3, max_samples=3, max_warmup=20, stable_spread=0.3))
-    assert 5 <= result.num_warmup <= 20
-    assert min(result.samples("time")) < 0.02
+    settling = contender(lambda: next(durations, 0.01), seconds=float)
+    result = run_one(settling, Sampling(min_samples=3, max_samples=3, max_warmup=20, stable_spread=0.3))
+    assert (result.num_warmup, result.samples("time")) == (5, [0.01] * 3)
 
 
 def test_slow_runs_are_warmed_up_once_though_they_are_not_stable() -> None:

@@ -114,7 +114,7 @@ def test_disk_that_fills_up_ends_the_run_and_what_was_done_survives(tmp_path: Pa
         pytest.skip("needs a user namespace in which a small file system can be mounted (unshare --user --mount)")
     code = FULL_DISK.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     shell = [*alone, "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=250, check=True)
     names, files, message = re.fullmatch(r"(\[.*?\]) (\[.*?\]) (.*)\n", done.stdout).groups()  # type: ignore[union-attr]
     assert names in ("['a']", "['a', 'b']", "['a', 'b', 'c']") and files == "['out.json']"
     assert message == f"cannot write the benchmark record {tmp_path / 'out.json'}: No space left on device"

@@ -210,7 +210,7 @@ from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.output import RunFolder
 folder = RunFolder(QuickstartConfig(output=Path({str(config.output)!r})))
 print("taken", flush=True)
-time.sleep(60)
+time.sleep(300)
 """
     again = replace(config, resume=True)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
