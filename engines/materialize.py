@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.engines.offload.storages import owned
-from rlcore.engines.pieces import own_pieces
+from rlcore.engines.pieces import own_pieces, read_piece
 from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.engines.weight_source import WeightSource
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule
 from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
-from rlcore.weights.view import WeightView
+from rlcore.weights.view import WeightPart
 
 
 def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
@@ -62,39 +62,40 @@ class _Reader:
             id(parameter): [*names, *(base_name(layers, name) or name for name in names)]
             for parameter, names in names_by_parameter(module).items()
         }
-        self._weights: dict[int, list[WeightView]] = {}
-        for weight in [*module.weight_views("base"), *(module.weight_views("only") if layers else ())]:
-            if weight.parameter is not None:
-                self._weights.setdefault(id(weight.parameter), []).append(weight)
+        self._weights = [*module.weight_views("base"), *(module.weight_views("only") if layers else ())]
+        self._parts: dict[int, list[tuple[str, WeightPart]]] = {}
+        for weight in self._weights:
+            for part in weight.parts:
+                self._parts.setdefault(id(part.parameter), []).append((weight.name, part))
 
     def read(self, parameter: Tensor, local: Tensor) -> bool:
         """Fill this rank's part of a parameter; False if the source does not have it, or not all of it."""
-        source, weights = self._source, self._weights.get(id(parameter), [])
+        source, parts = self._source, self._parts.get(id(parameter), [])
         # crosses in the file's dtype: nothing is converted on the host
         if name := next((name for name in self._names[id(parameter)] if name in source), None):
             if local.numel():
                 local.copy_(source[name].read(own_box(parameter)).to(local.device))
             return True
-        if not weights or any(weight.name not in source for weight in weights):
+        if not parts or any(name not in source for name, _ in parts):
             return False
-        for weight in weights:
-            for box, piece in own_pieces(weight.view, parameter, local):
-                piece.copy_(source[weight.name].read(box).to(local.device))
+        for name, part in parts:
+            for box, piece in own_pieces(part.view, parameter, local):
+                piece.copy_(read_piece(source[name].read, part, box).to(local.device))
         return True
 
     def buffer(self, name: str, buffer: Tensor) -> Tensor:
-        names = [name, *(weight.name for weight in self._weights.get(id(buffer), []))]
+        names = [name, *(weight.name for weight in self._weights if weight.parameter is buffer)]
         return next((self._source[found].read(()) for found in names if found in self._source), buffer)
 
     def check(self) -> None:
         """Raise CheckpointError, naming all of it, unless the source is that of the module."""
         module, source = self._module, self._source
-        shapes = {weight.name: weight.view.shape for weights in self._weights.values() for weight in weights}
+        shapes = {weight.name: weight.view.shape for weight in self._weights if weight.parts}
         missing: list[str] = []
         for parameter, names in names_by_parameter(module).items():
             shapes |= dict.fromkeys(self._names[id(parameter)], parameter.shape)
             if source.keys().isdisjoint(self._names[id(parameter)]) and not _starts_fresh(module, names[0]):
-                stored = [weight.name for weight in self._weights.get(id(parameter), [])] or names[:1]
+                stored = [name for name, _ in self._parts.get(id(parameter), [])] or names[:1]
                 missing += [name for name in stored if name not in source]
         buffers = dict(module.named_buffers())
         # what a converting loader leaves over, it has judged itself

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
 from rlcore.engines.sharding import local_part, own_box
+from rlcore.weights.view import Box, WeightPart, divided, whole_box
 
 
 class Piece(NamedTuple):
     """Elements of a weight that lie in this rank's rows of a parameter."""
 
-    box: tuple[slice, ...]
+    box: Box
     """Of the weight."""
     tensor: Tensor
     """The same elements in the rank's own part, as a view of it."""
@@ -31,8 +32,26 @@ def own_pieces(view: Tensor, parameter: Tensor, local: Tensor | None = None) -> 
     part = local_part(parameter.detach()) if local is None else local
     if part.numel() and view.numel():
         rows = own_box(parameter)[0] if parameter.dim() else slice(0, 1)
-        box = tuple(slice(0, size) for size in view.shape)
-        yield from _pieces(view, box, _Rows(rows.start, rows.stop, math.prod(parameter.shape[1:])), part)
+        yield from _pieces(view, whole_box(view), _Rows(rows.start, rows.stop, math.prod(parameter.shape[1:])), part)
+
+
+def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Tensor:
+    """The elements of a weight that are ``box`` of the view of its part.
+
+    Args:
+        read: gives a box of the weight. Of a dimension that the view divides it is asked for what the box has of the
+            outermost, so that is all that is read in vain.
+    """
+    groups = divided(part.view.shape, [side.stop - side.start for side in part.box])
+    assert groups is not None
+    asked, shape, within = [], [], []
+    for side, (first, *rest) in zip(part.box, groups, strict=True):
+        inner = [part.view.shape[dim] for dim in rest]
+        step = math.prod(inner)
+        asked.append(slice(side.start + box[first].start * step, side.start + box[first].stop * step))
+        shape += [box[first].stop - box[first].start, *inner]
+        within += [slice(None), *(box[dim] for dim in rest)]
+    return read(tuple(asked)).view(shape)[tuple(within)]
 
 
 class _Rows(NamedTuple):
@@ -41,7 +60,7 @@ class _Rows(NamedTuple):
     size: int
 
 
-def _pieces(view: Tensor, box: tuple[slice, ...], rows: _Rows, part: Tensor) -> Iterator[Piece]:
+def _pieces(view: Tensor, box: Box, rows: _Rows, part: Tensor) -> Iterator[Piece]:
     """Of ``view``, which is the part ``box`` of the weight."""
     over_rows = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and view.stride(dim) >= rows.size]
     within = sum((view.shape[dim] - 1) * view.stride(dim) for dim in range(view.dim()) if dim not in over_rows)
@@ -60,14 +79,14 @@ def _pieces(view: Tensor, box: tuple[slice, ...], rows: _Rows, part: Tensor) -> 
     yield Piece(box, part.as_strided(view.shape, view.stride(), offset))
 
 
-def _one_by_one(view: Tensor, box: tuple[slice, ...], rows: _Rows, part: Tensor) -> Iterator[Piece]:
+def _one_by_one(view: Tensor, box: Box, rows: _Rows, part: Tensor) -> Iterator[Piece]:
     """Along the dimension of the longest strides, where these elements are not parts of rows at an even distance."""
     dim = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
     for index in range(view.shape[dim]):
         yield from _pieces(*_narrowed(view, box, dim, slice(index, index + 1)), rows, part)
 
 
-def _narrowed(view: Tensor, box: tuple[slice, ...], dim: int, to: slice) -> tuple[Tensor, tuple[slice, ...]]:
+def _narrowed(view: Tensor, box: Box, dim: int, to: slice) -> tuple[Tensor, Box]:
     at = box[dim].start
     inner = slice(at + to.start, at + to.stop)
     return view.narrow(dim, to.start, to.stop - to.start), (*box[:dim], inner, *box[dim + 1 :])

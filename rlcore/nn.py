@@ -98,7 +98,7 @@ class TrainModule(nn.Module):
         A view of a sharded parameter is one of the gathered parameter, so all ranks take all weights together.
         """
         last: Tensor | None = None
-        for name, parameter, view, compute, _ in self.weight_views(adapters):
+        for name, parameter, view, compute, *_ in self.weight_views(adapters):
             if compute is not None:
                 yield name, compute()
                 continue
@@ -183,7 +183,7 @@ class HuggingFaceTrainModule(TrainModule):
         stored = _by_own_prefix(names, own, self.base_model_prefix)
         self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, stored.keys())
         views = list(self.weight_views("base"))
-        if any(view.parameter is None and view.name in stored for view in views):
+        if any(not view.parts and view.name in stored for view in views):
             return None
         unexpected = stored.keys() - own - {view.name for view in views}
         if unexpected and not self._is_complete(stored.keys(), views):
@@ -198,11 +198,13 @@ class HuggingFaceTrainModule(TrainModule):
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
 
+        def has_values(tensor: Tensor) -> bool:
+            return not isinstance(tensor, nn.Parameter) or any(name in stored for name in names[id(tensor)])
+
         def is_there(view: WeightView) -> bool:
-            if not isinstance(view.parameter, nn.Parameter):
-                return view.parameter is not None  # a buffer, which has its values
-            any_name = (view.name, *names[id(view.parameter)])
-            return view.name.startswith(self.new_parameters) or any(name in stored for name in any_name)
+            if view.name in stored or view.name.startswith(self.new_parameters):
+                return True
+            return bool(view.parts) and all(has_values(part.parameter) for part in view.parts)
 
         return all(map(is_there, views))
 

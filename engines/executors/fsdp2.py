@@ -21,7 +21,7 @@ from rlcore.engines.micro_batch import Share
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, optimizer_tensors
-from rlcore.engines.pieces import own_pieces
+from rlcore.engines.pieces import own_pieces, read_piece
 from rlcore.engines.sharding import Sharding, reshard, shard
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.holding import ModuleHolding
@@ -165,14 +165,14 @@ class Fsdp2Worker(Worker):
         if found := mismatch({name: weight.view for name, weight in own.items()}, state):
             call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
             raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
-        if computed := [name for name, weight in own.items() if weight.parameter is None]:
+        if computed := [name for name, weight in own.items() if not weight.parts]:
             raise UnsupportedError(
                 f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
             )
         for name, weight in own.items():
-            assert weight.parameter is not None
-            for box, tensor in own_pieces(weight.view, weight.parameter):
-                tensor.copy_(state[name][box])
+            for part in weight.parts:
+                for box, tensor in own_pieces(part.view, part.parameter):
+                    tensor.copy_(read_piece(state[name].__getitem__, part, box))
 
     # ---------------------------------------------------------------------------------------- checkpoints
 

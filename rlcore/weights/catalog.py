@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.weights.adapters import Merged, adapted_layers, adapter_names, base_name
-from rlcore.weights.stored import Conversion, StoredTensor
-from rlcore.weights.view import Adapters, WeightView, seen_in, whole
+from rlcore.weights.stored import Conversion, StoredPart, StoredTensor
+from rlcore.weights.view import Adapters, WeightPart, WeightView, seen_in, whole, whole_box
 
 
 def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | None = None) -> Iterator[WeightView]:
@@ -44,16 +44,19 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
         assert conversion is not None
         return conversion.revert({base: value(base, name + base) for base in sources})[name]
 
-    for name, sources, meta, is_view in _stored(tensors, conversion):
-        base = sources[0]
-        if not is_view:
-            yield WeightView(name, None, _on_meta(meta), partial(reverted, name, sources), merged.release)
-        elif first[id(tensors[base])] != base:
+    for name, sources, meta, parts in _stored(tensors, conversion):
+        if len(parts) != 1 or parts[0].view.shape != meta.shape:
+            is_merged = any(merged.changes(own_names[source]) for source in sources)
+            joined = () if is_merged else tuple(WeightPart(box, tensors[own], view) for box, own, view in parts)
+            yield WeightView(name, None, _on_meta(meta), partial(reverted, name, sources), merged.release, joined)
             continue
-        elif merged.changes(own_names[base]):
-            yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, meta), merged.release)
+        _, base, view = parts[0]
+        if first[id(tensors[base])] != base:
+            continue
+        if merged.changes(own_names[base]):
+            yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, view), merged.release)
         else:
-            yield WeightView(name, tensors[base], meta)
+            yield WeightView(name, tensors[base], view)
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -79,7 +82,7 @@ def _stored(tensors: dict[str, Tensor], conversion: Conversion | None) -> list[S
     own = {name: _on_meta(tensor) for name, tensor in tensors.items()}
     if conversion is not None:
         return conversion.stored(own)
-    return [StoredTensor(name, (name,), meta, True) for name, meta in own.items()]
+    return [StoredTensor(name, (name,), meta, (StoredPart(whole_box(meta), name, meta),)) for name, meta in own.items()]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """By which names, and as which views of its tensors, a transformers model stands in checkpoints.
 
 Transformers renames, splits and joins tensors as it loads, and ``save_pretrained`` reverts that. Its reversal is run
-here on meta tensors: what comes out in the storage of one that went in is a view of it.
+here on meta tensors: what comes out in the storage of one that went in is a view of it, and what was joined of such
+views is known part by part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,7 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlcore.weights.view import Box, divided, whole_box
+
 _aten = torch.ops.aten
+
+
+class StoredPart(NamedTuple):
+    """A part of a tensor of a checkpoint: a view of one of the model's own tensors."""
+
+    box: Box
+    """In the checkpoint's tensor."""
+    source: str
+    view: Tensor
+    """On meta, of the box's shape, or with some of its dimensions divided: a view of a contiguous tensor of the shape
+    of ``source``."""
 
 
 class StoredTensor(NamedTuple):
@@ -25,8 +39,8 @@ class StoredTensor(NamedTuple):
     """The model's own tensors that it is made of."""
     meta: Tensor
     """Its shape and dtype."""
-    is_view: bool
-    """Whether ``meta`` is a view of a contiguous tensor of the shape of its one source."""
+    parts: tuple[StoredPart, ...]
+    """All of it; none if it is no view, and not joined of views."""
 
 
 class Conversion:
@@ -87,6 +101,7 @@ class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources: dict[int, tuple[str, ...]] = {_storage(tensor): (name,) for name, tensor in own.items()}
         self._views = set(self._sources)
+        self._joined: dict[int, tuple[torch.Size, tuple[StoredPart, ...]]] = {}
         self._held: list[Tensor] = []  # so that no storage takes the place of another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,20 +109,53 @@ class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _aten.alias.default(args[0])
         if func is _aten._unsafe_view.default and not args[0].is_contiguous():  # a reshape that has to copy
             made: Any = torch.empty(args[1], dtype=args[0].dtype, device="meta")
+            self._joined[_storage(made)] = made.shape, self._merged(args[0], made)
         else:
             made = func(*args, **(kwargs or {}))
         given = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sources = tuple(dict.fromkeys(name for storage in given for name in self._sources.get(storage, ())))
+        if func is _aten.cat.default:
+            self._joined[_storage(made)] = made.shape, self._parts_side_by_side(*args)
         for result in (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
             self._held.append(result)
             if _storage(result) not in self._views or func._schema.is_mutable:
                 self._views.discard(_storage(result))
                 self._sources[_storage(result)] = sources
+            if func._schema.is_mutable:
+                self._joined.pop(_storage(result), None)
         return made
 
-    def trace(self, name: str, tensor: Tensor) -> StoredTensor:
+    def _parts_side_by_side(self, tensors: Sequence[Tensor], dim: int = 0) -> tuple[StoredPart, ...]:
+        """Of what these are joined to; none if one of them has none."""
+        found: list[StoredPart] = []
+        start, dim = 0, dim % tensors[0].dim()
+        for tensor in tensors:
+            parts = self._parts(tensor)
+            if not parts:
+                return ()
+            found += [part._replace(box=_moved(part.box, dim, start)) for part in parts]
+            start += tensor.shape[dim]
+        return tuple(found)
+
+    def _merged(self, tensor: Tensor, to: Tensor) -> tuple[StoredPart, ...]:
+        """Of a view, some of whose dimensions are merged; none of what else a reshape is."""
+        is_merge = _storage(tensor) in self._views and divided(tensor.shape, to.shape) is not None
+        return tuple(part._replace(box=whole_box(to)) for part in self._parts(tensor)) if is_merge else ()
+
+    def _parts(self, tensor: Tensor) -> tuple[StoredPart, ...]:
         storage = _storage(tensor)
-        return StoredTensor(name, self._sources[storage], tensor, storage in self._views)
+        if storage in self._views:
+            return (StoredPart(whole_box(tensor), self._sources[storage][0], tensor),)
+        shape, parts = self._joined.get(storage, (None, ()))
+        # nothing is known of other views of what was joined
+        return parts if tensor.shape == shape and tensor.is_contiguous() else ()
+
+    def trace(self, name: str, tensor: Tensor) -> StoredTensor:
+        return StoredTensor(name, self._sources[_storage(tensor)], tensor, self._parts(tensor))
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return (*box[:dim], slice(box[dim].start + by, box[dim].stop + by), *box[dim + 1 :])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -72,6 +72,68 @@ def test_a_rank_reads_its_own_slices_and_holds_nothing_else(run_python: Any, tmp
     assert first == float(torch.tensor(2050.0).bfloat16())
 
 
+READ_JOINED_AS_EACH_RANK = """
+import sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter
+import rlcore
+from rlcore.engines import weight_source
+from rlcore.engines.materialize import materialize
+from rlcore.engines.sharding import Sharding, own_box, shard
+from rlcore.nn import HuggingFaceTrainModule
+
+class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+    pass
+
+read, count = weight_source.TensorSlices.read, 0
+def counted(self, box):
+    global count
+    found = read(self, box)
+    count += found.nbytes
+    return found
+weight_source.TensorSlices.read = counted
+
+cpu, attention = torch.device("cpu"), [f"self_attn.{part}_proj" for part in "qkv"]
+config = Qwen2Config(vocab_size=30, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=4, bos_token_id=None, eos_token_id=None)
+for turned in [], [PermuteForRope(permute_layer_names=attention[:2])]:
+    register_checkpoint_conversion_mapping("qwen2", [
+        WeightConverter(["self_attn.wqkv"], attention, [Chunk(0), *turned]),
+        WeightConverter(["mlp.gate_up.weight"], ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(0)]),
+    ], overwrite=True)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(sys.argv[1])
+    for rank in range(3):
+        with rlcore.meta_device():
+            policy = Policy.from_pretrained(sys.argv[1])
+        source = weight_source.open_weights(policy, torch.float32)
+        assert "model.layers.1.self_attn.wqkv.weight" in source and not source.is_whole
+        join = lambda: dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        shard(policy, Sharding(), cpu, join, 3)
+        count, held = 0, 0
+        materialize(policy, source, cpu, seed=0)
+        for name, parameter in policy.named_parameters():
+            assert torch.equal(parameter.to_local(), model.get_parameter(name)[own_box(parameter)]), name
+            held += parameter.to_local().nbytes
+        print(count / held)
+        dist.destroy_process_group()
+"""
+
+
+def test_of_matrices_that_the_file_has_in_one_a_rank_reads_its_own_rows(run_python: Any, tmp_path: Path) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(READ_JOINED_AS_EACH_RANK)
+    done = run_python([str(script), str(tmp_path / "model")])
+    assert done.returncode == 0, done.stderr
+    read = list(map(float, done.stdout.split()))
+    assert read[:3] == [1.0] * 3, "joined"
+    # Rows of a head that are turned lie two by two in the file: both halves of those of each head are read twice.
+    assert len(read) == 6 and all(1.0 < share < 1.5 for share in read[3:]), "and turned"
+
+
 @pytest.fixture(scope="module")
 def policy() -> Any:
     from transformers import Qwen2ForCausalLM

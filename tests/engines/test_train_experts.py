@@ -31,6 +31,10 @@ def config_of(kind: str, common: dict[str, Any]) -> Any:
         )
     if kind == "Mixtral":  # its checkpoints have other names too: block_sparse_moe, w1, w2, w3
         return transformers.MixtralConfig(**common, num_local_experts=3)
+    if kind == "HrmText":  # its checkpoints hold in one what it has apart
+        return transformers.HrmTextConfig(
+            **common | {"num_key_value_heads": None, "num_hidden_layers": 1}, num_layers_per_stack=1, head_dim=8
+        )
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     rope = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
@@ -42,8 +46,13 @@ def config_of(kind: str, common: dict[str, Any]) -> Any:
 CLASSES = {
     "Qwen3Moe": "Qwen3MoeForCausalLM",
     "Mixtral": "MixtralForCausalLM",
+    "HrmText": "HrmTextForCausalLM",
     "Qwen3VLMoe": "Qwen3VLMoeForConditionalGeneration",
 }
+
+
+def in_weight(part: tuple[slice, ...], box: tuple[slice, ...]) -> list[tuple[int, int]]:
+    return [(at.start + side.start, at.start + side.stop) for at, side in zip(part, box, strict=True)]
 
 
 class Model:
@@ -65,8 +74,9 @@ class Model:
                 reshard(self)
                 return {
                     weight.name: [
-                        ([(side.start, side.stop) for side in box], tensor.cpu().clone())
-                        for box, tensor in own_pieces(weight.view, weight.parameter)
+                        (in_weight(part.box, box), tensor.cpu().clone())
+                        for part in weight.parts
+                        for box, tensor in own_pieces(part.view, part.parameter)
                     ]
                     for weight in self.weight_views()
                 }
@@ -78,10 +88,13 @@ class Model:
             module = self.module_class.from_pretrained(self.folder)
         engine = rlcore.TrainEngine(module)
         devices = [f"{device}:{index}" for index in range(workers)]
-        return engine.build(devices=devices, data_parallel_size=workers, launcher="process", timeout_s=120)
+        return engine.build(devices=devices, data_parallel_size=workers, launcher="process", timeout_s=250)
 
 
-@pytest.fixture(scope="module", params=["Qwen3Moe", "Mixtral", pytest.param("Qwen3VLMoe", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["Qwen3Moe", "Mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("HrmText", "Qwen3VLMoe"))],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_config: Any) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param), tiny_config)
 
