@@ -16,9 +16,10 @@ class SocketControl:
     @classmethod
     def listen(cls, path: Path) -> SocketControl:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
+            listener.bind(f"{path}.new")
             listener.listen(1)
-            listener.settimeout(60)
+            Path(f"{path}.new").rename(path)  # who sees it can connect
+            listener.settimeout(100)
             connection, _ = listener.accept()
         return cls(connection)
 

@@ -7,6 +7,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,13 +33,13 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[ControlSocket, ControlSo
     long = bytes(range(256)) * 20_000  # more than a socket holds
     sending = threading.Thread(target=lambda: [here.send(data) for data in (b"", b"one", long)])
     sending.start()
-    assert [there.recv(30) for _ in range(3)] == [b"", b"one", long]
+    assert [there.recv(60) for _ in range(3)] == [b"", b"one", long]
     sending.join()
     with pytest.raises(TimeoutError):
         there.recv(0.01)
     there.close()
     with pytest.raises(ConnectionError, match="the other end has closed"):
-        here.recv(1)
+        here.recv(60)
     here.close()
 
 
@@ -46,7 +47,7 @@ def test_what_is_no_control_channel_is_not_believed() -> None:
     ours, theirs = socket.socketpair()
     theirs.send(struct.pack("<Q", 1 << 62))
     with ours, theirs, pytest.raises(ConnectionError, match="the other end is no control channel"):
-        ControlSocket(ours).recv(1)
+        ControlSocket(ours).recv(60)
 
 
 def test_only_this_user_can_connect_and_the_socket_goes_away(tmp_path: Path) -> None:
@@ -55,17 +56,17 @@ def test_only_this_user_can_connect_and_the_socket_goes_away(tmp_path: Path) -> 
 
     def connect() -> ControlSocket:
         while not path.exists():
-            pass
+            time.sleep(0.001)
         found = ControlSocket.connect(path)
         modes.append(stat.S_IMODE(path.stat().st_mode))
         return found
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(connect)
-        with pytest.raises(SyncError, match=r"1 of 2 receivers have connected to .* within 0\.5 s"):
-            accept_controls(path, 2, timeout_s=0.5)
+        with pytest.raises(SyncError, match=r"1 of 2 receivers have connected to .* within 2 s"):
+            accept_controls(path, 2, timeout_s=2.0)
         with contextlib.closing(other.result()) as connected, pytest.raises(ConnectionError):
-            connected.recv(5)
+            connected.recv(60)
     assert modes == [0o600]
     assert not path.exists()
     with pytest.raises(SyncError, match=r"no weight sender listens at .* after 0\.1 s"):
@@ -96,7 +97,7 @@ def test_a_sender_has_several_receivers_who_commit_together(tmp_path: Path) -> N
     def receive(module: nn.Module) -> list[int]:
         control = ControlSocket.connect(tmp_path / "s")
         receiver = rlcore.WeightReceiver(module, control)
-        found = [receiver.receive(60) for _ in range(2)]
+        found = [receiver.receive(100) for _ in range(2)]
         control.close()
         return found
 

@@ -26,7 +26,7 @@ from rlcore.engines.sync.parties import LocalParties, WorkerParties
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Packing, Sender
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError, WorkerError
 from rlcore.registry import get_device
 
 SIZES = Sizes(layers=1)
@@ -194,7 +194,7 @@ Build = Callable[[], Engines]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Two shards, and two receivers on devices of their own."""
     folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
@@ -209,6 +209,17 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             train.build(data_parallel_size=2, devices=["cpu:0", "cpu:1"])
             infer.build(tensor_parallel_size=2, devices=["cpu:2", "cpu:3"], sizes=tuple(SIZES), shards=2)
             yield Engines(train, infer)
+
+
+@pytest.fixture
+def engines(built: Engines) -> Engines:
+    """All workers live, whatever became of the test before."""
+    for engine in built:
+        try:
+            engine.memory_report()
+        except (StateError, WorkerError):
+            engine.restart()
+    return built
 
 
 def before(engines: Engines, method: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +259,12 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     side, how, method, route = fault
     victim = (train if side == "trainer" else infer).executors[0].workers[1].process_id
     train.add(0.5)
-    timeout_s = 60.0 if how == "SIGKILL" else 4.0
+    timeout_s = 100.0 if how == "SIGKILL" else 5.0
     before(engines, method, lambda: os.kill(victim, getattr(signal, how)), monkeypatch)
     started = time.monotonic()
     with pytest.raises(RlcoreError) as caught:
         train.sync_weights(infer, route=route, slab_bytes=SLAB, timeout_s=timeout_s)
-    assert time.monotonic() - started < timeout_s + 25, "and what is given up may take some seconds more"
+    assert time.monotonic() - started < timeout_s + 60, "and what is given up may take some seconds more"
     monkeypatch.undo()
     told = "".join([str(caught.value), str(caught.value.__cause__), *getattr(caught.value, "__notes__", [])])
     # In a group a rank that waits names the one that it waits for, which may wait for the victim itself.

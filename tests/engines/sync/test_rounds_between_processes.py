@@ -116,7 +116,7 @@ def test_verify_compares_with_the_engines_own_loader(trainer: Any, grid: rlcore.
 def test_through_a_group_of_all(trainer: Any, apart: rlcore.InferenceEngine, grid: rlcore.InferenceEngine) -> None:
     for _ in range(2):
         trainer.add(0.125)
-        report = trainer.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=60)
+        report = trainer.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=100)
         assert (report.route, report.handles_opened) == ("collective", 0)
         check(trainer, apart, 1, torch.float32)
     with pytest.raises(UnsupportedError, match="it takes a process for each, and 1 hold both a trainer rank and"):
@@ -144,7 +144,7 @@ def test_weights_that_are_loaded_by_the_engine_cannot_be_staged(trainer: Any, ap
 def test_offloading_the_trainer_takes_its_exports_back(trainer: Any, apart: rlcore.InferenceEngine) -> None:
     """Last, as the host's weights cannot be offloaded once they are shared."""
     trainer.add(0.5)
-    first = trainer.sync_weights(apart, route="direct", timeout_s=60)
+    first = trainer.sync_weights(apart, route="direct", timeout_s=100)
     assert first.route == "direct"
     assert first.handles_opened > 0
     check(trainer, apart, 1, torch.float32)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,12 @@ def test_a_receiver_that_ends_or_stops_is_named_in_time(other: Other, control: S
     sender = rlcore.WeightSender(tensors(1.0), control)
     sender.send()
     os.kill(other.process.pid, signal.SIGSTOP)
-    with pytest.raises(SyncError, match=r"the receiver did not answer begin\(\) within 0\.\d+ s"):
-        sender.send(timeout_s=1.0)
+    with pytest.raises(SyncError, match=r"the receiver did not answer begin\(\) within [\d.]+ s"):
+        sender.send(timeout_s=2.0)
     other.process.kill()
     other.process.wait()
     with pytest.raises(SyncError, match=r"the receiver is gone; begin\(\) found"):
-        sender.send(timeout_s=5.0)
+        sender.send(timeout_s=60.0)
     sender.close()
 
 
@@ -169,13 +170,14 @@ sender.send(slab_bytes=1 << 16)
     with subprocess.Popen([sys.executable, "-c", code, str(path), str(bucket)], env=environment) as process:
         while not path.exists():
             assert process.poll() is None
+            time.sleep(0.01)
         model = torch.nn.Linear(300, 300, bias=False)
         control = SocketControl.connect(path)
         receiver = rlcore.WeightReceiver(model, control)
-        assert receiver.receive(timeout_s=30) == 1
+        assert receiver.receive(timeout_s=100) == 1
         state = "are whole" if is_whole else "are a mixture: do not use them"
         with pytest.raises(SyncError, match=rf"the sender is gone: .* The model's weights {state}"):
-            receiver.receive(timeout_s=30)
+            receiver.receive(timeout_s=100)
         assert receiver.is_whole == is_whole
         receiver.close()
         control.close()

@@ -22,7 +22,7 @@ def main(path: str, device: str = "cpu") -> None:
     receiver = rlcore.WeightReceiver(model, SocketControl.connect(Path(path)))
     while True:
         try:
-            version = receiver.receive(timeout_s=30)
+            version = receiver.receive(timeout_s=100)
         except SyncError as error:
             print(json.dumps({"error": str(error), "is_whole": receiver.is_whole}), flush=True)
             if "is gone" in str(error):
