@@ -53,11 +53,15 @@ class Comparison:
     differences: dict[str, tuple[str, str]]
     """Machine, versions, driver, commit, environment: name -> (a, b), where they differ."""
     is_same_device: bool
+    is_same_code: bool
+    """Of one commit without changes."""
     rows: list[Row] = field(default_factory=list)
 
     @property
     def statement(self) -> str:
         """What the ratios compare."""
+        if self.is_same_device and self.is_same_code:
+            return "Both runs are of the same commit and kind of device: a ratio is chance, or what is listed above."
         if self.is_same_device:
             return "Both runs are of the same kind of device: a ratio is the effect of what differs above."
         return (
@@ -68,6 +72,11 @@ class Comparison:
     @property
     def regressions(self) -> list[Row]:
         return [row for row in self.rows if row.is_regression]
+
+    @property
+    def compared(self) -> list[Row]:
+        """Those of which something can be said."""
+        return [row for row in self.rows if row.verdict in ("about equal", "faster", "slower")]
 
     @property
     def geometric_mean(self) -> float | None:
@@ -96,7 +105,13 @@ def compare(a: Record, b: Record, *, names: tuple[str, str], prices: Mapping[str
         row = _row(results_a.get(key), results_b.get(key), ratio, (price_a, price_b))
         if row is not None:
             rows.append(row)
-    return Comparison(names[0], names[1], what_differs(a, b), device_of(a) == device_of(b), rows)
+    return Comparison(*names, what_differs(a, b), device_of(a) == device_of(b), _is_same_code(a, b), rows)
+
+
+def _is_same_code(a: Record, b: Record) -> bool:
+    commits = {commit for record in (a, b) for commit in [record.commit, *(call.commit for call in record.calls)]}
+    (commit, *others) = commits
+    return not others and commit is not None and not commit.endswith("-modified")
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:

@@ -160,6 +160,11 @@ def compare_records(
     else:
         for one in found:
             print_comparison(one)
+    if fail_on_regression and not all(one.compared or one.regressions for one in found):
+        raise BenchError(
+            "--fail-on-regression found no result that both runs have and that can be compared; give both the same "
+            "cases, and rounds enough"
+        )
     raise typer.Exit(int(fail_on_regression and any(one.regressions for one in found)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +112,8 @@ def print_comparison(found: Comparison) -> None:
     shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
     print(", ".join(dict.fromkeys(shown)) + mean)
+    if noises := [row.difference.noise for row in found.compared if row.difference]:
+        print(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
 
 
 def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
@@ -135,7 +138,7 @@ def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
         seconds(row.median_b),
         f"{found.ratio:.3f}",
         f"{found.low:.3f} to {found.high:.3f}",
-        f"{found.noise:.1%}",
+        f"{found.noise:.1%}" if math.isfinite(found.noise) else "unknown",
         f"{found.p:.1g}",
         f"{row.verdict}: {row.reason}" if row.reason else row.verdict,
         *costs * has_prices,

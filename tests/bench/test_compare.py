@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,8 @@ def test_command_prints_ratios_and_what_they_compare(command: Callable[..., Any]
     shown = command("before.json", "after.json", "--price", "before=2", "--price", "after=1")
     assert shown.exit_code == 0
     assert "1 about equal, 0 faster, 1 slower" in shown.stdout
-    assert "same kind of device" in shown.stdout and "cost ratio" in shown.stdout
+    assert "of the same commit and kind of device" in shown.stdout and "cost ratio" in shown.stdout
+    assert re.search(r"^What is less than the noise was not seen: .*% at best, .*% at worst\.$", shown.stdout, re.M)
     rows = json.loads(command("before.json", "after.json", "--json").stdout)[0]["rows"]
     assert [row["verdict"] for row in rows] == ["slower", "about equal"]
 
@@ -295,3 +297,26 @@ def test_command_gates_on_a_regression_of_the_same_device(command: Callable[...,
     stacks = command("before.json", "gpu.json", "--fail-on-regression")
     assert stacks.exit_code == 1 and "takes runs of the same kind of device" in str(stacks.exception)
     assert "compare takes two records or more, got 1" in str(command("before.json").exception)
+
+
+def test_gate_does_not_open_where_nothing_could_be_compared(command: Callable[..., Any], tmp_path: Path) -> None:
+    write(record(timed("c", np.random.default_rng(1))), tmp_path / "other.json")
+    write(record(timed("a", np.random.default_rng(1), rounds=1, n=1)), tmp_path / "short.json")
+    for name, word in (("other.json", "only in the"), ("short.json", "unknown")):
+        shown = command(name, "before.json" if word.startswith("only") else name, "--fail-on-regression")
+        assert shown.exit_code == 1 and word in shown.stdout
+        assert str(shown.exception).startswith("--fail-on-regression found no result that both runs have")
+
+
+@pytest.mark.parametrize(
+    ("commits", "told"),
+    [
+        (("a", "a"), "of the same commit"),
+        (("a", "b"), "same kind of device: a ratio is the effect"),
+        (("a-modified", "a-modified"), "same kind of device: a ratio is the effect"),
+        ((None, None), "same kind of device: a ratio is the effect"),
+    ],
+)
+def test_two_runs_of_the_same_commit_are_called_that(commits: tuple[str | None, str | None], told: str) -> None:
+    found = [msgspec.structs.replace(record(), commit=commit, calls=[]) for commit in commits]
+    assert told in compare(found[0], found[1], names=NAMES).statement
