@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,23 @@ def run_python() -> RunPython:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=250,
             check=False,
         )
 
     return run
+
+
+@pytest.fixture
+def times_as_long() -> Callable[[Callable[[], Any], Callable[[], Any]], float]:
+    """How many times as long a call takes as another: the fastest of many short runs of both, by turns.
+
+    A machine five times slower is so for both, and what else it does only makes a run slower.
+    """
+
+    def compare(call: Callable[[], Any], beside: Callable[[], Any]) -> float:
+        runs = [[timeit.timeit(each, number=1000) for each in (call, beside)] for _ in range(200)]
+        found, reference = map(min, zip(*runs, strict=True))
+        return found / reference
+
+    return compare

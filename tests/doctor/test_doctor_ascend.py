@@ -203,6 +203,7 @@ def test_a_machine_that_is_wrong_everywhere(tmp_path: Path, run_python: Any) -> 
     install(tmp_path, "vllm-ascend", "0.23.0", *PINS)
     install(tmp_path, "vllm", "0.33.0")
     environ = cann(tmp_path / "cann", "8.5.0") | {"PYTHONPATH": str(tmp_path), "RLCORE_RUNTIME": str(tmp_path / "run")}
+    environ |= {"RLCORE_PROBE_TIMEOUT_S": "120"}  # for its process of devices, on a busy machine
     both = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     result = run_python(["-m", "rlcore", "doctor", "--json"], env=environ | both)
     assert result.returncode == 1, result.stderr

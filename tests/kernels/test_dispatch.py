@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -107,15 +107,9 @@ def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "add for float32 on cpu runs as 'even' (refused: " in caplog.text
 
 
-def test_a_warm_choice_takes_less_than_a_microsecond() -> None:
+def test_a_warm_choice_takes_a_few_calls_of_nothing(times_as_long: Any) -> None:
     choose("add", QUERY)
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(1000):
-            choose("add", QUERY)
-        best = min(best, (time.perf_counter() - start) / 1000)
-    assert best < 1e-6
+    assert times_as_long(lambda: choose("add", QUERY), lambda: None) < 20
 
 
 def test_operators_run_what_was_asked_for() -> None:
