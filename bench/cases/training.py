@@ -2,8 +2,9 @@
 
 Both train the same model from the same weights on the same tokens, with the same packed attention, compiled blocks,
 recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them. Where
-neither recomputes, the engine is shown once more as it recomputes what is cheap, which the plain loop does not. Each
-contender is built, warmed up, timed and closed before the next, so that each has the devices to itself.
+neither recomputes, the engine is shown once more as it recomputes what is cheap, which the plain loop does not; and on
+one device of several, for what each of several does of that. Each contender is built, warmed up, timed and closed
+before the next, so that each has the devices to itself.
 """
 
 from __future__ import annotations
@@ -269,17 +270,15 @@ def _prepare(dense: Dense, device: Any) -> Work:
     )
     model.config()  # transformers is there
     count = _WARM_UP + _STEPS
-    even = [_batch([tokens // _PER_DEVICE] * _PER_DEVICE, num_devices, model.vocabulary)] * count
-    uneven = [
-        _batch([length * tokens // _TOKENS for length in lengths], num_devices, model.vocabulary)
-        for lengths in (_UNEVEN * count)[:count]
-    ]
-    first_losses: dict[str, float] = {}
+    of_lengths = {
+        "equal": [[tokens // _PER_DEVICE] * _PER_DEVICE] * count,
+        "uneven": [[length * tokens // _TOKENS for length in some] for some in (_UNEVEN * count)[:count]],
+    }
+    first_losses: dict[tuple[str, int], float] = {}
 
-    def contender(
-        name: str, run: Callable[[_Job, Any], _Steps], batches: list[dict[str, Tensor]], job: _Job = job
-    ) -> Contender:
-        lengths = "equal" if batches is even else "uneven"
+    def contender(name: str, run: Callable[[_Job, Any], _Steps], lengths: str, job: _Job = job) -> Contender:
+        num = len(job.device_names)
+        batches = [_batch(some, num, model.vocabulary) for some in of_lengths[lengths]]
 
         def run_alone() -> _Steps:
             gc.collect()
@@ -288,7 +287,7 @@ def _prepare(dense: Dense, device: Any) -> Work:
             return run(job, batches)
 
         def check(done: _Steps) -> None:
-            expected = first_losses.setdefault(lengths, done.loss)
+            expected = first_losses.setdefault((lengths, num), done.loss)
             expect(abs(done.loss - expected) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {expected}")
 
         return Contender(
@@ -297,23 +296,26 @@ def _prepare(dense: Dense, device: Any) -> Work:
             check=check,
             seconds=lambda done: statistics.median(done.seconds),
             quantities=lambda done: _quantities(done, tokens, is_counted=not is_host),
-            params={"lengths": lengths, "recompute": str(job.recomputes)},
+            params={"lengths": lengths, "recompute": str(job.recomputes), "devices": num},
             limits={}
             if is_host
             else {f"product/{str(job.compute_dtype).removeprefix('torch.')}": 6 * model.num_multiplied * tokens},
         )
 
-    contenders = [contender("torch FSDP2", _plain_steps, even), contender("engine", _engine_steps, even)]
-    if dense is not QWEN_7B:  # a question of attention, and one model answers it
-        contenders.append(contender("engine", _engine_steps, uneven))
+    plain, engine = ("torch FSDP2", _plain_steps), ("engine", _engine_steps)
+    contenders = [contender(*plain, "equal"), contender(*engine, "equal")]
+    if dense is not QWEN_7B:  # questions of attention and of the host, and one model answers them
+        contenders += [contender(*one, "uneven") for one in ([engine] if is_host else [plain, engine])]
     if not job.recomputes:
-        contenders.append(contender("engine", _engine_steps, even, job._replace(recomputes="selective")))
+        contenders.append(contender(*engine, "equal", job._replace(recomputes="selective")))
+    if num_devices > 1 and dense is not QWEN_7B:
+        alone = job._replace(device_names=job.device_names[:1])
+        contenders.append(contender("engine on one device", _engine_steps, "equal", alone))
     return Work(
         contenders=tuple(contenders),
         params={
             "model": model.name,
             "tokens": tokens,
-            "devices": num_devices,
             "dtype": str(job.compute_dtype).removeprefix("torch."),
         },
         num_runs=1,
@@ -337,7 +339,7 @@ dense_1_5b_case = Case(
     description="a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
     prepare=functools.partial(_prepare, QWEN_1_5B),
     effort="full",
-    estimate_s=105.0,
+    estimate_s=130.0,
 )
 dense_7b_case = Case(
     name="train/dense_7b",
