@@ -76,11 +76,15 @@ class LinearHead:
             return None
         return (logits_TV / self.softcap).square_().neg_().add_(1)
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(len(a), b.shape[1], dtype=self.wide, device=a.device)
         if not (a.numel() and b.numel()):  # what torch.mm(out_dtype=) does then is not said
-            return torch.zeros(len(a), b.shape[1], dtype=self.wide, device=a.device)
+            return out.zero_()
         with self._unlowered():
-            return a @ b if self.operand == self.wide else torch.mm(a, b, out_dtype=self.wide)
+            if self.operand == self.wide:
+                return torch.mm(a, b, out=out)
+            return torch.mm(a, b, out_dtype=self.wide, out=out)
 
     def accumulate(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a b"""
@@ -114,11 +118,11 @@ class HeadGradients:
     ) -> None:
         self._head, self._needs, self._shard, self._product_rows = head, needs, shard, product_rows
         self._sums: list[Work] = []
-        new = functools.partial(torch.zeros, dtype=head.wide, device=head.weight_VH.device)
+        options: Any = {"dtype": head.wide, "device": head.weight_VH.device}
         vocab_size, hidden_size = head.weight_VH.shape
-        self.hidden_TH = new(num_rows, hidden_size) if needs.hidden else None
+        self.hidden_TH = torch.empty(num_rows, hidden_size, **options) if needs.hidden else None
         self.weight_VH: Tensor | None = None  # begun by the first chunk, which need not read it
-        self.bias_V = new(vocab_size) if needs.bias else None
+        self.bias_V = torch.zeros(vocab_size, **options) if needs.bias else None
 
     def add(self, rows: slice, dlogits_TV: Tensor, slope_TV: Tensor | None, hidden_TH: Tensor) -> None:
         """Take in a chunk: its place, the gradient of its logits (overwritten), its hidden states."""
@@ -130,7 +134,7 @@ class HeadGradients:
         if self.hidden_TH is not None:
             chunk_TH = self.hidden_TH[rows]
             for run in row_chunks(len(operand_TV), self._product_rows or max(len(operand_TV), 1)):
-                chunk_TH[run] = self._head.product(operand_TV[run], self._head.weight_VH)
+                self._head.product(operand_TV[run], self._head.weight_VH, out=chunk_TH[run])
             if self._shard is not None:
                 self._sums.append(self._shard.sum_begun(chunk_TH))
         if not self._needs.weight:

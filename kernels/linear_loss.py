@@ -25,7 +25,7 @@ from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_tas
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
-from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, weighted_loss
+from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, token_values, weighted_sum
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging, unlowered
@@ -42,10 +42,10 @@ def linear_loss_reference(
     """The definition."""
     scores = linear_logprob_reference(hidden_TH, weight_VH, bias_V, task)
     extra = sequence_entries(loss.cu_seqlens, loss.tokens)
-    total, stats = weighted_loss(loss.loss_fn, *scores, loss.tokens, extra)
+    value_T, stats = token_values(loss.loss_fn, *scores, loss.tokens, extra)
     statistics = Statistics()
-    statistics.add(stats, loss.tokens)
-    return LossOutput(total, statistics.result())
+    statistics.add(stats)
+    return LossOutput(weighted_sum(value_T, loss.tokens), statistics.result(loss.tokens))
 
 
 class _HeadWork(SummingWork):
@@ -56,7 +56,7 @@ class _HeadWork(SummingWork):
         self.dtype = self.head.wide
         self._hidden_TH, self._task = inputs.hidden.detach(), task
         self._gradients = HeadGradients(self.head, needs, len(inputs.hidden), task.shard) if any(needs) else None
-        self._last: tuple[slice, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
+        self._last: tuple[slice, Rows, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None  # room for this chunk
@@ -65,7 +65,7 @@ class _HeadWork(SummingWork):
         logits_TV = self.head.logits(known_TH)
         slope_TV = None if self._gradients is None else self.head.softcap_slope(logits_TV)
         found = self._statistics_(logits_TV, rows)
-        self._last = (chunk, known_TH, logits_TV, slope_TV, found)
+        self._last = (chunk, rows, known_TH, logits_TV, slope_TV, found)
         return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
 
     def _statistics_(self, logits_TV: Tensor, rows: Rows) -> RowStatistics:
@@ -75,8 +75,9 @@ class _HeadWork(SummingWork):
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
-        chunk, known_TH, exp_TV, slope_TV, found = self._last
-        dlogits_TV = gradient_(exp_TV, self._task.rows.at(chunk), found, g_logprob_T, g_entropy_T)
+        chunk, rows, known_TH, exp_TV, slope_TV, found = self._last
+        g_logprob_T, g_entropy_T = rows.known_vector(g_logprob_T), rows.known_vector(g_entropy_T)
+        dlogits_TV = gradient_(exp_TV, rows, found, g_logprob_T, g_entropy_T)
         self._gradients.add(chunk, dlogits_TV, slope_TV, known_TH)
 
     def totals(self) -> Totals:
@@ -195,8 +196,8 @@ def _check_tokens(hidden: Tensor, per_token: Mapping[str, Tensor], token_weight:
 
 def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Tokens of weight 0 become ignored, and ignored tokens get weight 0."""
-    is_counted_T = (target_T != ignore_index) & (weight_T != 0)
-    return weight_T.masked_fill(~is_counted_T, 0.0), target_T.masked_fill(~is_counted_T, ignore_index)
+    is_left_out_T = (target_T == ignore_index) | (weight_T == 0)
+    return weight_T.masked_fill(is_left_out_T, 0.0), target_T.masked_fill(is_left_out_T, ignore_index)
 
 
 def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int) -> list[int]:

@@ -18,7 +18,7 @@ from rlcore.kernels.chunks import row_chunks, rows_per_chunk
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals, rounded
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks
-from rlcore.kernels.rows import RowStatistics
+from rlcore.kernels.rows import Rows, RowStatistics
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_rows import row_gradient, row_statistics
 
@@ -91,7 +91,7 @@ class _RowWork(SummingWork):
         self._head, needs = LinearHead(inputs.weight, inputs.bias, None), Needs.of(*inputs)
         self._hidden_TH, self._task = inputs.hidden.detach(), task
         self._gradients = HeadGradients(self._head, needs, len(inputs.hidden)) if any(needs) else None
-        self._last: tuple[slice, Tensor, Tensor, RowStatistics] | None = None
+        self._last: tuple[slice, Rows, Tensor, Tensor, RowStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None  # room for this chunk
@@ -99,14 +99,14 @@ class _RowWork(SummingWork):
         known_TH = rows.known(self._hidden_TH[chunk])
         logits_TV = self._head.logits(known_TH)
         found = row_statistics(logits_TV, rows, with_entropy=self._task.with_entropy, softcap=self._task.softcap)
-        self._last = (chunk, known_TH, logits_TV, found)
+        self._last = (chunk, rows, known_TH, logits_TV, found)
         return found.logprob, found.entropy
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
-        chunk, known_TH, logits_TV, found = self._last
-        rows, softcap, out = self._task.rows.at(chunk), self._task.softcap, _room(self._head, logits_TV)
-        row_gradient(logits_TV, rows, found, g_logprob_T, g_entropy_T, out=out, softcap=softcap)
+        chunk, rows, known_TH, logits_TV, found = self._last
+        out = _room(self._head, logits_TV)
+        row_gradient(logits_TV, rows, found, g_logprob_T, g_entropy_T, out=out, softcap=self._task.softcap)
         self._gradients.add(chunk, out, None, known_TH)
 
     def totals(self) -> Totals:

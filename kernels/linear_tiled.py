@@ -166,7 +166,7 @@ class _TiledWork(SummingWork):
         wave = rows_of_a_wave(hidden_TH.shape[1], hidden_TH.device)
         self._gradients = HeadGradients(head, needs, len(hidden_TH), product_rows=wave) if has_gradients else None
         self._buffer_TV = pitched(rows_per_chunk if has_gradients else 0, len(weight_VH), hidden_TH, torch.float16)
-        self._last: tuple[slice, Tensor, Tensor, TileStatistics] | None = None
+        self._last: tuple[slice, Rows, Tensor, Tensor, TileStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
         self._last = None
@@ -182,7 +182,7 @@ class _TiledWork(SummingWork):
             exponentials_TV=exponentials_TV,
         )
         if exponentials_TV is not None:
-            self._last = (chunk, known_TH, exponentials_TV, found)
+            self._last = (chunk, rows, known_TH, exponentials_TV, found)
         return found.logprob, found.entropy
 
     def _room(self, num_rows: int) -> Tensor:
@@ -194,8 +194,7 @@ class _TiledWork(SummingWork):
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
-        chunk, known_TH, exponentials_TV, found = self._last
-        rows = self._rows.at(chunk)
+        chunk, rows, known_TH, exponentials_TV, found = self._last
         slopes = LogitSlopes.of(rows, found, g_logprob_T, g_entropy_T)
         dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, found, slopes)
         self._gradients.add(chunk, dlogits_TV, None, known_TH)

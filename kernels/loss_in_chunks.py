@@ -20,7 +20,13 @@ from torch.autograd.function import once_differentiable
 from rlcore.kernels.chunks import row_chunks, sequence_chunks
 from rlcore.kernels.head_task import HeadInputs
 from rlcore.kernels.linear_head import Needs, Totals
-from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, loss_and_gradients, weighted_loss
+from rlcore.kernels.losses.evaluate import (
+    Statistics,
+    TokenInputs,
+    token_values,
+    values_and_gradients,
+    weighted_sum,
+)
 from rlcore.kernels.losses.interface import LossFn
 
 
@@ -59,7 +65,7 @@ class ChunkWork(ABC):
 
     @abstractmethod
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
-        """Take in the gradients of what ``statistics`` last returned."""
+        """Take in the gradients of what ``statistics`` last returned; those of ignored rows may be anything."""
 
     @abstractmethod
     def gradients(self, inputs: HeadInputs) -> KnownGradients:
@@ -130,17 +136,18 @@ class _KnownGradients(torch.autograd.Function):
 def _summed(
     work: ChunkWork, loss: LossTask, chunks: Iterable[tuple[slice, list[int] | None]], *, with_gradients: bool
 ) -> LossOutput:
-    total = torch.zeros((), dtype=work.dtype, device=loss.tokens.weight.device)
+    values: list[Tensor] = []
     statistics = Statistics()
     for chunk, cu_seqlens in chunks:
         logprob_T, entropy_T = work.statistics(chunk)
         here = loss.tokens.at(chunk)
         extra = sequence_entries(cu_seqlens, here)
         if with_gradients:
-            part, stats, *upstream = loss_and_gradients(loss.loss_fn, logprob_T, entropy_T, here, extra)
+            value_T, stats, *upstream = values_and_gradients(loss.loss_fn, logprob_T, entropy_T, here, extra)
             work.add_gradients(*upstream)
         else:
-            part, stats = weighted_loss(loss.loss_fn, logprob_T, entropy_T, here, extra)
-        total += part
-        statistics.add(stats, here)
-    return LossOutput(total, statistics.result())
+            value_T, stats = token_values(loss.loss_fn, logprob_T, entropy_T, here, extra)
+        values.append(value_T)
+        statistics.add(stats)
+    total = weighted_sum(torch.cat(values), loss.tokens)
+    return LossOutput(total.to(work.dtype), statistics.result(loss.tokens))

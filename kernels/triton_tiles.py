@@ -54,7 +54,7 @@ TILE_T, TILE_V, TILE_H = 128, 256, 64
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _SCALED_BLOCK = 4096
 _IN_PLACE = {"BV": TILE_V, "TILES": 16, "num_warps": 4}
-_TARGET_ROWS = 256
+_TARGET_ROWS = _SLOPE_ROWS = 256
 _BUSY = 0.95
 _PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "GROUP": 16, "num_warps": 8, "num_stages": 3}
 
@@ -219,6 +219,25 @@ def _target_kernel(
 
 
 @triton.jit
+def _slopes_kernel(
+    is_ignored, sharpness_T, entropy, g_logprob, g_entropy, slant, bend, jump, T, BT: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    is_row = t < T
+    is_known = tl.load(is_ignored + t, mask=is_row, other=1) == 0
+    k = tl.load(sharpness_T + t, mask=is_known, other=0.0)
+    g = tl.zeros([BT], tl.float32)
+    if g_logprob is not None:
+        g += tl.load(g_logprob + t, mask=is_known, other=0.0) * k
+    tl.store(jump + t, g, mask=is_row)
+    if bend is not None:
+        g_bar = tl.load(g_entropy + t, mask=is_known, other=0.0) * k
+        tl.store(bend + t, -g_bar * LN_2, mask=is_row)
+        g += g_bar * tl.load(entropy + t, mask=is_known, other=0.0)
+    tl.store(slant + t, -g, mask=is_row)
+
+
+@triton.jit
 def _scaled_kernel(x, factor, out, num_elements, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < num_elements) * tl.load(factor)
@@ -247,11 +266,14 @@ class LogitSlopes(NamedTuple):
     def of(
         rows: Rows, statistics: TileStatistics, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None
     ) -> LogitSlopes:
-        known = [None if g is None else rows.known_vector(g) * rows.sharpness for g in (g_logprob_T, g_entropy_T)]
-        jump_T = torch.zeros_like(statistics.logprob) if known[0] is None else known[0]
-        if known[1] is None or statistics.entropy is None:
-            return LogitSlopes(-jump_T, None, jump_T)
-        return LogitSlopes(-(jump_T + known[1] * statistics.entropy), known[1] * -LN_2.value, jump_T)
+        given = (None if g_T is None else g_T.contiguous() for g_T in (g_logprob_T, g_entropy_T))
+        slant_T, jump_T = (torch.empty_like(statistics.logprob) for _ in range(2))
+        bend_T = None if g_entropy_T is None or statistics.entropy is None else torch.empty_like(slant_T)
+        _slopes_kernel[(triton.cdiv(len(slant_T), _SLOPE_ROWS),)](
+            rows.is_ignored, rows.sharpness, statistics.entropy, *given, slant_T, bend_T, jump_T, len(slant_T),
+            BT=_SLOPE_ROWS,
+        )  # fmt: skip
+        return LogitSlopes(slant_T, bend_T, jump_T)
 
     def at(self, chunk: slice) -> LogitSlopes:
         return LogitSlopes(*(None if values is None else values[chunk] for values in self))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
 from rlcore.kernels.advantages import group_advantage
 from rlcore.kernels.losses.combine import combine
-from rlcore.kernels.losses.evaluate import TokenInputs, loss_and_gradients
+from rlcore.kernels.losses.evaluate import TokenInputs, values_and_gradients, weighted_sum
 from rlcore.kernels.losses.penalty import entropy_bonus, kl
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns import discounted_return, gae
@@ -129,9 +129,9 @@ def _prepare_loss(device: Any) -> Work:
     plain = combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
 
     def call(loss_fn: Any) -> Sequence[Tensor]:
-        loss, _, g_logprob_T, g_entropy_T = loss_and_gradients(loss_fn, logprob_T, entropy_T, tokens, {})
+        value_T, _, g_logprob_T, g_entropy_T = values_and_gradients(loss_fn, logprob_T, entropy_T, tokens, {})
         assert g_logprob_T is not None and g_entropy_T is not None
-        return loss, g_logprob_T, g_entropy_T
+        return weighted_sum(value_T, tokens), g_logprob_T, g_entropy_T
 
     calls: dict[str, Call] = {"plain": functools.partial(call, plain)}
     if not device.spec.is_host:

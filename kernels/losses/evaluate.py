@@ -1,4 +1,4 @@
-"""Run a loss function on some tokens: its weighted sum, its gradients and its statistics.
+"""Run a loss function on some tokens: its value, its gradients and its statistics.
 
     loss = sum_t weight[t] * value[t]
 
@@ -8,6 +8,7 @@ in them cannot matter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,8 +18,6 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 
-_ENDINGS = ("_mean", "_sum", "_min", "_max")
-
 
 class TokenInputs(NamedTuple):
     """What a loss reads besides log-probabilities, and which tokens count."""
@@ -26,13 +25,16 @@ class TokenInputs(NamedTuple):
     per_token: Mapping[str, Tensor]
     """0 for tokens that do not count"""
     weight: Tensor
+    """0 for tokens that do not count"""
     is_counted: Tensor
 
     @staticmethod
     def of(per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor) -> TokenInputs:
+        is_left_out = ~is_counted
+
         def counted(values: Tensor) -> Tensor:
             trailing = (1,) * (values.dim() - 1)
-            return values.masked_fill(~is_counted.view(-1, *trailing), 0.0) if values.is_floating_point() else values
+            return values.masked_fill(is_left_out.view(-1, *trailing), 0.0) if values.is_floating_point() else values
 
         return TokenInputs({name: counted(values) for name, values in per_token.items()}, weight, is_counted)
 
@@ -41,14 +43,14 @@ class TokenInputs(NamedTuple):
         return TokenInputs(sliced, self.weight[chunk], self.is_counted[chunk])
 
 
-def weighted_loss(
+def token_values(
     loss_fn: LossFn,
     logprob_T: Tensor,
     entropy_T: Tensor | None,
     tokens: TokenInputs,
     extra: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar loss, differentiable in its inputs, and the statistics of each token.
+    """The loss of each token, before weighting, and its statistics; anything for tokens that do not count.
 
     Raises:
         InvalidInputError: the loss function returned something else than [t] vectors.
@@ -57,36 +59,39 @@ def weighted_loss(
     check_vector("its value", value_T, logprob_T, loss_fn)
     for name, values_T in stats.items():
         check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
-        if not name.endswith(_ENDINGS):
+        if not name.endswith(tuple(_REDUCTIONS)):
             raise InvalidInputError(
-                f"{loss_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_ENDINGS)}, "
+                f"{loss_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_REDUCTIONS)}, "
                 "which says how it is reduced over tokens"
             )
     if entropy_T is not None:
         stats = {"entropy_mean": entropy_T} | stats
-    kept_T = torch.where(tokens.is_counted, value_T, 0.0)
-    return (kept_T * tokens.weight).sum(), stats
+    return value_T, stats
 
 
-def loss_and_gradients(
+def values_and_gradients(
     loss_fn: LossFn,
     logprob_T: Tensor,
     entropy_T: Tensor | None,
     tokens: TokenInputs,
     extra: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None, Tensor | None]:
-    """Also the gradients for log-probability and entropy: 0 for masked tokens, None if unused."""
+    """Also the gradients of the weighted sum for log-probability and entropy: None if unused."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (logprob_T, entropy_T) if x is not None]
-        loss, stats = weighted_loss(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
-        if not loss.requires_grad:
+        value_T, stats = token_values(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
+        if not value_T.requires_grad:
             raise InvalidInputError(
                 f"{loss_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be "
                 "learnt; was one of them detached?"
             )
-        found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    counted = [None if g is None else torch.where(tokens.is_counted, g, 0.0) for g in found]
-    return loss.detach(), stats, counted[0], (*counted, None)[1]
+        # The sum itself waits for all chunks: its and its gradient's kernels would keep the products waiting.
+        found = torch.autograd.grad(value_T, inputs, tokens.weight.to(value_T.dtype), allow_unused=True)
+    return value_T.detach(), stats, found[0], (*found, None)[1]
+
+
+def weighted_sum(value_T: Tensor, tokens: TokenInputs) -> Tensor:
+    return (torch.where(tokens.is_counted, value_T, 0.0) * tokens.weight).sum()
 
 
 class Statistics:
@@ -94,28 +99,41 @@ class Statistics:
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
-        self._tokens: list[TokenInputs] = []
 
-    def add(self, stats: Mapping[str, Tensor], tokens: TokenInputs) -> None:
-        self._tokens.append(tokens)
+    def add(self, stats: Mapping[str, Tensor]) -> None:
         for name, values_T in stats.items():
-            self._values.setdefault(name, []).append(values_T.detach().to(tokens.weight.dtype))
+            self._values.setdefault(name, []).append(values_T.detach())
 
-    def result(self) -> dict[str, Tensor]:
-        """Scalars by name. Of no tokens a sum is 0, a mean NaN, a minimum inf and a maximum -inf."""
-        is_counted_T = torch.cat([tokens.is_counted for tokens in self._tokens])
-        weight_T = torch.cat([tokens.weight for tokens in self._tokens]).masked_fill(~is_counted_T, 0.0)
-        return {name: _reduced(name, torch.cat(parts), weight_T, is_counted_T) for name, parts in self._values.items()}
+    def result(self, tokens: TokenInputs) -> dict[str, Tensor]:
+        """Scalars by name, of all ``tokens``. Of none a sum is 0, a mean NaN, a minimum inf and a maximum -inf."""
+        values = {name: torch.cat(parts).to(tokens.weight.dtype) for name, parts in self._values.items()}
+        found: dict[str, Tensor] = {}
+        for ending, reduced in _REDUCTIONS.items():
+            if names := [name for name in values if name.endswith(ending)]:
+                values_NT = torch.stack([values[name] for name in names])
+                found |= zip(names, reduced(values_NT, tokens), strict=True)
+        return {name: found[name] for name in values}
 
 
-def _reduced(name: str, values_T: Tensor, weight_T: Tensor, is_counted_T: Tensor) -> Tensor:
-    if name.endswith(("_min", "_max")):
-        nothing = float("inf") if name.endswith("_min") else float("-inf")
-        # one more element, so that no token at all is no error
-        kept_T = torch.nn.functional.pad(torch.where(is_counted_T, values_T, nothing), (0, 1), value=nothing)
-        return kept_T.amin() if name.endswith("_min") else kept_T.amax()
-    kept_T = torch.where(is_counted_T, values_T, 0.0)
-    return (kept_T * weight_T).sum() / weight_T.sum() if name.endswith("_mean") else kept_T.sum()
+def _mean(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
+    kept_NT = torch.where(tokens.is_counted, values_NT, 0.0)
+    return (kept_NT * tokens.weight).sum(1) / tokens.weight.sum()
+
+
+def _sum(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
+    return torch.where(tokens.is_counted, values_NT, 0.0).sum(1)
+
+
+def _min(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
+    kept_NT = torch.where(tokens.is_counted, values_NT, math.inf)
+    return torch.nn.functional.pad(kept_NT, (0, 1), value=math.inf).amin(1)  # one more, so that no token is no error
+
+
+def _max(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
+    return -_min(-values_NT, tokens)
+
+
+_REDUCTIONS = {"_mean": _mean, "_sum": _sum, "_min": _min, "_max": _max}
 
 
 def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:

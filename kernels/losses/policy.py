@@ -49,7 +49,10 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float
 
 
 def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> TermOutput:
-    ratio = log_ratio.exp()
-    value = torch.maximum(-ratio * advantage, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
-    stopped = stopped_statistics(ratio < 1 - clip_low, ratio > 1 + clip_high, advantage)
+    ratio, lowest, highest = log_ratio.exp(), 1 - clip_low, 1 + clip_high
+    stopped = stopped_statistics(ratio < lowest, ratio > highest, advantage)
+    # The greater of the two is the clipped one where a bound stops the token; the backward of torch.maximum, which
+    # splits a tie, takes five times as many kernels.
+    is_stopped = stopped["clip_low_mean"] | stopped["clip_high_mean"]
+    value = -advantage * torch.where(is_stopped, ratio.detach().clamp(lowest, highest), ratio)
     return value, ratio_statistics(log_ratio) | stopped

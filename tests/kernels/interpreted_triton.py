@@ -358,6 +358,26 @@ def test_linear_loss_in_tiles_matches_float64(
         assert not got[0][2].any()
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "rows"])
+@pytest.mark.parametrize("budget", [None, 8_000], ids=["exponentials kept", "chunks"])
+@pytest.mark.usefixtures("_tiles_on_cpu")
+def test_an_infinite_slope_at_masked_tokens_reaches_nothing(implementation: str, budget: int | None) -> None:
+    def loss_fn(logprob: Tensor, entropy: Tensor, per_token: object) -> tuple[Tensor, dict[str, Tensor]]:
+        return (-logprob).sqrt() + entropy.sqrt(), {}  # of a masked token the slope of 0 ** 0.5, times 0
+
+    hidden, weight = torch.randn(9, 8).requires_grad_(), torch.randn(260, 8).requires_grad_()
+    targets, tokens = torch.arange(9), {"per_token": {}, "token_weight": torch.ones(9)}
+    targets[::4] = -100
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found = linear_loss(
+        hidden, weight, targets, loss_fn, memory_budget_bytes=budget, implementation=implementation, **tokens
+    )
+    want = linear_loss(*wide, targets, loss_fn, implementation="reference", **tokens)
+    got = torch.autograd.grad(found.loss, (hidden, weight))
+    assert_gradients_close(got, torch.autograd.grad(want.loss, wide))
+    assert not got[0][::4].any()
+
+
 @pytest.mark.parametrize(
     ("num_columns", "rows"), [(4096, 1024), (2048, 2048), (896, 4224), (5120, None), (64, 132 * 128), (2**16, None)]
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import InvalidInputError
 from rlcore.ops import combine, entropy_bonus, kl, linear_loss, ppo_clip, sequence_level
@@ -216,6 +217,76 @@ def test_masked_tokens_contribute_nothing_whatever_they_hold(masked_by: str, imp
     assert d_hidden[is_masked].count_nonzero() == 0
     torch.testing.assert_close(d_hidden[~is_masked], want_gradients[0], rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(d_weight, want_gradients[1], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_infinite_slope_at_masked_tokens_reaches_nothing(implementation: str) -> None:
+    hidden, weight, targets = random_inputs()
+    targets[::3] = -100
+
+    def loss_fn(logprob: Tensor, entropy: Tensor, per_token: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return (-logprob).sqrt() + entropy.sqrt(), {}  # of a masked token the slope of 0 ** 0.5, times 0
+
+    options = {"per_token": {}, "token_weight": torch.ones(T), "implementation": implementation}
+    found = gradients(linear_loss(hidden, weight, targets, loss_fn, **options).loss, hidden, weight)
+    is_kept = targets != -100
+    kept = hidden.detach()[is_kept].requires_grad_()
+    options["token_weight"] = torch.ones(int(is_kept.sum()))
+    want = gradients(linear_loss(kept, weight, targets[is_kept], loss_fn, **options).loss, kept, weight)
+    assert not found[0][~is_kept].any()
+    torch.testing.assert_close((found[0][is_kept], found[1]), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 65537])
+def test_any_number_of_rows_matches_float64(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((rows, 3), (7, 3)))
+    targets = torch.randint(0, 7, (rows,), generator=generator)
+    targets[1::5] = -100
+    old = torch.randn(rows, generator=generator) * 0.1 - 2
+    tokens = {"per_token": {"old_logprobs": old, "ref_logprobs": old, "advantages": old + 2}}
+    tokens |= {"token_weight": torch.rand(rows, generator=generator) / rows}
+    found = linear_loss(hidden, weight, targets, policy_loss(), implementation="chunked", **tokens)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = linear_loss(*wide, targets, policy_loss(), implementation="reference", **widened(tokens))
+    torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
+    for name, value in found.stats.items():
+        torch.testing.assert_close(value.double(), want.stats[name], rtol=1e-5, atol=1e-5)
+    for got, true in zip(gradients(found.loss, hidden, weight), gradients(want.loss, *wide), strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-5 * float(true.abs().max()))
+
+
+class CountingOperations(TorchDispatchMode):
+    """Counts those that make something: views and uninitialised memory are free on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_free = call.is_view or "empty" in call.name() or call.name().startswith("aten::detach")
+        self.num_made += not is_free
+        return call(*args, **(kwargs or {}))
+
+
+def test_a_chunk_costs_few_operations_besides_the_loss_function() -> None:
+    """Each is a kernel on a GPU, of microseconds in which its products wait: a chunk of 3072 x 896 takes 4.6 ms."""
+
+    def operations(rows: int) -> int:
+        hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+        old = torch.full((rows,), -2.0)
+        tokens = {"per_token": {"old_logprobs": old, "advantages": old}, "token_weight": torch.ones(rows)}
+        with CountingOperations() as counted:
+            linear_loss(hidden, weight, torch.zeros(rows).long(), ppo_clip(), memory_budget_bytes=16 * 9 * 12, **tokens)
+        return counted.num_made
+
+    logprob = torch.zeros(16, requires_grad=True)
+    with CountingOperations() as of_loss:
+        value, _ = ppo_clip()(logprob, None, {"old_logprobs": torch.zeros(16), "advantages": torch.ones(16)})
+        torch.autograd.grad(value, logprob, torch.ones(16))
+    per_chunk = (operations(16 * 8) - operations(16 * 4)) / 4
+    # 23: three products, statistics and gradient of the logits, and what is masked. A sum in each chunk made it 36.
+    assert per_chunk - of_loss.num_made <= 28
 
 
 def test_results_do_not_depend_on_the_chunk_size_and_reruns_are_bit_identical() -> None:

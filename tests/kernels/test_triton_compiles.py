@@ -68,6 +68,7 @@ KERNELS = PORTABLE | TILED | {
     "scaled": Case(
         triton_tiles._scaled_kernel, {"out": "*bf16"}, fixed(BLOCK=triton_tiles._SCALED_BLOCK, num_warps=8)
     ),
+    "slopes of logits": Case(triton_tiles._slopes_kernel, {"is_ignored": "*i1"}, fixed(BT=triton_tiles._SLOPE_ROWS)),
     "gradient of targets": Case(
         triton_tiles._target_kernel, {"dlogits": "*bf16", "target": "*i64"}, fixed(BT=triton_tiles._TARGET_ROWS)
     ),
