@@ -22,6 +22,7 @@ _CASES = (
     "copies:to_device_case",
     "copies:to_host_case",
     "dispatch:device_lookup_case",
+    "dispatch:new_op_choice_case",
     "dispatch:op_choice_case",
     "host_memory:alloc_case",
     "host_memory:batch_to_device_case",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +29,24 @@ def _prepare_device_lookup(device: Any) -> Work:
     return Work(contenders=contenders, params={}, runs_on="host")
 
 
-def _prepare_op_choice(device: Any) -> Work:
+def _choice_work(vocab_size: Callable[[], int], device: Any, **options: Any) -> Work:
     def run() -> Choice:
-        return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))
+        return choose("token_logprob", Query(device.type, torch.bfloat16, 0, vocab_size()))
 
     def check(choice: Choice) -> None:
         expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
     contender = Contender(implementation="dispatch", run=run, check=check)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    return Work(contenders=(contender,), params={}, runs_on="host", **options)
+
+
+def _prepare_op_choice(device: Any) -> Work:
+    return _choice_work(lambda: 151_936, device)
+
+
+def _prepare_new_op_choice(device: Any) -> Work:
+    sizes = itertools.count(1)
+    return _choice_work(lambda: next(sizes), device, close=choose.cache_clear)
 
 
 device_lookup_case = Case(
@@ -50,6 +60,13 @@ op_choice_case = Case(
     name="dispatch/op",
     description="choosing the implementation of an operator for a query seen before",
     prepare=_prepare_op_choice,
+    effort="quick",
+    estimate_s=0.5,
+)
+new_op_choice_case = Case(
+    name="dispatch/op_new",
+    description="choosing the implementation of an operator for a new query, which is looked up ever after",
+    prepare=_prepare_new_op_choice,
     effort="quick",
     estimate_s=0.5,
 )

@@ -12,6 +12,7 @@ from rlcore.bench.cases import dispatch, kernel_inputs, kernel_scans
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
+from rlcore.kernels.dispatch import choose
 from rlcore.registry import get_device, registry
 
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
@@ -102,7 +103,9 @@ def test_packed_attention_is_measured_beside_padding_and_a_leak_is_refused(
         packed.check((hidden_TH.roll(1, 0), *gradients))
 
 
-@pytest.mark.parametrize("name", ["dispatch/device", "dispatch/op", "startup/import", "startup/help"])
+@pytest.mark.parametrize(
+    "name", ["dispatch/device", "dispatch/op", "dispatch/op_new", "startup/import", "startup/help"]
+)
 def test_host_case_passes(name: str) -> None:
     results = run_case(load_cases()[name], get_device("cpu"), ONCE)
     assert {(result.status, result.reason) for result in results} == {("pass", "")}
@@ -114,6 +117,19 @@ def test_a_device_is_looked_up_by_name_and_without_one() -> None:
     assert named.run() is get_device("cpu") and default.run() is get_device()
     with pytest.raises(AssertionError, match=r"^got 'other' instead of "):
         default.check("other")
+
+
+@pytest.mark.parametrize(("name", "count"), [("dispatch/op", 0), ("dispatch/op_new", 5)])
+def test_an_operator_is_chosen_anew_only_for_a_new_query(name: str, count: int) -> None:
+    work = load_cases()[name].prepare(get_device("cpu"))
+    (contender,) = work.contenders
+    contender.check(contender.run())
+    before = choose.cache_info().misses
+    for _ in range(5):
+        contender.run()
+    assert choose.cache_info().misses - before == count
+    if work.close is not None:
+        work.close()
 
 
 def test_startup_case_fails_when_the_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +152,7 @@ def test_no_name_means_all_and_a_folder_means_all_in_it() -> None:
         "startup/help",
         "dispatch/device",
         "dispatch/op",
+        "dispatch/op_new",
     ]
 
 
