@@ -36,5 +36,5 @@ def test_every_command_and_option_of_the_page_exists() -> None:
     commands = get_command(bench).commands  # type: ignore[attr-defined]
     assert set(re.findall(r"^rlcore bench (\w+)", PAGE, re.MULTILINE)) == set(commands)
     known = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
-    used = {"--benchmark", *known}
+    used = {"--benchmark", "--detach", *known}
     assert [option for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE) if option not in used] == []
