@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
+from rlcore.engines.launchers import living as living_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
-from rlcore.processes import shared_memory_names
+from rlcore.processes import maker_of_shared_memory
 
 StartGroup = Callable[..., AbstractContextManager[WorkerGroup]]
+
+LONGEST_S = 60.0
+"""What ends at all has ended by then; what hangs here, hangs for at least twice as long."""
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +46,7 @@ def start_group(runtime_folder: Path) -> StartGroup:
         first: int = 0,
         engine: str = "the test engine",
         launcher: str = "process",
-        timeout_s: float = 60.0,
+        timeout_s: float = 100.0,
     ) -> Iterator[WorkerGroup]:
         names = [f"cpu:{first + index}" for index in range(num_workers)]
         with pytest.MonkeyPatch.context() as patch:
@@ -70,12 +74,12 @@ def processes_named_in(text: str) -> list[int]:
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    """``wait_until(condition, timeout_s)``: fails when the condition does not come true."""
+    """``wait_until(condition)``: fails when the condition does not come true, on however busy a machine."""
 
-    def wait(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait(condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + LONGEST_S
         while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+            assert time.monotonic() < deadline, f"not within {LONGEST_S:g} s"
             time.sleep(0.02)
 
     return wait
@@ -88,24 +92,53 @@ def living(wait_until: Callable[..., None]) -> Callable[[str], list[int]]:
 
 
 class Holdings:
-    """What this process holds that workers could leak."""
+    """What workers could leak: what this process holds since the test began, and what they themselves leave."""
 
     def __init__(self, runtime_folder: Path) -> None:
         self._folder = runtime_folder
+        self._makers = {os.getpid()}
         self._earlier = set(threading.enumerate())  # of other tests: one left hanging may end at any time
-        self._earlier_memory = set(shared_memory_names())
+        self._earlier_descriptors = descriptors()
+        self._earlier_files = set(self._files())  # such as a socket of an engine in this very process
+        self._earlier_memory = set(self._memory())
+
+    def worker(self, pid: int) -> None:
+        """One of the test's workers; what it names in /dev/shm tells of it for ever."""
+        self._makers.add(pid)
 
     def __call__(self) -> dict[str, Any]:
         threads = [thread.name for thread in set(threading.enumerate()) - self._earlier]
         return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": sorted(descriptors() - self._earlier_descriptors),
             "threads": sorted(name for name in threads if name.startswith("rlcore")),
             "processes": processes_named_in(str(self._folder)),
-            "files": sorted(path.name for path in self._folder.iterdir()),
-            "shared memory": sorted(set(shared_memory_names()) - self._earlier_memory),
+            "files": sorted(set(self._files()) - self._earlier_files),
+            "shared memory": sorted(set(self._memory()) - self._earlier_memory),
         }
+
+    def _files(self) -> list[str]:
+        return os.listdir(self._folder)
+
+    def _memory(self) -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if maker_of_shared_memory(name) in self._makers]
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Open files of this process, by number and by what they are."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them is closed
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 @pytest.fixture
-def holdings(runtime_folder: Path) -> Holdings:
-    return Holdings(runtime_folder)
+def holdings(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Holdings:
+    found, announce = Holdings(runtime_folder), living_module.announce
+
+    def announced(pid: int, device: str, engines: list[str]) -> living_module.LivingProcess:
+        found.worker(pid)
+        return announce(pid, device, engines)
+
+    monkeypatch.setattr(living_module, "announce", announced)
+    return found

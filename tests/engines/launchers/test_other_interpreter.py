@@ -161,7 +161,7 @@ def test_a_name_on_the_path_will_do(monkeypatch: pytest.MonkeyPatch, other_pytho
 def engines(qwen2_folder: Path, other_python: str) -> Iterator[tuple[rlcore.InferenceEngine, rlcore.InferenceEngine]]:
     """A sampler of the other interpreter, and one of this."""
     with rlcore.InferenceEngine(qwen2_folder) as there, rlcore.InferenceEngine(qwen2_folder) as here:
-        yield there.build(devices="cpu", python=other_python, timeout_s=60), here.build(devices="cpu")
+        yield there.build(devices="cpu", python=other_python, timeout_s=100), here.build(devices="cpu")
 
 
 def test_a_sampler_of_another_interpreter_gives_the_same(engines: Any, other_python: str) -> None:

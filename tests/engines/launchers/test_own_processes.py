@@ -54,7 +54,7 @@ def _executors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(executor: str, **options: Any) -> rlcore.InferenceEngine:
-    return rlcore.InferenceEngine("nowhere", executor=executor).build(launcher="process", timeout_s=60, **options)
+    return rlcore.InferenceEngine("nowhere", executor=executor).build(launcher="process", timeout_s=100, **options)
 
 
 def test_one_worker_drives_each_replica_in_a_process_that_it_shares_with_nobody() -> None:

@@ -23,7 +23,7 @@ PROGRAM = """
         def __init__(self, context):
             self.context = context
         def add_up(self, value):
-            group = self.context.process_group(30.0)
+            group = self.context.process_group(100.0)
             total = torch.tensor(value)
             torch.distributed.all_reduce(total, group=group)
             return float(total), self.context.rank, self.context.world_size, self.context.device_name, os.getpid()
@@ -33,17 +33,17 @@ PROGRAM = """
     rank = int(os.environ["RANK"])
     found = {}
     for name, devices in [("world", ["cpu:4", "cpu:5"]), ("alone", ["cpu:0"])]:
-        group = start_workers(Worker, "the engine", devices, launcher="torchrun", timeout_s=30)
+        group = start_workers(Worker, "the engine", devices, launcher="torchrun", timeout_s=100)
         found[name] = [group.call("add_up", [((float(rank + 1),), {})])[0] for _ in range(2)]
         group.stop()
     torch.distributed.init_process_group("gloo")
-    group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="torchrun", timeout_s=30)
+    group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="torchrun", timeout_s=100)
     found["user's own"] = group.call("add_up", [((float(rank + 1),), {})])
     group.stop()
     found["left as it is"] = torch.distributed.is_initialized()
     torch.distributed.destroy_process_group()
     try:
-        start_workers(Worker, "the engine", ["cpu:0", "cpu:1", "cpu:2"], launcher="torchrun", timeout_s=30)
+        start_workers(Worker, "the engine", ["cpu:0", "cpu:1", "cpu:2"], launcher="torchrun", timeout_s=100)
     except InvalidInputError as error:
         found["error"] = str(error)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found | {"pid": os.getpid()}))

@@ -83,20 +83,27 @@ class Worker:
         time.sleep(seconds)
         return time.monotonic()
 
+    def meet(self, folder: Path) -> int:
+        """Come back when all workers of the group are in this method."""
+        (folder / str(self.context.rank)).touch()
+        while (found := len(list(folder.iterdir()))) < self.context.world_size:
+            time.sleep(0.01)
+        return found
+
     def count(self, number: int) -> int:
         for index in range(number):
             self.context.emit(index)
         return number
 
     def add_up(self, value: float) -> float:
-        group = self.context.process_group(20.0)
+        group = self.context.process_group(60.0)
         total = torch.tensor(value)
         torch.distributed.all_reduce(total, group=group)
         return float(total)
 
     def listening(self) -> list[str]:
         """Addresses this process listens on while a group exists, as /proc/net/tcp and tcp6 write them."""
-        group = self.context.process_group(20.0)
+        group = self.context.process_group(60.0)
         torch.distributed.barrier(group=group)
         inodes = set()
         for descriptor in os.listdir("/proc/self/fd"):
@@ -139,7 +146,7 @@ class Worker:
             raise KeyboardInterrupt
         if how == "signal":
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
         if how == "recursion":
             self.fail(how)
         if how == "huge":
@@ -201,16 +208,13 @@ def test_workers_reduce_over_a_group_without_a_port_open_to_the_network(start_gr
         assert {address for found in addresses for address in found} <= loopback
 
 
-def test_calls_of_many_workers_overlap(pair: WorkerGroup) -> None:
-    started = time.monotonic()
-    ended = ask_all(pair, "nap", 0.4)
-    assert time.monotonic() - started < 0.75
-    assert max(ended) - started < 0.75
+def test_calls_of_many_workers_overlap(pair: WorkerGroup, tmp_path: Path) -> None:
+    assert ask_all(pair, "meet", tmp_path) == [2, 2]
 
 
 def test_calls_of_one_worker_run_in_their_order(pair: WorkerGroup) -> None:
     futures = [pair.workers[0].call("nap", seconds) for seconds in (0.1, 0.0, 0.05, 0.0)]
-    ended = [future.result(10) for future in futures]
+    ended = [future.result(60) for future in futures]
     assert ended == sorted(ended)
 
 
@@ -400,12 +404,17 @@ def test_a_tensor_that_was_sent_can_still_be_freed() -> None:
 
 
 def test_small_results_that_the_user_keeps_hold_no_shared_memory(pair: WorkerGroup) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
-    mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    before = mapped_segments()
     kept = [ask(pair, "module.echo", torch.tensor([float(value)])) for value in range(100)]
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert len(Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
+    assert mapped_segments() <= before + 4, "but for some to be used again"
+    large = [ask(pair, "module.echo", torch.full((100_000,), float(value))) for value in range(20)]
+    assert mapped_segments() >= len(large), "those hold some, and are seen here"
     assert torch.cat(kept).tolist() == list(range(100))
+
+
+def mapped_segments() -> int:
+    """How often this process has memory mapped that it shares with workers."""
+    return Path("/proc/self/maps").read_text().count("/memfd:rlcore (deleted)")
 
 
 def test_memory_that_a_worker_keeps_is_not_used_again(pair: WorkerGroup) -> None:
@@ -527,7 +536,7 @@ FACTOR = 2
 '''
 _USE = """
 from rlcore.engines.launchers.launch import start_workers
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=60)
+group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
 print(group.call("double", [((21,), {}), (("ab",), {})]))
 group.stop()
 """
@@ -536,7 +545,7 @@ group.stop()
 def test_a_script_without_a_main_guard_starts_workers_of_its_own_class(tmp_path: Path) -> None:
     script = tmp_path / "algorithm.py"
     script.write_text(_WORKER.format(place="a script") + _USE)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout == "[42, 'abab']\n", done.stderr
     assert done.stderr == ""
 
@@ -549,8 +558,10 @@ def test_a_class_made_by_exec_as_in_a_notebook_works(run_python: Any) -> None:
     assert done.stderr == ""
 
 
-def test_workers_that_nobody_closed_end_with_the_program(run_python: Any, tmp_path: Path, living: Any) -> None:
+def test_workers_that_nobody_closed_end_with_the_program(
+    run_python: Any, tmp_path: Path, living: Any, wait_until: Any
+) -> None:
     code = _WORKER.format(place="a script") + _USE.replace("group.stop()", "")
     done = run_python(code, env={"RLCORE_RUNTIME": str(tmp_path)})
     assert (done.stdout, done.stderr, done.returncode) == ("[42, 'abab']\n", "", 0)
-    assert living(str(tmp_path)) == []
+    wait_until(lambda: living(str(tmp_path)) == [])  # their guards are the last

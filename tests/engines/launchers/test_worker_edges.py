@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import math
 import os
 import resource
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlcore.engines.launchers import logs
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.logs import LogMerger
@@ -76,7 +78,7 @@ class Worker:
         return float(tensor.sum())
 
     def add_up(self) -> float:
-        self.context.process_group(20.0)
+        self.context.process_group(60.0)
         total = torch.ones(1)
         dist.all_reduce(total)
         return float(total)
@@ -204,12 +206,12 @@ def test_collectives_in_constructors_and_closes_do_not_cross_those_of_another_en
         while not is_over.is_set():
             sums.extend(ask_all(group, "add_up"))
 
-    with start_group(Worker, 2, timeout_s=30.0) as steady:
+    with start_group(Worker, 2) as steady:
         thread = threading.Thread(target=work, args=(steady,))
         thread.start()
         try:
             for _ in range(8):
-                with start_group(AddsUpAtStartAndEnd, 2, timeout_s=30.0) as other:
+                with start_group(AddsUpAtStartAndEnd, 2) as other:
                     assert ask_all(other, "add_up") == [2.0, 2.0]
         finally:
             is_over.set()
@@ -217,14 +219,12 @@ def test_collectives_in_constructors_and_closes_do_not_cross_those_of_another_en
     assert set(sums) == {2.0}
 
 
-def test_a_call_behind_another_engines_waits_and_a_late_one_is_named(start_group: Start) -> None:
-    with (
-        start_group(Worker, engine="the long") as long,
-        start_group(Worker, engine="the short", timeout_s=1.0) as short,
-    ):
-        thread = threading.Thread(target=ask_all, args=(long, "nap", 2.0))
+def test_a_call_behind_another_engines_waits_and_a_late_one_is_named(start_group: Start, wait_until: Any) -> None:
+    with start_group(Worker, engine="the long") as long, start_group(Worker, engine="the short") as short:
+        short._timeout_s = 2.0
+        thread = threading.Thread(target=ask_all, args=(long, "nap", 3.0))
         thread.start()
-        time.sleep(0.2)
+        wait_until(lambda: long.workers[0].current)
         assert ask_all(short, "rank") == [0]
         thread.join()
         long._timeout_s = 0.5
@@ -232,13 +232,13 @@ def test_a_call_behind_another_engines_waits_and_a_late_one_is_named(start_group
 
         def call_late() -> None:
             try:
-                ask_all(long, "nap", 60.0)
+                ask_all(long, "nap", 300.0)
             except (WorkerTimeoutError, WorkerDiedError) as error:
                 errors.append(error)
 
         thread = threading.Thread(target=call_late)
         thread.start()
-        time.sleep(0.2)
+        wait_until(lambda: long.workers[0].current)
         with pytest.raises((WorkerTimeoutError, WorkerDiedError), match=r"nap\(\) did not end within 0.5 s"):
             ask_all(short, "rank")
         thread.join()
@@ -257,7 +257,7 @@ def test_a_worker_without_descriptors_is_an_error_at_once(start_group: Start) ->
         assert ask_all(group, "rank") == [0]
         with pytest.raises(WorkerDiedError):
             ask_all(group, "sum_of", torch.ones(100_000))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 50, "no deadline came: a group's call has 100 s"
 
 
 def test_a_user_without_descriptors_gets_an_error_and_not_a_hang(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ class Worker:
     def large(self): return torch.zeros(100_000)
     def close(self): pass
 
-group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=30)
+group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=100)
 def ask(method): return group.call(method, [((), {})])
 """
 
@@ -305,7 +305,7 @@ def run(code: str, runtime: Path, **options: Any) -> subprocess.CompletedProcess
         env=os.environ | {"RLCORE_RUNTIME": str(runtime), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
         **options,
     )
@@ -336,7 +336,7 @@ def test_a_fork_may_have_workers_of_its_own(tmp_path: Path) -> None:
     done = run(
         """
         if os.fork() == 0:
-            group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=30)
+            group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=100)
             print(ask("rank"), flush=True)
             group.stop()
             os._exit(0)
@@ -355,7 +355,7 @@ def test_a_program_that_closes_nothing_leaves_no_file(tmp_path: Path, end: str, 
 
 
 def test_a_dropped_group_ends_its_workers(wait_until: Any, runtime_folder: Path) -> None:
-    group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=30.0)
+    group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=100.0)
     pid = group.workers[0].process_id
     ask_all(group, "rank")
     del group
@@ -367,7 +367,8 @@ def test_a_dropped_group_ends_its_workers(wait_until: Any, runtime_folder: Path)
 # ---------------------------------------------------------------------------------------------------------- printing
 
 
-def test_printing_costs_no_more_the_more_was_printed(start_group: Start) -> None:
+def test_printing_costs_no_more_the_more_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_WINDOW_S", math.inf)  # a slow machine forgets none either
     lines: list[str] = []
 
     class Sink:
@@ -379,15 +380,16 @@ def test_printing_costs_no_more_the_more_was_printed(start_group: Start) -> None
 
     merger = LogMerger(Sink)  # type: ignore[arg-type]
 
-    def seconds_of(number: int, offset: int) -> float:
-        started = time.process_time()
-        for index in range(number):
-            merger.line("0 cpu:0", f"line {offset + index}")
-        return time.process_time() - started
+    def seconds_of(number: int) -> float:
+        started = time.thread_time()
+        for _ in range(number):
+            merger.line("0 cpu:0", f"line {len(lines)}")
+        return time.thread_time() - started
 
-    seconds_of(1_000, 0)
-    few, many = seconds_of(2_000, 10_000), seconds_of(20_000, 100_000)
-    assert len(lines) == 23_000
+    seconds_of(1_000)
+    spent = [(seconds_of(2_000), seconds_of(20_000)) for _ in range(3)]
+    assert len(lines) == 67_000
+    few, many = map(min, zip(*spent, strict=True))  # a collection of garbage may come to any, and not to all
     assert many < 40 * max(few, 1e-3), "ten times the lines"
 
 
@@ -396,7 +398,7 @@ def test_a_long_line_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
 
     code = f"print('x' * {3 * _LONGEST_LINE + 5}, end='', flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        forward_logs(process, lambda: "0 cpu:0").join(20)
+        forward_logs(process, lambda: "0 cpu:0").join(100)
     said = capfd.readouterr().err.splitlines()
     assert sum(line.count("x") for line in said) == 3 * _LONGEST_LINE + 5
     assert len(said) == 4

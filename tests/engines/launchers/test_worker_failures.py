@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,18 @@ import cloudpickle
 import pytest
 import torch
 
+from rlcore.engines.launchers import group as group_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rlcore.processes import shared_memory_names
+from rlcore.processes import maker_of_shared_memory, state_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
-GRACE_S = 5.0
+DEADLINE_S = 2.0
+"""Of a call that is to miss it: a worker that is there has begun with it by then, and answered one of no work."""
+SOON_S = 25.0
+"""On however busy a machine, and before any other deadline: a group's call has 100 s, a collective 60."""
 
 
 class Worker:
@@ -46,7 +52,7 @@ class Worker:
             os._exit(3)
         if how == "real-time signal":
             os.kill(os.getpid(), 40)
-        time.sleep(60)
+        time.sleep(300)
 
     def fill_memory(self) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -61,11 +67,11 @@ class Worker:
 
     def hang_on(self, rank: int) -> None:
         if self.context.rank == rank:
-            self.sleep_in_a_function(60)
+            self.sleep_in_a_function(300)
 
     def reduce_but(self, rank: int, how: str) -> None:
         """A collective that one rank does not reach."""
-        group = self.context.process_group(30.0)
+        group = self.context.process_group(60.0)
         if self.context.rank == rank:
             if how == "raise":
                 raise KeyError("planted")
@@ -75,7 +81,7 @@ class Worker:
     def wait_for_a_rank_that_failed(self) -> None:
         if self.context.rank == 1:
             raise KeyError("planted")
-        time.sleep(60)
+        time.sleep(300)
 
     def spawn(self, in_own_session: bool = False) -> int:
         """Process id of a descendant that holds this process's socket and output."""
@@ -97,7 +103,7 @@ class Worker:
 
 class Clinging(Worker):
     def close(self) -> None:
-        time.sleep(60)
+        time.sleep(300)
 
 
 class Failing(Worker):
@@ -112,6 +118,14 @@ def call_all(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
     return group.call(method, [(args, {})] * len(group.workers))
 
 
+@contextlib.contextmanager
+def ending_soon() -> Iterator[None]:
+    """What is done within must not wait for a deadline."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < SOON_S
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -122,12 +136,11 @@ def call_all(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
         ("real-time signal", "was killed by signal 40"),
     ],
 )
-def test_a_death_is_noticed_within_a_second_and_named(start_group: Start, how: str, text: str) -> None:
+def test_a_death_is_noticed_and_named(start_group: Start, how: str, text: str) -> None:
     with start_group(Worker, 2) as group:
-        started = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=rf"^the worker of rank 0 \(cpu:0\) {text} during die\(\)") as caught:
+        died = rf"^the worker of rank 0 \(cpu:0\) {text} during die\(\)"
+        with ending_soon(), pytest.raises(WorkerDiedError, match=died) as caught:
             group.call("die", [((how,), {}), (("sleep",), {})])
-        assert time.monotonic() - started < 1.0
         assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:0", "die")
         if how in ("SIGSEGV", "SIGABRT"):
             assert "in die" in caught.value.traceback, "the stack at the crash"
@@ -142,10 +155,11 @@ def test_want_of_memory_is_an_error_and_the_worker_goes_on(start_group: Start) -
         assert call_all(group, "rank") == [0]
 
 
-def test_a_death_between_calls_is_named_by_the_next(start_group: Start) -> None:
+def test_a_death_between_calls_is_named_by_the_next(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
-        os.kill(group.workers[0].process_id, signal.SIGKILL)
-        time.sleep(0.3)
+        process = group.workers[0].process_id
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: not state_of(process))  # its parent has heard of it
         with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL .* during rank\(\)"):
             call_all(group, "rank")
 
@@ -153,18 +167,13 @@ def test_a_death_between_calls_is_named_by_the_next(start_group: Start) -> None:
 def test_a_death_is_noticed_though_a_descendant_holds_the_socket(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
         (descendant,) = call_all(group, "spawn")
-        started = time.monotonic()
-        with pytest.raises(WorkerDiedError):
+        with ending_soon(), pytest.raises(WorkerDiedError):
             call_all(group, "spawn_and_die")
-        assert time.monotonic() - started < 1.0
     wait_until(lambda: not is_running(descendant))
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 # ----------------------------------------------------------------------------------------------------- hanging
@@ -172,12 +181,11 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("method", ["sleep_in_a_function", "loop_in_c"])
 def test_a_hang_meets_its_deadline_with_the_stack(start_group: Start, method: str) -> None:
-    with start_group(Worker, timeout_s=20.0) as group:
-        group._timeout_s = 0.5
-        started = time.monotonic()
-        with pytest.raises(WorkerTimeoutError, match=rf"^{method}\(\) did not end within 0.5 s on rank 0") as caught:
-            call_all(group, method, *([60] if method == "sleep_in_a_function" else []))
-        assert time.monotonic() - started < 3
+    with start_group(Worker) as group:
+        group._timeout_s = DEADLINE_S
+        late = rf"^{method}\(\) did not end within 2 s on rank 0"
+        with ending_soon(), pytest.raises(WorkerTimeoutError, match=late) as caught:
+            call_all(group, method, *([300] if method == "sleep_in_a_function" else []))
         assert f"in {method}" in str(caught.value)
         with pytest.raises(StateError, match="call restart"):
             call_all(group, "rank")
@@ -185,17 +193,22 @@ def test_a_hang_meets_its_deadline_with_the_stack(start_group: Start, method: st
 
 def test_of_two_workers_the_one_that_hangs_is_named(start_group: Start) -> None:
     with start_group(Worker, 2) as group:
-        group._timeout_s = 0.5
+        group._timeout_s = DEADLINE_S
         with pytest.raises(WorkerTimeoutError, match=r"on rank 1 \(cpu:1\)") as caught:
             call_all(group, "hang_on", 1)
         assert "in sleep_in_a_function" in str(caught.value)
         assert "rank 1 (cpu:1) of the test engine" in str(caught.value)
 
 
-def test_a_stopped_worker_is_said_to_be_stopped(start_group: Start) -> None:
+def stop(process: int, wait_until: Any) -> None:
+    os.kill(process, signal.SIGSTOP)
+    wait_until(lambda: state_of(process) == "T")
+
+
+def test_a_stopped_worker_is_said_to_be_stopped(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
         group._timeout_s = 0.5
-        os.kill(group.workers[0].process_id, signal.SIGSTOP)
+        stop(group.workers[0].process_id, wait_until)
         with pytest.raises(WorkerTimeoutError, match=r"the process is stopped \(SIGSTOP\)"):
             call_all(group, "rank")
 
@@ -203,27 +216,27 @@ def test_a_stopped_worker_is_said_to_be_stopped(start_group: Start) -> None:
 def test_a_worker_that_hangs_in_its_start_shows_its_stack(start_group: Start) -> None:
     class Slow(Worker):
         def __init__(self, context: WorkerContext) -> None:
-            time.sleep(60)
+            time.sleep(300)
 
     with (
-        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 8 s on rank 0") as caught,
-        start_group(Slow, timeout_s=8.0),
+        start_group(Worker),  # the process is there, and has imported what takes long
+        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 2 s on rank 0") as caught,
+        start_group(Slow, timeout_s=DEADLINE_S),
     ):
         pass
     assert "in __init__" in str(caught.value)
 
 
-def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Start) -> None:
+def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
         group._timeout_s = 1.0
-        os.kill(group.workers[0].process_id, signal.SIGSTOP)
-        started = time.monotonic()
+        stop(group.workers[0].process_id, wait_until)
         arguments = [torch.zeros(1_000_000), "x" * 10_000_000]
-        futures = [group.workers[0].prepare("rank", [arguments], {}, timeout_s=1.0)() for _ in range(3)]
-        with pytest.raises(WorkerTimeoutError):
-            call_all(group, "rank")
-        assert time.monotonic() - started < 4
-        assert all(isinstance(future.exception(5), WorkerDiedError) for future in futures)
+        with ending_soon():
+            futures = [group.workers[0].prepare("rank", [arguments], {}, timeout_s=1.0)() for _ in range(3)]
+            with pytest.raises(WorkerTimeoutError):
+                call_all(group, "rank")
+        assert all(isinstance(future.exception(60), WorkerDiedError) for future in futures)
 
 
 # -------------------------------------------------------------------------------------------------- collectives
@@ -233,27 +246,30 @@ def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Star
 def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(
     start_group: Start, how: str, kind: type[Exception]
 ) -> None:
-    with start_group(Worker, 2) as group:
-        started = time.monotonic()
-        with pytest.raises(kind, match=r"the worker of rank 1 \(cpu:1\)"):
-            call_all(group, "reduce_but", 1, how)
-        assert time.monotonic() - started < GRACE_S
+    with start_group(Worker, 2) as group, ending_soon(), pytest.raises(kind, match=r"the worker of rank 1 \(cpu:1\)"):
+        call_all(group, "reduce_but", 1, how)
 
 
+@pytest.fixture
+def grace_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Shorter than usual."""
+    monkeypatch.setattr(group_module, "_GRACE_S", 1.0)
+    return 1.0
+
+
+@pytest.mark.usefixtures("grace_s")
 def test_an_exception_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start) -> None:
-    with start_group(Worker, 2) as group:
-        started = time.monotonic()
-        with pytest.raises(WorkerError, match=r"failed on rank 1 \(cpu:1\): KeyError: 'planted'"):
-            call_all(group, "reduce_but", 1, "raise")
-        assert time.monotonic() - started < GRACE_S + 2
+    failed = r"failed on rank 1 \(cpu:1\): KeyError: 'planted'"
+    with start_group(Worker, 2) as group, ending_soon(), pytest.raises(WorkerError, match=failed):
+        call_all(group, "reduce_but", 1, "raise")
 
 
-def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_group: Start) -> None:
+def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_group: Start, grace_s: float) -> None:
     with start_group(Worker, 2) as group:
         started = time.monotonic()
-        with pytest.raises(WorkerError, match="KeyError: 'planted'") as caught:
+        with ending_soon(), pytest.raises(WorkerError, match="KeyError: 'planted'") as caught:
             call_all(group, "wait_for_a_rank_that_failed")
-        assert GRACE_S - 1 < time.monotonic() - started < GRACE_S + 2
+        assert time.monotonic() - started > grace_s
         assert "the executor's workers were ended; restart() brings them back" in caught.value.__notes__
         with pytest.raises(StateError):
             call_all(group, "rank")
@@ -294,26 +310,27 @@ def test_an_engine_that_loses_its_process_to_another_is_told_why(start_group: St
             call_all(culprit, "die", "exit")
         with pytest.raises(WorkerDiedError, match=r"ended because the culprit failed: .* with exit code 3 during die"):
             call_all(reader, "rank")
-    with (
-        start_group(Worker, engine="the reader") as reader,
-        start_group(Worker, engine="the culprit", timeout_s=0.5) as culprit,
-    ):
+    with start_group(Worker, engine="the reader") as reader, start_group(Worker, engine="the culprit") as culprit:
+        culprit._timeout_s = 0.5
         with pytest.raises(WorkerTimeoutError):
-            call_all(culprit, "sleep_in_a_function", 60)
+            call_all(culprit, "sleep_in_a_function", 300)
         with pytest.raises(WorkerDiedError, match=r"was ended because the culprit failed: .* did not end within 0.5 s"):
             call_all(reader, "rank")
 
 
-def test_a_worker_that_does_not_close_is_killed(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.launchers import group as group_module
-
+def test_a_worker_that_does_not_close_is_killed(
+    start_group: Start, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
     monkeypatch.setattr(group_module, "STOP_S", 0.5)
     with start_group(Clinging) as group:
         process = group.workers[0].process_id
-    assert not is_running(process)
+    wait_until(lambda: not is_running(process))
 
 
-def test_a_failing_close_is_logged(start_group: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_close_is_logged(
+    start_group: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "STOP_S", 60.0)
     with start_group(Failing):
         pass
     assert "close() failed on rank 0 (cpu:0) of the test engine" in caplog.text
@@ -368,7 +385,7 @@ class Worker:
 def all_of(method, *args):
     return [worker.call(method, *args) for worker in group.workers]
 
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=60)
+group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
 [future.result() for future in all_of("start_child")]
 [future.result() for future in all_of("keep", torch.zeros(1_000_000))]
 print(*[worker.process_id for worker in group.workers], flush=True)
@@ -390,6 +407,13 @@ def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int
     return process, [int(word) for word in line.split()]
 
 
+def read_until_busy(process: subprocess.Popen[str]) -> None:
+    """Until a worker has begun with ``wait``."""
+    assert process.stderr is not None
+    while "busy" not in (line := process.stderr.readline()):
+        assert line, "it ended"
+
+
 def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait_until: Any) -> None:
     process, workers = run_parent(
         "print(*[one.result() for one in all_of('share')], flush=True); time.sleep(300)", tmp_path
@@ -399,29 +423,28 @@ def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait
         first, second = [Path("/dev/shm", name) for name in process.stdout.readline().split()]
         assert first.exists() and second.exists()
         os.kill(workers[0], signal.SIGKILL)
-        wait_until(lambda: not first.exists(), 5.0)
+        wait_until(lambda: not first.exists())
         assert second.exists()
         process.kill()
-        wait_until(lambda: not second.exists(), 5.0)
+        wait_until(lambda: not second.exists())
 
 
 @pytest.mark.parametrize("state", ["idle", "busy", "loop in C", "stopped"])
-def test_all_ends_within_five_seconds_of_a_kill_of_the_users_process(
-    state: str, tmp_path: Any, living: Any, wait_until: Any
-) -> None:
-    segments = set(shared_memory_names())
+def test_all_ends_after_a_kill_of_the_users_process(state: str, tmp_path: Any, living: Any, wait_until: Any) -> None:
     busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
     process, workers = run_parent(f"{busy}time.sleep(300)", tmp_path)
     with process:
-        time.sleep(0.5)
-        assert len(living(str(tmp_path))) == 7, "parent, and of each worker itself, its guard and its child"
+        if busy:
+            read_until_busy(process)
+        everybody = living(str(tmp_path))
+        assert len(everybody) == 7, "parent, and of each worker itself, its guard and its child"
         if state == "stopped":
             for worker in workers:
-                os.kill(worker, signal.SIGSTOP)
+                stop(worker, wait_until)
         process.kill()
-        wait_until(lambda: living(str(tmp_path)) == [], 5.0)
-    wait_until(lambda: set(shared_memory_names()) <= segments)  # neighbours make some, too
-    wait_until(lambda: not list(tmp_path.iterdir()), 1.0)
+        wait_until(lambda: living(str(tmp_path)) == [])
+    assert not list(tmp_path.iterdir())
+    assert not [name for name in os.listdir("/dev/shm") if maker_of_shared_memory(name) in everybody]
 
 
 def test_what_even_the_guards_could_not_remove_the_next_look_does(
@@ -436,7 +459,7 @@ def test_what_even_the_guards_could_not_remove_the_next_look_does(
             os.kill(pid, signal.SIGSTOP)
         for pid in everybody:
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: living(str(tmp_path)) == [], 5.0)
+    wait_until(lambda: living(str(tmp_path)) == [])
     assert len(list(tmp_path.iterdir())) == 3, "two records and a store"
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
     wait_until(lambda: living_processes() == [])
@@ -444,9 +467,11 @@ def test_what_even_the_guards_could_not_remove_the_next_look_does(
 
 
 ENGINE = """
+from rlcore.engines.launchers import group as group_module
+group_module.STOP_S = {stop_s}
 def interrupted():
     try:
-        group.call("wait", [(("sleep",), {})] * 2)
+        group.call("wait", [(("sleep",), {{}})] * 2)
     finally:
         print("stopping", flush=True)
         group.stop()
@@ -456,42 +481,42 @@ interrupted()
 
 
 def test_one_ctrl_c_stops_in_order_and_two_at_once(tmp_path: Any, living: Any, wait_until: Any) -> None:
-    for num_presses, longest_s in ((1, 8.0), (2, 2.5)):
-        process, _ = run_parent(ENGINE, tmp_path)
+    for num_presses, stop_s in ((1, 2.0), (2, 100.0)):  # the workers do not close
+        process, _ = run_parent(ENGINE.format(stop_s=stop_s), tmp_path)
         with process:
             assert process.stdout is not None and process.stderr is not None
-            time.sleep(0.5)
-            started = time.monotonic()
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.readline() == "stopping\n"
-            if num_presses == 2:
-                time.sleep(0.3)
+            read_until_busy(process)
+            with ending_soon():
                 process.send_signal(signal.SIGINT)
-            assert process.wait(20) == -signal.SIGINT
-            assert time.monotonic() - started < longest_s
+                assert process.stdout.readline() == "stopping\n"
+                if num_presses == 2:
+                    time.sleep(0.3)
+                    process.send_signal(signal.SIGINT)
+                assert process.wait(60) == -signal.SIGINT
             assert process.stdout.read() == ("stopped\n" if num_presses == 1 else "")
             errors = process.stderr.read()
             assert "KeyboardInterrupt" in errors
             assert "Exception ignored" not in errors and "Fatal" not in errors
-        wait_until(lambda: living(str(tmp_path)) == [], 2.0)
+        wait_until(lambda: living(str(tmp_path)) == [])
 
 
 def test_ctrl_c_reaches_the_users_process_alone(tmp_path: Any, living: Any) -> None:
     code = """
 try:
+    print("waiting", flush=True)
     time.sleep(300)
 except KeyboardInterrupt:
     pass
-[future.result(5) for future in all_of("keep", None)]
+[future.result(60) for future in all_of("keep", None)]
 group.stop()
 """
     process, workers = run_parent(code, tmp_path)
     with process:
         assert all(os.getpgid(worker) != os.getpgid(process.pid) for worker in workers)
-        time.sleep(0.2)
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0, process.stderr
-        assert process.stderr is not None
+        assert process.wait(60) == 0, process.stderr
         assert re.fullmatch(r"\[\d cpu:\d\] closed\n", process.stderr.read()), "once for both"
 
 
@@ -500,7 +525,7 @@ def test_a_fork_of_the_users_process_ends_no_workers(start_group: Start) -> None
 if os.fork() == 0:
     sys.exit(0)
 os.wait()
-[future.result(5) for future in all_of("keep", None)]
+[future.result(60) for future in all_of("keep", None)]
 print("alive")
 group.stop()
 """
@@ -508,7 +533,7 @@ group.stop()
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PARENT + code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.stdout.splitlines()[1:] == ["alive"], done.stderr

@@ -36,7 +36,7 @@ class Worker:
     def close(self):
         pass
 
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=60)
+group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
 for worker in group.workers:
     worker.call("speak").result()
 group.stop()
@@ -63,13 +63,13 @@ def speak(terminal: bool = False, **variables: str) -> str:
 
 def test_lines_carry_rank_and_device_and_the_same_of_many_ranks_comes_once() -> None:
     said = speak(RLCORE_LOG_LEVEL="INFO").splitlines()
-    assert said.count("[0 cpu:0] the same on all ranks") == 1
-    assert "[1 cpu:1] the same on all ranks" not in said
+    by_all = [re.sub(r"^\[(0 cpu:0|1 cpu:1)\] ", "", line) for line in said]  # by whichever is read first
+    assert by_all.count("the same on all ranks") == 1
     assert "[0 cpu:0] rank 0 has no friend" in said and "[1 cpu:1] rank 1 has a friend" in said
-    assert said.count("[0 cpu:0] rlcore.test INFO loaded the model") == 1
+    assert by_all.count("rlcore.test INFO loaded the model") == 1
     assert [line for line in said if line.endswith("the end, without a newline")], "the last words are not lost"
     assert not [line for line in said if "not asked for" in line], "the level is rlcore's"
-    assert [line for line in said if "%" in line] == ["[0 cpu:0] 100%"], "in a file a progress bar is its last state"
+    assert [line for line in by_all if "%" in line] == ["100%"], "in a file a progress bar is its last state"
 
 
 def test_the_log_level_reaches_workers() -> None:
@@ -78,7 +78,7 @@ def test_the_log_level_reaches_workers() -> None:
 
 def test_progress_bars_survive_on_a_terminal() -> None:
     said = speak(terminal=True)
-    assert re.search(r"\[0 cpu:0\] 10%\r\[0 cpu:0\] 50%\r\[0 cpu:0\] 100%", said)
+    assert re.search(r"\[(0 cpu:0|1 cpu:1)\] 10%\r\[\1\] 50%\r\[\1\] 100%", said)
 
 
 def test_a_line_is_swallowed_only_when_another_rank_repeats_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Worker:
 
     def join(self) -> str:
         """Name of the default group, made at the first call."""
-        return str(self.context.process_group(20.0).group_name)
+        return str(self.context.process_group(60.0).group_name)
 
     def add_up(self, value: float) -> float:
         total = torch.tensor(value)
