@@ -47,6 +47,9 @@ class InferenceEngine(AsynchronousRequests, Engine):
         self._serving = Serving()
         super().__init__(executor)
 
+    def _check(self, options: dict[str, Any]) -> None:
+        self._executor_class.check(self._path, options)
+
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._serving = Serving()
         self._call("build", self._path, **options)

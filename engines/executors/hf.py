@@ -59,6 +59,10 @@ class HfWorker(Worker):
             raise StateError("the hf worker has no model yet; call build(path)")
         return self._module
 
+    @classmethod
+    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
+        check_model_folder(path)
+
     def build(
         self,
         path: str | Path,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
@@ -44,6 +45,13 @@ class Worker:
     """One worker drives all ``tensor_parallel_size`` devices of a replica; else each worker has one device."""
     options_class: ClassVar[type[Any] | None] = None
     """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
+
+    @classmethod
+    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
+        """Of an inference executor: raises what ``build(path, **options)`` would, as far as the user's process can see.
+
+        Called there before a worker starts, which takes seconds.
+        """
 
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device

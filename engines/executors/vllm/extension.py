@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import Worker
 from rlcore.engines.executors.vllm.share import Share
 from rlcore.engines.launchers.worker import Failure, describe
 from rlcore.errors import RlcoreError
@@ -33,9 +34,10 @@ class RlcoreWorkerExtension:
             msgpack of [what it returned, None] or, of rlcore's own errors, [None, ``Failure``].
         """
         each = msgspec.msgpack.decode(calls)
-        arguments = each[self.rank % len(each)]  # type: ignore[attr-defined]
+        worker: Worker = self  # type: ignore[assignment]
+        arguments = each[worker.rank % len(each)]
         try:
-            result, failure = getattr(_share_of(self), method)(*arguments), None
+            result, failure = getattr(_share_of(worker), method)(*arguments), None
         except RlcoreError as error:  # another process would be told of it as text
             result, failure = None, describe(error)
         return msgspec.msgpack.encode((result, failure))

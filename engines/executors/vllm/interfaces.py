@@ -12,13 +12,12 @@ from torch import Tensor, nn
 class Engine(Protocol):
     """vllm.v1.engine.llm_engine.LLMEngine"""
 
-    vllm_config: Any
+    vllm_config: Config
     engine_core: Client
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> object: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
-    def step(self) -> Sequence[Any]: ...
-    def has_unfinished_requests(self) -> bool: ...
+    def step(self) -> Sequence[Request]: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
     def reset_mm_cache(self) -> None: ...
     def reset_encoder_cache(self) -> None: ...
@@ -37,7 +36,7 @@ class Worker(Protocol):
     device: torch.device
     rank: int
     model_runner: Runner
-    vllm_config: Any
+    vllm_config: Config
 
 
 class Runner(Protocol):
@@ -48,6 +47,21 @@ class Runner(Protocol):
     """Of each layer; those with a state (Mamba) have several."""
 
     def get_model(self) -> nn.Module: ...
+
+
+class Config(Protocol):
+    """vllm.config.vllm.VllmConfig"""
+
+    model_config: ModelConfig
+    compilation_config: Layers
+
+
+class ModelConfig(Protocol):
+    """vllm.config.model.ModelConfig"""
+
+    model: str
+    dtype: torch.dtype
+    max_model_len: int
 
 
 class Layers(Protocol):
@@ -95,5 +109,20 @@ class Sampled(Protocol):
     """vllm.outputs.CompletionOutput"""
 
     token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Any]] | None
+    logprobs: Sequence[dict[int, Likelihood]] | None
     finish_reason: str | None
+
+
+class Likelihood(Protocol):
+    """vllm.logprobs.Logprob"""
+
+    logprob: float
+
+
+class SyncClient(Protocol):
+    """vllm.distributed.weight_transfer.base.VLLMWeightSyncClient"""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self) -> None: ...

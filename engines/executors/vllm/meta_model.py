@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rlcore.engines.executors.vllm.interfaces import Config
+
 _FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.tensor, torch.zeros}
 
 
-def meta_model(vllm_config: Any) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
+def meta_model(vllm_config: Config) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
     """The model that ``vllm_config`` describes, as this worker's share of it is laid out, and its loader.
 
     Call it in the worker's process, whose place among the tensor and expert parallel ranks it has. The live model and
@@ -26,11 +28,11 @@ def meta_model(vllm_config: Any) -> tuple[nn.Module, Callable[[Iterable[tuple[st
     return model, model.load_weights
 
 
-def new_model(vllm_config: Any, device: str) -> nn.Module:
+def new_model(vllm_config: Config, device: str) -> nn.Module:
     """Another instance of the model, with weights of no certain value on ``device``."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    own = copy.copy(vllm_config)
+    own: Config = copy.copy(vllm_config)
     own.compilation_config = copy.copy(vllm_config.compilation_config)
     own.compilation_config.static_forward_context = {}  # attention layers enter their names, each once
     before = torch.get_default_dtype()

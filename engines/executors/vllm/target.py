@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import Config
 from rlcore.engines.executors.vllm.meta_model import meta_model
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sync.target import LoadWeights, Target, Weights
@@ -17,7 +18,7 @@ from rlcore.engines.sync.target import LoadWeights, Target, Weights
 class VllmTarget(Target):
     """``device`` is rlcore's, where the model is."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: Any) -> None:
+    def __init__(self, model: nn.Module, vllm_config: Config, device: Any) -> None:
         self.device = device
         self._vllm_config = vllm_config
         self._model: Any = model

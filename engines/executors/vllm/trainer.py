@@ -3,22 +3,23 @@
 from rlcore.engines.executors.vllm.trainer import RlcoreTrainerInitInfo
 
 info = RlcoreTrainerInitInfo("/run/user/1000/weights", num_workers=2)            # of vLLM, all replicas together
-engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(policy))
+engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleWeights(policy))
 engine.send_weights()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import SyncClient
 from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
 from rlcore.engines.sync.standalone import WeightSender
 from rlcore.errors import InvalidInputError
@@ -46,18 +47,38 @@ class RlcoreTrainerInitInfo(_InitInfo):  # type: ignore[misc, valid-type]
         return self.rank == 0
 
 
+@runtime_checkable
+class LyingWeights(Protocol):
+    """A source whose tensors are sent from where they lie."""
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Names as in checkpoints, the same in each round; a DTensor is read in this rank's shard alone."""
+
+
+class ModuleWeights:
+    """The parameters of a module, sharded or not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self.module.named_parameters()
+
+
 class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-type]
     """Of one trainer rank; the base class has its methods' meanings.
 
-    A ``ModuleSource`` is sent as it lies, sharded or not. Another source is gathered whole before it is sent.
+    ``LyingWeights``, such as ``ModuleWeights``, are sent as they lie. A ``WeightSource`` of vLLM's gives whole tensors:
+    what is sharded it gathers first.
     """
 
     init_info_cls = RlcoreTrainerInitInfo
 
-    def __init__(self, info: RlcoreTrainerInitInfo, client: Any, source: Any) -> None:
+    def __init__(self, info: RlcoreTrainerInitInfo, client: SyncClient, source: Any) -> None:
         self.is_sender, self.rank, self.client, self.source = info.is_sender, info.rank, client, source
         self._info = info
         self._controls: list[ControlSocket] = []
+        self._given: list[tuple[str, Tensor]] = []
         self._sender: WeightSender | None = None
 
     @classmethod
@@ -66,7 +87,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         config: Any = None,
         init_info: RlcoreTrainerInitInfo | None = None,
         *,
-        client: Any,
+        client: SyncClient,
         source: Any = None,
     ) -> Self:
         """Connect to vLLM's workers, on all ranks.
@@ -102,12 +123,11 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
 
     def send_weights(self) -> SyncReport | None:
         """All ranks together; None where this rank has nothing to send."""
-        if self._sender is None and (self.is_sender or self._is_sharded()):
-            self._sender = WeightSender(self._named, self._controls)
-        if self._sender is None:
-            for _ in _full(self.source):  # which may be a collective
-                pass
+        self._given = self._read()
+        if not self._given:
             return None
+        if self._sender is None:
+            self._sender = WeightSender(lambda: self._given, self._controls)
         if not self.is_sender:
             return self._send(self._sender)
         self.client.start_weight_update()
@@ -119,13 +139,17 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
     def _send(self, sender: WeightSender) -> SyncReport:
         return sender.send(timeout_s=self._info.timeout_s)
 
-    def _named(self) -> list[tuple[str, Tensor]]:
-        module = getattr(self.source, "_module", None)  # a ModuleSource's
-        return list(_full(self.source) if module is None else module.named_parameters())
-
-    def _is_sharded(self) -> bool:
-        module = getattr(self.source, "_module", None)
-        return module is not None and any(isinstance(one, DTensor) for one in module.parameters())
+    def _read(self) -> list[tuple[str, Tensor]]:
+        """What this rank sends. Once a round: a source may gather, which all ranks do together."""
+        if isinstance(self.source, LyingWeights):
+            found = list(self.source.named_tensors())
+            return found if self.is_sender or any(isinstance(tensor, DTensor) for _, tensor in found) else []
+        weights = _full(self.source)
+        if self.is_sender:
+            return list(weights)
+        for _ in weights:
+            pass
+        return []
 
     def shutdown(self) -> None:
         """Give back what vLLM's workers have open, and hang up."""
@@ -133,7 +157,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
             self._sender.close()
         for control in self._controls:
             control.close()
-        self._sender, self._controls = None, []
+        self._sender, self._controls, self._given = None, [], []
 
 
 def _full(source: Any) -> Iterator[tuple[str, Tensor]]:

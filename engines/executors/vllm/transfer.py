@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.engines.executors.vllm import versions
+from rlcore.engines.executors.vllm.interfaces import Config
 from rlcore.engines.executors.vllm.reload_check import differing_after_reload
 from rlcore.engines.executors.vllm.target import VllmTarget
 from rlcore.engines.pretrained import check_model_folder
@@ -48,6 +49,8 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+
+    vllm_config: Config
 
     _control: ControlSocket | None = None
     _receiver: WeightReceiver | None = None

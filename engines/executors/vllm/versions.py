@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,15 +18,18 @@ from rlcore.engines.executors.vllm import ascend
 from rlcore.engines.executors.vllm.interfaces import (
     Allocation,
     Allocator,
+    Config,
     Engine,
     Layers,
     Platform,
     Reloading,
     Runner,
 )
+from rlcore.engines.launchers.boot import MARK
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
+_MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 
 # What the user's own environment does not say otherwise. The engine core runs in the worker's own process: its
 # scheduling is the same each time, and its steps are rlcore's to make. Nothing is sent to vLLM's makers.
@@ -49,6 +54,7 @@ def prepare() -> str:
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about vLLM's code
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # later ones begin before they set it
     try:
         import vllm
     except ImportError as error:
@@ -104,8 +110,11 @@ def argument_names() -> list[str]:
     return [field.name for field in dataclasses.fields(EngineArgs)]
 
 
-def new_engine(arguments: dict[str, Any], rank: int, local_rank: int) -> Engine:
+def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: str) -> Engine:
     """Ranks are what an external launcher would say.
+
+    Args:
+        folder: where vLLM keeps what its processes find each other by; it is the caller's to remove. "" is its choice.
 
     Raises:
         InvalidInputError: vLLM refuses the arguments, or cannot start with them, such as for want of memory.
@@ -114,17 +123,37 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int) -> Engine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
-        config = EngineArgs(**arguments).create_engine_config()
+        config: Config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise InvalidInputError(f"vLLM refuses these arguments of build(): {_said(error)}") from error
     if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank)):
+    if folder:
+        _meet_in(folder)
+    with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank), **_sockets_in(folder)):
         try:
             engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
             raise InvalidInputError(f"vLLM cannot start with these arguments of build(): {_said(error)}") from error
     return engine
+
+
+def _sockets_in(folder: str) -> dict[str, str]:
+    """What a killed process has in the temporary folder stays there, unless the paths of sockets would be too long."""
+    longest = os.path.join(folder, str(uuid.uuid4()))
+    return {"VLLM_RPC_BASE_PATH": folder} if folder and len(os.fsencode(longest)) <= _MOST_SOCKET_BYTES else {}
+
+
+def _meet_in(folder: str) -> None:
+    """Later versions make a file, which they leave; earlier ones listen at a port.
+
+    Its name is the beginning of those in /dev/shm of vLLM's build for the CPU, by which a killed worker's are found.
+    """
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for executor in (multiproc_executor, uniproc_executor):
+        if hasattr(executor, "get_file_store_init_method"):
+            executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{os.environ[MARK]}"
 
 
 def _said(error: Exception) -> str:
@@ -259,7 +288,7 @@ def register_weight_transfer(name: str, module: str, class_name: str) -> None:
 
 
 @contextlib.contextmanager
-def reloading(model: nn.Module, vllm_config: Any) -> Iterator[None]:
+def reloading(model: nn.Module, vllm_config: Config) -> Iterator[None]:
     """Inside, ``model.load_weights`` may be called, also in parts; what it got is processed at the end.
 
     Of a layer that got some of its tensors vLLM would leave the others undefined: they are kept.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +47,11 @@ class VllmWorker(Worker):
         self._host_memory: tuple[int | None, int | None] | None = None
         self._differing: list[str] = []
 
+    @classmethod
+    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
+        check_own(options)
+        check_model_folder(path)
+
     def build(self, path: str | Path, **engine_args: Any) -> None:
         """Loads the model and allocates the KV cache.
 
@@ -62,13 +67,12 @@ class VllmWorker(Worker):
                 device is a simulated one.
         """
         ascend.check_device(self.device)
-        check_own(engine_args)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
         arguments = engine_arguments(engine_args, versions.argument_names(), self._folder, self._context)
         if self._is_rank:
             self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
-        engine = versions.new_engine(arguments, self._context.rank, self.device.index)
+        engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
         self._engine = engine
         longest = engine.vllm_config.model_config.max_model_len
         reader = PromptReader(self._folder, longest, "max_model_len")

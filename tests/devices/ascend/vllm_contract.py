@@ -1,6 +1,6 @@
 """What rlcore uses of vllm-ascend and of the vLLM beside it, and what their wheels have, read without running them.
 
-python tests/devices/ascend/vllm_contract.py VLLM_WHEEL VLLM_ASCEND_WHEEL ...     writes vllm_contract.json
+python -m tests.devices.ascend.vllm_contract VLLM_WHEEL VLLM_ASCEND_WHEEL ...     writes vllm_contract.json
 
 The uses are those that ``tests/engines/vllm/contract.py`` collects of vLLM, and what ``ascend.py`` puts in the place of
 some: the worker, the runners, the allocator.
@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import json
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.engines.vllm import contract as vllm
+from tests.engines.vllm.typed_uses import interfaces
+
 RECORD = Path(__file__).with_name("vllm_contract.json")
-
-_spec = importlib.util.spec_from_file_location("vllm_contract", ROOT / "tests" / "engines" / "vllm" / "contract.py")
-assert _spec and _spec.loader
-vllm = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(vllm)
-
 ASCEND = vllm.OURS / "ascend.py"
 IN_PLACE_OF = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_ascend.worker.worker.NPUWorker",
@@ -61,8 +56,9 @@ def own_uses() -> dict[str, set[str]]:
                 asked = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
                 members = {n.attr for n in asked if ast.unparse(n.value) == alias.name}
                 found.setdefault(f"{node.module}.{alias.name}", set()).update(members)
-    for name, members in vllm._protocols(tree):
-        found.setdefault(name, set()).update(members)
+    for interface in interfaces(ASCEND).values():
+        for name in interface.classes:
+            found.setdefault(name, set()).update(interface.members)
     return found
 
 
@@ -93,7 +89,7 @@ def extract(vllm_wheel: Path, plugin_wheel: Path) -> dict[str, Any]:
     return {
         "wheels": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (vllm_wheel, plugin_wheel)},
         "switches": sorted(known),
-        "names": {name: sorted(used[name] & found) for name, found in sorted(has.items()) if found is not None},
+        "names": {name: vllm.present(used[name], found) for name, found in sorted(has.items()) if found is not None},
     }
 
 

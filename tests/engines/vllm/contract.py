@@ -1,11 +1,12 @@
 """What rlcore uses of vLLM, collected from its code, and what a vLLM wheel has of that, read without running it.
 
-``python tests/engines/vllm/contract.py WHEEL...`` writes ``contract.json`` beside this file, from one wheel a version.
+``python -m tests.engines.vllm.contract WHEEL...`` writes ``contract.json`` beside this file, from one wheel a version.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.engines.vllm.typed_uses import Interface, Scope, asked, interfaces, returned, typed_uses
+
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ROOT / "engines" / "executors" / "vllm"
 RECORD = Path(__file__).with_name("contract.json")
@@ -21,23 +24,40 @@ ARGUMENTS, SAMPLING = "vllm.engine.arg_utils.EngineArgs", "vllm.sampling_params.
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
 Uses = dict[str, set[str]]
-"""Dotted name of a module member -> members of it, "method(parameter)" for a parameter that is given by name."""
+"""Dotted name of a module member -> members of it, "method(parameter)" for a parameter that is given by name, and
+"method(#2)" where two are given by position."""
 
 
 # ------------------------------------------------------------------------------------------------- what we use
 
 
+@functools.cache
 def uses() -> Uses:
     found: Uses = {}
     for path in sorted(OURS.glob("*.py")):
-        tree = ast.parse(path.read_text())
-        for name, members in (*_imported(tree), *_protocols(tree)):
-            if name.startswith("vllm."):  # what its plugins have is held by their own contracts
-                found.setdefault(name, set()).update(members)
+        for name, members in uses_in(path.read_text()).items():
+            found.setdefault(name, set()).update(members)
     found[ARGUMENTS] |= _keys(OURS / "arguments.py", "engine_arguments")
     found[SAMPLING] |= _keywords(OURS / "replica.py", "sampling_params") - {"is_streamed"}
     found[TRANSFER] |= {name for name in transfer_members() if not name.startswith("_")} - {"trainer_send_weights"}
     return found
+
+
+def uses_in(code: str) -> Uses:
+    """Of one file: what it imports, and what it asks of vLLM's objects."""
+    tree, (known, functions) = ast.parse(code), _types()
+    found = dict(_imported(tree))
+    for interface, member in typed_uses(tree, known, functions):
+        for name in known[interface].classes:
+            found.setdefault(name, set()).add(member)
+    # What its plugins have is held by their own contracts.
+    return {name: members for name, members in found.items() if name.startswith("vllm.")}
+
+
+@functools.cache
+def _types() -> tuple[dict[str, Interface], Scope]:
+    known = interfaces(OURS / "interfaces.py")
+    return known, returned((ast.parse(path.read_text()) for path in OURS.glob("*.py")), known)
 
 
 def transfer_members() -> set[str]:
@@ -55,39 +75,32 @@ def _derives(node: ast.stmt, base: str) -> bool:
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
     """Names imported from vLLM, with the attributes and keywords that are used of them."""
-    named: dict[str, str] = {}
+    named: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            named |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            named |= {alias.asname or alias.name: [f"{node.module}.{alias.name}"] for alias in node.names}
         elif isinstance(node, ast.Import):
-            named |= {
-                alias.asname: alias.name for alias in node.names if alias.asname and alias.name.startswith("vllm.")
-            }
-    members: Uses = {name: set() for name in named.values()}
+            named |= {alias.asname: [alias.name] for alias in node.names if alias.asname and alias.name[:5] == "vllm."}
+    members: Uses = {name: set() for names in named.values() for name in names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in named:
-            members[named[node.value.id]].add(node.attr)
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            named[ast.unparse(node.target)] = [
+                one for each in node.iter.elts for one in named.get(ast.unparse(each), ())
+            ]
+    asked_for = asked(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            for owner in named.get(ast.unparse(node.value), ()):
+                members[owner].add(f"{node.attr}?" if node.attr in asked_for else node.attr)
         if isinstance(node, ast.Call):
             given = {keyword.arg for keyword in node.keywords if keyword.arg}
-            if isinstance(node.func, ast.Name) and node.func.id in named:
-                is_class = node.func.id[0].isupper()  # whose fields are given
-                members[named[node.func.id]] |= given if is_class else {f"({name})" for name in given}
-            elif isinstance(node.func, ast.Attribute) and (owner := named.get(ast.unparse(node.func.value))):
-                members[owner] |= {f"{node.func.attr}({name})" for name in given}
+            for owner in named.get(ast.unparse(node.func), ()):
+                is_class = owner.rpartition(".")[2][0].isupper()  # whose fields are given
+                members[owner] |= given if is_class else {f"({name})" for name in given}
+            if isinstance(node.func, ast.Attribute):
+                for owner in named.get(ast.unparse(node.func.value), ()):
+                    members[owner] |= {f"{node.func.attr}({name})" for name in given}
     yield from members.items()
-
-
-def _protocols(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases):
-            members = set()
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign):
-                    members.add(ast.unparse(item.target))
-                elif isinstance(item, ast.FunctionDef):
-                    members |= {item.name, *(f"{item.name}({argument.arg})" for argument in item.args.args[1:])}
-            for name in (ast.get_docstring(node) or "").split():
-                yield name, members
 
 
 def _keys(path: Path, function: str) -> set[str]:
@@ -170,6 +183,8 @@ class Wheel:
         for item in ast.walk(node):
             if isinstance(item, ast.FunctionDef):
                 found |= {f"{item.name}({one})" for one in _parameters(item)}
+                by_position = len([*item.args.posonlyargs, *item.args.args]) - 1
+                found |= {f"{item.name}(#{number + 1})" for number in range(by_position)}
             targets = (
                 item.targets
                 if isinstance(item, ast.Assign)
@@ -223,12 +238,19 @@ def _origin(tree: ast.Module, name: str, module: str) -> str | None:
 
 
 def lacking(used: Uses, members: Callable[[str], set[str] | None]) -> list[str]:
-    """What is used and not there."""
+    """What is used and not there; what is asked for first may be absent."""
     found = []
     for name, wanted in sorted(used.items()):
         has = members(name)
-        found += [name] if has is None else [f"{name}: {one}" for one in sorted(wanted - has)]
+        if has is None:
+            found.append(name)
+        else:
+            found += [f"{name}: {one}" for one in sorted(wanted - has) if not one.endswith("?")]
     return found
+
+
+def present(wanted: set[str], has: set[str]) -> list[str]:
+    return sorted(one for one in wanted if one.removesuffix("?") in has)
 
 
 def extract(path: Path) -> dict[str, Any]:
@@ -243,7 +265,7 @@ def extract(path: Path) -> dict[str, Any]:
         "wheel": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "abstract": {TRANSFER: abstract},
-        "names": {name: sorted(used[name] & found) for name, found in sorted(has.items()) if found is not None},
+        "names": {name: present(used[name], found) for name, found in sorted(has.items()) if found is not None},
     }
 
 

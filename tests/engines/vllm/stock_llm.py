@@ -1,6 +1,7 @@
 """A vLLM user's own program, which has rlcore installed and says so in one argument; driven by lines of stdin.
 
-Each line is a weight update; each answer is a line of JSON with the tokens of greedy completions, and an error if any.
+Each line is a list of methods of ``LLM`` to call, with their arguments; "answer" stands for greedy completions. Each
+answer is a line of JSON: the tokens, where they were asked for, or the error of the first call that failed.
 """
 
 from __future__ import annotations
@@ -24,26 +25,28 @@ def main(folder: str, address: str, size: int) -> None:
         kv_cache_memory_bytes=1 << 24,
         gpu_memory_utilization=0.01,
     )
-    answer(llm, {})
+    say(found={"tokens": greedy(llm)})
     for line in sys.stdin:
-        request = json.loads(line)
+        found: dict[str, Any] = {}
         try:
-            if request["connects"]:
-                llm.init_weight_transfer_engine({"init_info": {"address": address, "timeout_s": request["timeout_s"]}})
-            llm.start_weight_update()
-            llm.update_weights({"update_info": {"timeout_s": request["timeout_s"]}})
-            llm.finish_weight_update()
-            llm.reset_prefix_cache()
-            answer(llm, {})
+            for method, *arguments in json.loads(line):
+                if method == "answer":
+                    found["tokens"] = greedy(llm)
+                else:
+                    getattr(llm, method)(*arguments)
         except Exception as error:  # the test sees it
-            answer(llm, {"error": str(error)})
+            found = {"error": str(error)}
+        say(found)
 
 
-def answer(llm: LLM, found: dict[str, Any]) -> None:
+def greedy(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts: Any = [{"prompt_token_ids": [9, 0, 2, 1]}, {"prompt_token_ids": [3]}]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    print("ANSWER", json.dumps(found | {"tokens": [list(one.outputs[0].token_ids) for one in outputs]}), flush=True)
+    return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def say(found: dict[str, Any]) -> None:
+    print("ANSWER", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

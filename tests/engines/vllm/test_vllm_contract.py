@@ -15,11 +15,8 @@ from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.arguments import _OWN
 from rlcore.engines.executors.vllm.extension import RlcoreWorkerExtension
 from rlcore.errors import UnsupportedError
-
-_spec = importlib.util.spec_from_file_location("vllm_contract", Path(__file__).with_name("contract.py"))
-assert _spec and _spec.loader
-contract = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(contract)
+from tests.engines.vllm import contract
+from tests.engines.vllm.typed_uses import interfaces
 
 RECORD: dict[str, Any] = json.loads(contract.RECORD.read_text())
 
@@ -56,13 +53,68 @@ def test_a_missing_member_is_seen() -> None:
 
 
 def test_uses_are_collected_from_the_code() -> None:
+    """Also where objects of vLLM's come from functions, attributes, loops and what those hold."""
     found = contract.uses()
-    assert {"add_request(prompt)", "from_vllm_config(disable_log_stats)", "vllm_config"} <= found[
-        "vllm.v1.engine.llm_engine.LLMEngine"
-    ]
+    engine = found["vllm.v1.engine.llm_engine.LLMEngine"]
+    assert {"add_request(#3)", "from_vllm_config(disable_log_stats)", "vllm_config", "collective_rpc(args)"} <= engine
     assert {"kv_cache_memory_bytes", "logprobs_mode", "worker_extension_cls"} <= found[contract.ARGUMENTS]
     assert {"output_kind", "stop_token_ids", "seed"} <= found[contract.SAMPLING]
     assert found["vllm._custom_ops"] == {"_supports_onednn"}
+    assert found["vllm.config.model.ModelConfig"] == {"dtype", "max_model_len", "model"}
+    assert found["vllm.logprobs.Logprob"] == {"logprob"}
+    assert {"tag", "handle"} <= found["vllm.device_allocator.AllocationData"]
+    assert "update_weights(#1)" in found["vllm.distributed.weight_transfer.base.VLLMWeightSyncClient"]
+
+
+def test_nothing_is_declared_that_is_not_used() -> None:
+    used = {name: {one.removesuffix("?") for one in members} for name, members in contract.uses().items()}
+    for interface in interfaces(contract.OURS / "interfaces.py").values():
+        for name in interface.classes:
+            assert interface.members.keys() <= used[name], name
+
+
+def test_what_is_asked_for_first_is_in_some_version() -> None:
+    optional = [(name, one) for name, members in contract.uses().items() for one in members if one.endswith("?")]
+    assert {one for _, one in optional} == {"get_file_store_init_method?", "post_kv_cache_wake_up?"}
+    for name, one in optional:
+        versions_with_it = [version for version, wheel in RECORD.items() if one in wheel["names"][name]]
+        assert versions_with_it and versions_with_it != list(RECORD), "ask for nothing that all have"
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("from vllm.v1.engine.llm_engine import LLMMotor", "vllm.v1.engine.llm_engine.LLMMotor"),
+        ("import vllm._custom_ops as ops\nops._supports_mkl = 1", "vllm._custom_ops: _supports_mkl"),
+        ("def f(engine: Engine): engine.abort_requests([])", "vllm.v1.engine.llm_engine.LLMEngine: abort_requests"),
+        (
+            "def f(engine: Engine): engine.step(1)",
+            "vllm.v1.engine.llm_engine.LLMEngine: step(#1)",
+        ),
+        (
+            "def f(engine: Engine): engine.reset_prefix_cache(running=True)",
+            "vllm.v1.engine.llm_engine.LLMEngine: reset_prefix_cache(running)",
+        ),
+        (
+            "def f(worker: Worker): return worker.vllm_config.model_config.longest",
+            "vllm.config.model.ModelConfig: longest",
+        ),
+        (
+            "class A:\n def __init__(self, worker: Worker): self.runner = worker.model_runner\n"
+            " def f(self): self.runner.kv_cache.zero_()",
+            "vllm.v1.worker.gpu_model_runner.GPUModelRunner: kv_cache",
+        ),
+        (
+            "def f(engine: Engine):\n for output in engine.step():\n  (one,) = output.outputs\n  one.tokens",
+            "vllm.outputs.CompletionOutput: tokens",
+        ),
+        ("def f(): return [one.size for one in allocations('weights')]", "vllm.device_allocator.AllocationData: size"),
+    ],
+)
+def test_a_wrong_use_is_found(code: str, missing: str) -> None:
+    for version, wheel in RECORD.items():
+        names = {name: set(members) for name, members in wheel["names"].items()}
+        assert missing in contract.lacking(contract.uses_in(code), names.get), version
 
 
 def test_only_two_files_import_vllm() -> None:

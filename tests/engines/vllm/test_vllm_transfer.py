@@ -1,4 +1,4 @@
-"""A stock ``vllm.LLM`` takes weights from a ``WeightSender`` of another process, through ``rlcore_ipc``."""
+"""A stock ``vllm.LLM`` takes weights from another process, by a ``WeightSender`` or vLLM's own trainer's interface."""
 
 from __future__ import annotations
 
@@ -52,13 +52,34 @@ class StockLLM:
             str(size),
         ]
         pipe = subprocess.PIPE
+        self.first: dict[str, Any] = {}
         self.process = subprocess.Popen(
             command, env=environment, stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
         )
 
     def ask(self, *, connects: bool = False, timeout_s: float = 120.0) -> None:
+        """For an update, and completions after it."""
+        init = {"init_info": {"address": str(self.address), "timeout_s": timeout_s}}
+        update = {"update_info": {"timeout_s": timeout_s}}
+        self.begin(
+            *([("init_weight_transfer_engine", init)] if connects else []),
+            ("start_weight_update",),
+            ("update_weights", update),
+            ("finish_weight_update",),
+            ("reset_prefix_cache",),
+            ("answer",),
+        )
+
+    def begin(self, *calls: tuple[Any, ...]) -> None:
         assert self.process.stdin
-        print(json.dumps({"connects": connects, "timeout_s": timeout_s}), file=self.process.stdin, flush=True)
+        print(json.dumps(calls), file=self.process.stdin, flush=True)
+
+    def call(self, *call: Any) -> dict[str, Any]:
+        self.begin(call)
+        found = self.answer()
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout
@@ -67,6 +88,20 @@ class StockLLM:
                 return json.loads(line.removeprefix("ANSWER"))
         self._log.seek(0)
         raise AssertionError(f"it ended with {self.process.wait()}: {self._log.read()[-4000:]}")
+
+    # As vLLM's clients, for a trainer of vLLM's own interface.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.call("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update")
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # vLLM's engine is a child that has the pipes too
@@ -90,8 +125,11 @@ def entry_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stock(model_folder: Path, entry_points: Path) -> Iterator[StockLLM]:
     program = StockLLM(model_folder, 1, entry_points)
-    yield program
-    program.close()
+    try:
+        program.first = program.answer()
+        yield program
+    finally:
+        program.close()
 
 
 def policy(folder: Path) -> torch.nn.Module:
@@ -120,7 +158,7 @@ def greedy(module: Any) -> list[list[int]]:
 
 def test_it_generates_with_the_senders_weights(stock: StockLLM, model_folder: Path) -> None:
     module = policy(model_folder)
-    assert stock.answer() == {"tokens": greedy(module)}
+    assert stock.first == {"tokens": greedy(module)}
     stock.ask(timeout_s=1)
     assert "call init_weight_transfer_engine" in stock.answer()["error"]
     stock.ask(connects=True, timeout_s=1)
@@ -152,3 +190,28 @@ def test_it_generates_with_the_senders_weights(stock: StockLLM, model_folder: Pa
     with contextlib.closing(controls[0]):
         rlcore.WeightSender(module.named_parameters, controls).send(verify=True)
         assert stock.answer() == {"tokens": greedy(module)}
+
+
+@pytest.mark.parametrize("kind", ["ModuleWeights", "ModuleSource"])
+def test_a_trainer_of_vllms_own_interface_gives_it_weights(kind: str, stock: StockLLM, model_folder: Path) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from rlcore.engines.executors.vllm.trainer import ModuleWeights, RlcoreTrainerInitInfo
+
+    module: Any = policy(model_folder)
+    source = {"ModuleWeights": ModuleWeights, "ModuleSource": ModuleSource}[kind](module)
+    info = RlcoreTrainerInitInfo(str(stock.address), timeout_s=300)
+    trainer_init: Any = WeightTransferTrainerFactory.trainer_init
+    is_first = "config" in trainer_init.__func__.__code__.co_varnames[: trainer_init.__func__.__code__.co_argcount]
+    before = {"backend": "rlcore_ipc", "config": None} if is_first else {}
+    engine = trainer_init(**before, init_info=info, client=stock, source=source)
+    assert isinstance(engine, TrainerWeightTransferEngine)
+    with contextlib.ExitStack() as ended:
+        ended.callback(engine.shutdown)
+        for version in (1, 2):
+            shake(module, 10 + version)
+            report: Any = engine.send_weights()
+            assert (report.version, report.fallback_bytes) == (version, 0)
+            stock.call("reset_prefix_cache")
+            assert stock.call("answer") == {"tokens": greedy(module)}
