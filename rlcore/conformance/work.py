@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 MB = 2**20
 _BUSY_S = 0.03
+_TRIES = 5
 
 
 def filled(device: Any, num_bytes: int) -> torch.Tensor:
@@ -24,7 +26,8 @@ class BusyWork:
         # So large that a step takes longer than queueing it: else the host would never get ahead.
         self._values = torch.ones(64 * MB // 4, device=device.torch_device)
         self.num_steps = 1
-        while self.num_steps < 1 << 14 and self._seconds() < _BUSY_S:
+        # The fastest of two: somebody else may have had the processor.
+        while self.num_steps < 1 << 14 and min(self._seconds(), self._seconds()) < _BUSY_S:
             self.num_steps *= 2
 
     def queue(self, times: int = 1) -> None:
@@ -40,9 +43,14 @@ class BusyWork:
         return time.perf_counter() - began
 
 
-def is_asynchronous(device: Any, busy: BusyWork) -> bool:
-    """Whether the host gets ahead of the device."""
-    stream = device.streams.new()
+@functools.cache
+def is_asynchronous(device: Any) -> bool:
+    """Whether the host gets ahead of the device: in one of some tries, because the host may lose its processor."""
+    busy, stream = BusyWork(device), device.streams.new()
+    return any(_is_ahead(busy, stream, device) for _ in range(_TRIES))
+
+
+def _is_ahead(busy: BusyWork, stream: Any, device: Any) -> bool:
     with device.streams.use(stream):
         busy.queue()
         is_ahead = not stream.query()

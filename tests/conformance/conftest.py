@@ -64,7 +64,7 @@ class Runs:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=850,
             check=False,
         )
         report = folder / "report.json"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # a test waits for its run, and that for those before it
+
 
 @dataclass(frozen=True)
 class Run:
