@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,24 +28,24 @@ def _prepare_device_lookup(device: Any) -> Work:
     return Work(contenders=contenders, params={}, runs_on="host")
 
 
-def _choice_work(vocab_size: Callable[[], int], device: Any, **options: Any) -> Work:
-    def run() -> Choice:
-        return choose("token_logprob", Query(device.type, torch.bfloat16, 0, vocab_size()))
+def _prepare_op_choice(device: Any) -> Work:
+    return _choosing(lambda: choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936)))
 
+
+def _prepare_new_op_choice(device: Any) -> Work:
+    def run() -> Choice:
+        choose.cache_clear()
+        return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))
+
+    return _choosing(run)
+
+
+def _choosing(run: Callable[[], Choice]) -> Work:
     def check(choice: Choice) -> None:
         expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
     contender = Contender(implementation="dispatch", run=run, check=check)
-    return Work(contenders=(contender,), params={}, runs_on="host", **options)
-
-
-def _prepare_op_choice(device: Any) -> Work:
-    return _choice_work(lambda: 151_936, device)
-
-
-def _prepare_new_op_choice(device: Any) -> Work:
-    sizes = itertools.count(1)
-    return _choice_work(lambda: next(sizes), device, close=choose.cache_clear)
+    return Work(contenders=(contender,), params={}, runs_on="host")
 
 
 device_lookup_case = Case(
