@@ -70,30 +70,50 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         InvalidInputError: an entry is missing or has a shape that is none of the accepted ones.
     """
-    host = {name: torch.as_tensor(value).detach().cpu() for name, value in batch.items()}
+    host = {name: _on_host(name, value) for name, value in batch.items()}
     if "input_ids" not in host:
         raise InvalidInputError(f"a batch needs input_ids; it has {sorted(host)}")
+    if host["input_ids"].ndim != (1 if "cu_seqlens" in host else 2):
+        raise InvalidInputError(
+            "input_ids must be [N, L] with attention_mask, or [T] with cu_seqlens; "
+            f"got {list(host['input_ids'].shape)} with {sorted(host)}"
+        )
     if "cu_seqlens" not in host:
         host = _pack(host)
-    lengths_N = host["cu_seqlens"].diff().long()
-    num_tokens = len(host["input_ids"])
-    if int(lengths_N.sum()) != num_tokens or bool((lengths_N < 1).any()):
-        raise InvalidInputError(
-            f"cu_seqlens must rise from 0 to the {num_tokens} tokens of input_ids, got {host['cu_seqlens'].tolist()}"
-        )
-    keep = {"input_ids": host.pop("input_ids").long(), "cu_seqlens": host.pop("cu_seqlens").to(torch.int32)}
+    keep = {"input_ids": host.pop("input_ids"), "cu_seqlens": host.pop("cu_seqlens")}
+    _check_layout(**keep)
+    lengths_N = keep["cu_seqlens"].diff().long()
+    keep = {"input_ids": keep["input_ids"].long(), "cu_seqlens": keep["cu_seqlens"].to(torch.int32)}
     return keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
 
 
+def _on_host(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"batch entry {name!r} must be a tensor or numbers, got {value!r}") from error
+
+
 def _pack(host: dict[str, Tensor]) -> dict[str, Tensor]:
-    input_ids_NL = host["input_ids"]
-    if input_ids_NL.ndim != 2:
+    mask_NL = host.setdefault("attention_mask", torch.ones_like(host["input_ids"], dtype=torch.bool))
+    packed = dict(pack(host))
+    empty = (mask_NL == 0).all(1).nonzero().flatten().tolist()
+    if empty:
+        raise InvalidInputError(f"attention_mask has no token of sequence {empty[0]}; leave it out of the batch")
+    return packed
+
+
+def _check_layout(input_ids: Tensor, cu_seqlens: Tensor) -> None:
+    for name, value in {"input_ids": input_ids, "cu_seqlens": cu_seqlens}.items():
+        if value.is_floating_point() or value.is_complex():
+            raise InvalidInputError(f"{name} must be whole numbers, got {value.dtype}")
+    edges, num_tokens = cu_seqlens.tolist() if cu_seqlens.ndim == 1 else [], len(input_ids)
+    if edges[:1] != [0] or edges[-1] != num_tokens or bool((cu_seqlens.diff() < 1).any()):
         raise InvalidInputError(
-            "input_ids must be [N, L] with attention_mask, or [T] with cu_seqlens; "
-            f"got {list(input_ids_NL.shape)} with {sorted(host)}"
+            f"cu_seqlens must rise from 0 to the {num_tokens} tokens of input_ids, got {cu_seqlens.tolist()}"
         )
-    host.setdefault("attention_mask", torch.ones_like(input_ids_NL, dtype=torch.bool))
-    return dict(pack(host))
+    if num_tokens == 0:
+        raise InvalidInputError("a batch needs at least one sequence, got none")
 
 
 def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:

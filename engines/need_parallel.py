@@ -6,13 +6,16 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.packing import balance, inverse_permutation
+
+Gather = Literal["list", "cat", "first", "mean"]
+"""How the results of the workers become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +122,25 @@ def in_order_of_rows(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             "use gather='list'"
         )
     return _select(joined, places)
+
+
+def check_gather(gather: str) -> None:
+    if gather not in get_args(Gather):
+        raise InvalidInputError(f"gather must be 'list', 'cat', 'first' or 'mean', got {gather!r}")
+
+
+def gathered(name: str, results: list[Any], gather: Gather) -> Any:
+    """What the workers' methods ``name`` gave, as one."""
+    if gather == "list":
+        return results
+    if gather == "first":
+        return results[0]
+    try:
+        if gather == "mean":
+            return sum(float(result) for result in results) / len(results)
+        if isinstance(results[0], Tensor):
+            return torch.cat(results)
+        return [item for result in results for item in result]
+    except (RuntimeError, TypeError, ValueError) as error:
+        what = f"{name}() gave, {results[0]!r:.80}"
+        raise InvalidInputError(f"gather={gather!r} does not fit what {what}: {error}") from error

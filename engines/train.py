@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from rlcore.arguments import FLAG, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
-from rlcore.engines.need_parallel import in_order_of_rows, split_arguments
+from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_order_of_rows, split_arguments
 from rlcore.engines.residency import State
 from rlcore.engines.sync.options import Checksums, RoundOptions
 from rlcore.engines.sync.place import Route
@@ -30,8 +32,18 @@ from rlcore.weights.view import Adapters
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
-Gather = Literal["list", "cat", "first", "mean"]
 _MAX_TOKENS = 16384
+_REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool))
+_BATCH_KINDS = {
+    "batch": Kind("a dict of tensors, as rlcore.collate() makes,", lambda value: hasattr(value, "items")),
+    "max_tokens_per_micro_batch": WHOLE,
+    "temperature": _REAL,
+}
+_LOSS_KINDS = _BATCH_KINDS | {
+    "loss_fn": Kind("a function (logprob, entropy, per_token) -> (value, stats), such as ppo_clip(),", callable),
+    "max_length": optional(WHOLE),
+    "with_entropy": FLAG,
+}
 
 
 class TrainEngine(CheckpointedEngine):
@@ -89,13 +101,14 @@ class TrainEngine(CheckpointedEngine):
                 in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
         """
         group = self._built_group()
+        check_gather(gather)
         if not callable(getattr(self._module_class, name, None)):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._residency.require("weights", f"{name}()")
         self._num_changes += 1
         calls = split_arguments(args, kwargs, len(group.workers))
-        gathered = _gathered(group.call(f"module.{name}", calls), gather)
-        return in_order_of_rows(gathered, args, kwargs, len(group.workers)) if gather == "cat" else gathered
+        found = gathered(name, group.call(f"module.{name}", calls), gather)
+        return in_order_of_rows(found, args, kwargs, len(group.workers)) if gather == "cat" else found
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
@@ -108,6 +121,7 @@ class TrainEngine(CheckpointedEngine):
 
     # ------------------------------------------------------------------------------------------- training
 
+    @takes("train_batch()", **_LOSS_KINDS, max_grad_norm=optional(_REAL))
     def train_batch(
         self,
         batch: Mapping[str, Tensor],
@@ -154,6 +168,7 @@ class TrainEngine(CheckpointedEngine):
         metrics: dict[str, float] = self._call_on_shares("train_step", packed, loss_fn, options)
         return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
 
+    @takes("eval_batch()", **_LOSS_KINDS)
     def eval_batch(
         self,
         batch: Mapping[str, Tensor],
@@ -183,10 +198,16 @@ class TrainEngine(CheckpointedEngine):
     def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
         """The batch packed and checked, with the share that each token has in the loss."""
         packed = to_packed(batch)
+        if WEIGHT in packed:
+            raise InvalidInputError(
+                f"a batch cannot have an entry {WEIGHT!r}, which comes of token_weights={mode!r}; to weight tokens "
+                "further, multiply in loss_fn by an entry of another name"
+            )
         weight_T = make_token_weights(mode, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length)
         self._check_batch(packed, weight_T != 0)
         return packed | {WEIGHT: weight_T}
 
+    @takes("forward_logprobs()", **_BATCH_KINDS, top_p=_REAL, top_k=WHOLE)
     def forward_logprobs(
         self,
         batch: Mapping[str, Tensor],
@@ -332,17 +353,3 @@ def _padded(value_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     padded_NL: Tensor = torch.zeros(mask_NL.shape)
     padded_NL[mask_NL] = value_T
     return padded_NL
-
-
-def _gathered(results: list[Any], gather: Gather) -> Any:
-    if gather == "list":
-        return results
-    if gather == "first":
-        return results[0]
-    if gather == "mean":
-        return sum(float(result) for result in results) / len(results)
-    if gather == "cat":
-        if isinstance(results[0], Tensor):
-            return torch.cat(results)
-        return [item for result in results for item in result]
-    raise InvalidInputError(f"gather must be 'list', 'cat', 'first' or 'mean', got {gather!r}")

@@ -31,7 +31,7 @@ from rlcore.errors import (
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import combine, kl, ppo_clip
 
-from .train_batches import VOCAB, padded_batch
+from .train_batches import VOCAB, packed_batch, padded_batch
 
 on_both_launchers = pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
 
@@ -125,7 +125,7 @@ def test_a_breakpoint_in_a_users_method_stops_there(qwen2_folder: Path, tmp_path
         input="p secret + 1\nc\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env=os.environ | {"RLCORE_DEBUG": "pdb"},
         check=True,
     )
@@ -366,6 +366,18 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: rlcore.TrainEngine)
         (bad_shape, r"batch entry 'advantages' has shape \[3\]; accepted: one value a token, one a sequence \[5\]"),
         ({"tokens": good["input_ids"]}, r"a batch needs input_ids; it has \['tokens'\]"),
         ({"input_ids": torch.zeros(4)}, r"input_ids must be \[N, L\] with attention_mask, or \[T\] with cu_seqlens"),
+        ({"input_ids": torch.zeros(2, 4)}, r"input_ids must be whole numbers, got torch.float32"),
+        (packed_batch() | {"input_ids": torch.zeros(1, 52)}, r"or \[T\] with cu_seqlens; got \[1, 52\] with"),
+        (packed_batch() | {"cu_seqlens": torch.tensor([1, 53])}, r"must rise from 0 to the 52 tokens .* got \[1, 53\]"),
+        (packed_batch() | {"cu_seqlens": torch.tensor([[0, 52]])}, r"from 0 to the 52 tokens .* got \[\[0, 52\]\]"),
+        (
+            {"input_ids": torch.zeros(0).long(), "cu_seqlens": torch.tensor([0])},
+            "a batch needs at least one sequence, got none",
+        ),
+        (good | {"attention_mask": good["attention_mask"] * torch.arange(5)[:, None]}, "no token of sequence 0; leave"),
+        (good | {"reference": None}, "batch entry 'reference' must be a tensor or numbers, got None"),
+        (good | {"token_weight": torch.ones(5)}, "a batch cannot have an entry 'token_weight', which comes of"),
+        (None, "takes a dict of tensors, as rlcore.collate.. makes, as batch, got None"),
     ]
     for batch, message in cases:
         with pytest.raises(InvalidInputError, match=message):
@@ -770,6 +782,20 @@ def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Pa
 
 
 def test_options_out_of_range_are_refused(engine: rlcore.TrainEngine) -> None:
+    for option, value, message in (
+        (
+            "loss_fn",
+            None,
+            r"takes a function \(logprob, entropy, per_token\) -> .* as loss_fn, got None",
+        ),
+        ("max_tokens_per_micro_batch", True, "takes a whole number as max_tokens_per_micro_batch, got True"),
+        ("max_grad_norm", "1", "takes a number, or None as max_grad_norm, got '1'"),
+        ("temperature", "hot", "takes a number as temperature, got 'hot'"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            engine.train_batch(padded_batch(), **({"loss_fn": ppo_clip()} | {option: value}))
+    with pytest.raises(InvalidInputError, match=r"gather='mean' does not fit what extra_repr\(\) gave, ''"):
+        engine.call("extra_repr", gather="mean")
     with pytest.raises(InvalidInputError, match=r"max_grad_norm must be above 0, or None for no limit, got -1\.0"):
         engine.train_batch(padded_batch(), ppo_clip(), max_grad_norm=-1.0)
     with pytest.raises(
