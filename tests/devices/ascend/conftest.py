@@ -38,7 +38,7 @@ def _simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
     lines = (folder / "activate").read_text().splitlines()
     yield dict(line.removeprefix("export ").replace("'", "").split("=", 1) for line in lines)
     for left in Path("/dev/shm").glob(f"cann_sim-{os.getuid()}*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def run_simulated(_simulated: dict[str, str], tmp_path: Path, request: pytest.Fi
     The log of operators, simulated and refused, is ``cann.log`` there. A variable that is None is not set.
     """
 
-    def run(*arguments: str, timeout_s: float = 280, **env: str | None) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout_s: float = 580, **env: str | None) -> subprocess.CompletedProcess[str]:
         asked = os.environ | _simulated | {"CANN_SIM_LOG": str(tmp_path / "cann.log")} | env
         variables = {name: value for name, value in asked.items() if value is not None}
         python = Path(_simulated["PATH"].split(":")[0], "python")

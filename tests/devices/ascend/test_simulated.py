@@ -18,7 +18,7 @@ from rlcore.devices.ascend.simulation import counted
 from rlcore.types import Simulation
 from tests.devices.ascend.uses import uses
 
-pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(1200)]
 
 TASKS = Path(__file__).with_name("simulated_tasks.py")
 ROUNDS = Path(__file__).parents[2] / "engines" / "sync" / "test_rounds_on_gpus.py"
@@ -34,7 +34,7 @@ def test_the_device_passes_the_conformance_suite(run_simulated: Any, tmp_path: P
     options = ("--device", "npu", "--require", "ipc,pool,host_alloc,interprocess_events")
     record = tmp_path / "uses"
     report_to = ("--conformance-json", "report.json")
-    found = run_simulated(*suite, *options, *report_to, timeout_s=580, CANN_SIM_RECORD=str(record))
+    found = run_simulated(*suite, *options, *report_to, timeout_s=1180, CANN_SIM_RECORD=str(record))
     assert found.returncode == 0, found.stdout
     assert not unseen(record)
     report = json.loads((tmp_path / "report.json").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
 
 TASK = Path(__file__).with_name("sync_without_ipc.py")
 
