@@ -18,6 +18,7 @@ from rlcore.kernels.operands import (
     check_positive,
     check_same_device,
     check_shape,
+    check_tensor,
     checked_targets,
     checked_temperature,
 )
@@ -72,6 +73,8 @@ def head_inputs(
     Raises:
         InvalidInputError: a shape, dtype or device does not fit.
     """
+    for name, tensor in {"hidden": hidden, "weight": weight}.items():
+        check_tensor(name, tensor)
     if _is_dtensor(hidden):
         raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
     if group is not None and _is_dtensor(weight):
@@ -142,6 +145,9 @@ def head_task(
     if softcap is not None:
         check_positive("softcap", softcap)
     check_positive("logit_scale", logit_scale)
+    if memory_budget_bytes is not None:
+        check_positive("memory_budget_bytes", memory_budget_bytes)
+        memory_budget_bytes = int(memory_budget_bytes)
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
     vocab_size = len(inputs.weight)
     if group is None:

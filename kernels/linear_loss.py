@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rlcore.arguments import WHOLE, kind_of, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.compiled import graph_break
 from rlcore.kernels.dispatch import choose
@@ -26,14 +27,25 @@ from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, token_values, weighted_sum
-from rlcore.kernels.losses.interface import LossFn, sequence_level
+from rlcore.kernels.losses.interface import LOSS, LossFn, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
-from rlcore.kernels.operands import check_constant, check_float, check_same_device, is_debugging, unlowered
+from rlcore.kernels.operands import (
+    TENSOR,
+    check_constant,
+    check_float,
+    check_same_device,
+    check_tensor,
+    is_debugging,
+    unlowered,
+)
 from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
 from rlcore.kernels.vocab_shard import partial_statistics_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_PER_TOKEN = kind_of("a mapping of names to tensors", Mapping)
 
 
 def linear_loss_reference(
@@ -95,6 +107,10 @@ def linear_loss_chunked(
 
 
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
+@takes(
+    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=_PER_TOKEN, token_weight=TENSOR, cu_seqlens=optional(TENSOR),
+    bias=optional(TENSOR), ignore_index=WHOLE,
+)  # fmt: skip
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -183,6 +199,7 @@ def _check_tokens(hidden: Tensor, per_token: Mapping[str, Tensor], token_weight:
             f"token_weight must be [T] = {[len(hidden)]}; got {list(token_weight.shape)}. See rlcore.ops.token_weights"
         )
     for name, values in per_token.items():
+        check_tensor(f"per_token[{name!r}]", values)
         if values.shape[:1] != hidden.shape[:1]:
             raise InvalidInputError(
                 f"per_token[{name!r}] must have one entry for each of the {len(hidden)} rows of hidden; "
@@ -206,7 +223,9 @@ def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], 
     taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
     if taken:
         raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: linear_loss sets them; rename yours")
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
     edges: list[int] = cu_seqlens.tolist()
-    if cu_seqlens.dim() != 1 or not edges or edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
+    if not edges or edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
         raise InvalidInputError(f"cu_seqlens must rise from 0 to the {num_rows} rows of hidden; got {edges}")
     return edges

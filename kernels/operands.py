@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.arguments import kind_of
 from rlcore.errors import InvalidInputError
 from rlcore.settings import Settings
 from rlcore.tensor_data import dtype_name
@@ -72,7 +73,16 @@ def unlowered(device_type: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+TENSOR = kind_of("a tensor", Tensor)
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise InvalidInputError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
 def check_float(name: str, tensor: Tensor) -> None:
+    check_tensor(name, tensor)
     if tensor.dtype not in FLOATS:
         accepted = ", ".join(dtype_name(dtype) for dtype in FLOATS)
         raise InvalidInputError(f"{name} must be {accepted}; got {tensor.dtype}")
@@ -80,13 +90,17 @@ def check_float(name: str, tensor: Tensor) -> None:
 
 def check_same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != device:
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != device:
             raise InvalidInputError(
                 f"{name} is on {tensor.device} but {first} is on {device}; move it with .to({first}.device)"
             )
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    check_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InvalidInputError(f"{name} must be {meaning} = {list(shape)}; got {list(tensor.shape)}")
 
@@ -97,9 +111,18 @@ def check_constant(name: str, tensor: Tensor | None) -> None:
         raise InvalidInputError(f"{name} requires grad, but no gradient flows to it; pass {name}.detach()")
 
 
+def check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InvalidInputError(f"{name} must be a finite number; got {value}")
+
+
 def check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidInputError(f"{name} must be a finite number > 0; got {value}")
+    try:
+        is_positive = math.isfinite(value) and value > 0
+    except TypeError:
+        is_positive = False
+    if not is_positive:
+        raise InvalidInputError(f"{name} must be a finite number > 0; got {value!r}")
 
 
 def checked_targets(targets: Tensor, vocab_size: int | Tensor, ignore_index: int) -> Tensor:

@@ -16,9 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.arguments import LIST, WHOLE, Kind, kind_of, optional, takes
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.operands import TENSOR
+
+_BATCH = kind_of("a mapping of names to tensors", Mapping)
+_LENGTHS = Kind("a list or a tensor of whole numbers", lambda value: LIST.has(value) or TENSOR.has(value))
 
 
+@takes("pack", batch=_BATCH)
 def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the padding: per-token entries become [T, ...], in order, and ``cu_seqlens`` replaces
     ``attention_mask``.
@@ -42,6 +48,7 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**packed, "cu_seqlens": edges_N.to(torch.int32)}
 
 
+@takes("unpack", batch=_BATCH, length=optional(WHOLE))
 def unpack(
     batch: Mapping[str, Tensor],
     *,
@@ -100,6 +107,7 @@ def position_ids(cu_seqlens: Tensor) -> Tensor:
     return torch.arange(len(start_T), device=edges_N.device) - start_T
 
 
+@takes("balance", lengths=_LENGTHS, max_tokens=optional(WHOLE), num_bins=optional(WHOLE))
 def balance(
     lengths: Sequence[int] | Tensor, *, max_tokens: int | None = None, num_bins: int | None = None
 ) -> list[list[int]]:

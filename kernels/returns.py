@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.operands import check_float, check_same_device, check_values, first_violation
+from rlcore.kernels.operands import TENSOR, check_float, check_same_device, check_values, first_violation
 from rlcore.kernels.rows import wide_dtype
 
 
@@ -135,6 +136,7 @@ def _reverse_scan(factor_T: Tensor, term_T: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------- public operators
 
 
+@takes("gae", mask=optional(TENSOR), gamma=NUMBER, lam=NUMBER, cu_seqlens=optional(TENSOR))
 @torch.no_grad()
 def gae(
     values: Tensor,
@@ -173,6 +175,7 @@ def gae(
     return Advantages(*(x.view(rewards.shape) for x in found))
 
 
+@takes("discounted_return", mask=optional(TENSOR), gamma=NUMBER, cu_seqlens=optional(TENSOR))
 @torch.no_grad()
 def discounted_return(
     rewards: Tensor,
@@ -204,6 +207,7 @@ def discounted_return(
     return found.view(rewards.shape)
 
 
+@takes("masked_whiten", mask=TENSOR)
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsilon: float = 1e-8) -> Tensor:
     """``(values - mean) / sqrt(variance + epsilon)`` over the tokens that count, the variance being unbiased.
 

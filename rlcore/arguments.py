@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any, ClassVar, TypeVar
 from rlcore.errors import InvalidInputError
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LONGEST = 200
+"""Characters of a value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ def optional(kind: Kind) -> Kind:
 
 
 FLAG = kind_of("True or False", bool)
-WHOLE = Kind("a whole number", lambda value: type(value) is int)
-NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+WHOLE = Kind("a whole number", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool))
+NUMBER = Kind("a number", lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool))
 TEXT = kind_of("a str", str)
 PATH = kind_of("a str or Path", str, os.PathLike)
 BYTES = kind_of("bytes", bytes)
@@ -71,7 +74,9 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
 
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
     if kind is not None and not kind.has(value):
-        raise InvalidInputError(f"{what} takes {kind.words} as {name}, got {value!r}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... of {type(value)}"
+        raise InvalidInputError(f"{what} takes {kind.words} as {name}, got {shown}")
 
 
 class Checked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, as_level_of, joined_statistics
+from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, TermOutput, as_level_of, joined_statistics
 
 
 def combine(*terms: LossFn) -> LossFn:
@@ -18,6 +18,9 @@ def combine(*terms: LossFn) -> LossFn:
     """
     if not terms:
         raise InvalidInputError("combine needs at least one loss term")
+    for place, term in enumerate(terms):
+        if not LOSS.has(term):
+            raise InvalidInputError(f"combine takes {LOSS.words} as term {place}, got {term!r}")
 
     def combined(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         value, stats = terms[0](logprob, entropy, per_token)

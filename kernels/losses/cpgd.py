@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import bounded, check_clip, ratio_statistics, stopped_statistics
@@ -21,6 +22,7 @@ from rlcore.kernels.losses.ratio import bounded, check_clip, ratio_statistics, s
 _MOST_DRIFT = 2.0  # of r - 1, as in the authors' recipe in siiRL and LightRFT
 
 
+@takes("cpgd", clip_low=NUMBER, clip_high=NUMBER, drift_coef=NUMBER)
 def cpgd(*, clip_low: float = 0.2, clip_high: float = 0.28, drift_coef: float = 0.0) -> LossFn:
     """The clipped policy gradient with drift; reads ``old_logprobs`` and ``advantages``.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.importance import Level, clamped, importance_weighted, kept_within
 from rlcore.kernels.losses.interface import LossFn
@@ -20,6 +21,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 ACTIONS = ("mask", "clamp")
 
 
+@takes("decoupled_ppo", weight_low=NUMBER, weight_high=NUMBER)
 def decoupled_ppo(
     *,
     clip_low: float = 0.2,

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, TEXT, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import log_ratio_to_old, ratio_statistics
@@ -39,6 +40,7 @@ def _binary_kl(logprob: Tensor, old: Tensor) -> Tensor:
 _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"tv": _total_variation, "kl": _binary_kl}
 
 
+@takes("dppo", kind=TEXT, delta_low=NUMBER, delta_high=NUMBER, max_ratio=NUMBER)
 def dppo(
     *,
     kind: Literal["tv", "kl"] = "tv",

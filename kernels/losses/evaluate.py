@@ -55,11 +55,18 @@ def token_values(
     Raises:
         InvalidInputError: the loss function returned something else than [t] vectors.
     """
-    value_T, stats = loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra})
+    found = loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra})
+    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
+        types = [type(x).__name__ for x in found] if isinstance(found, tuple | list) else type(found).__name__
+        raise InvalidInputError(
+            f"{loss_name(loss_fn)} must return (value, stats), "
+            f"a vector and a dict of vectors to report, {{}} for none; got {types}"
+        )
+    value_T, stats = found
     check_vector("its value", value_T, logprob_T, loss_fn)
     for name, values_T in stats.items():
         check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
-        if not name.endswith(tuple(_REDUCTIONS)):
+        if not str(name).endswith(tuple(_REDUCTIONS)):
             raise InvalidInputError(
                 f"{loss_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_REDUCTIONS)}, "
                 "which says how it is reduced over tokens"

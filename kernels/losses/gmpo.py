@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed, sequence_level
 from rlcore.kernels.losses.ratio import bounded, ratio_statistics, stopped_statistics
 from rlcore.kernels.losses.sequences import sequence_mean
 
 
+@takes("gmpo", clip_low=NUMBER, clip_high=NUMBER)
 def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
     """The geometric-mean surrogate; sequence level; reads ``old_logprobs`` and ``advantages``.
 

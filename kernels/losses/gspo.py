@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed, sequence_level
 from rlcore.kernels.losses.policy import clipped_surrogate
@@ -25,6 +26,7 @@ from rlcore.kernels.losses.sequences import sequence_mean
 FORMS = ("sequence", "token")
 
 
+@takes("gspo", clip_low=NUMBER, clip_high=NUMBER)
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, form: Literal["sequence", "token"] = "sequence") -> LossFn:
     """The clipped surrogate of the sequence ratio; sequence level; reads ``old_logprobs`` and ``advantages``.
 

@@ -23,8 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import (
+    LOSS,
     LossFn,
     PerToken,
     TermOutput,
@@ -40,6 +42,7 @@ Level = Literal["token", "sequence"]
 Weigh = Callable[[Tensor], Tensor]
 
 
+@takes("tis", term=LOSS, cap=NUMBER, floor=NUMBER)
 def tis(term: LossFn, *, cap: float = 2.0, floor: float = 0.0, level: Level = "token") -> LossFn:
     """``term`` weighted by the clamped ratio; reads ``old_logprobs`` and ``rollout_logprobs`` too.
 
@@ -55,6 +58,7 @@ def tis(term: LossFn, *, cap: float = 2.0, floor: float = 0.0, level: Level = "t
     return importance_weighted("tis", term, level, clamped("tis", floor=floor, cap=cap))
 
 
+@takes("icepop", term=LOSS, low=NUMBER, high=NUMBER)
 def icepop(term: LossFn, *, low: float = 0.5, high: float = 5.0, level: Level = "token") -> LossFn:
     """``term`` weighted by the ratio, or left out where that is not in [low, high]; reads ``old_logprobs`` and
     ``rollout_logprobs`` too.
@@ -70,6 +74,7 @@ def icepop(term: LossFn, *, low: float = 0.5, high: float = 5.0, level: Level = 
     return importance_weighted("icepop", term, level, kept_within("icepop", low=low, high=high))
 
 
+@takes("sequence_mask", term=LOSS, low=NUMBER, high=NUMBER)
 def sequence_mask(term: LossFn, *, low: float, high: float) -> LossFn:
     """``term`` without the sequences whose geometric-mean ratio is not in [low, high]; sequence level; reads
     ``old_logprobs`` and ``rollout_logprobs`` too.

@@ -30,12 +30,14 @@ The entries that the terms of this folder read, all natural logarithms and witho
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
+from rlcore.arguments import Kind
 from rlcore.errors import InvalidInputError
 
 PerToken = Mapping[str, Tensor]
@@ -57,6 +59,21 @@ class sequence_level:  # noqa: N801 (a decorator)
 
     def __call__(self, logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         return self.function(logprob, entropy, per_token)
+
+
+def _takes_three(function: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature to ask
+        pass
+    return True
+
+
+LOSS = Kind("a function of (logprob, entropy, per_token), such as ppo_clip(),", _takes_three)
 
 
 def as_level_of(function: LossFn, *terms: LossFn) -> LossFn:

@@ -24,9 +24,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, TEXT, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import bounded, log_ratio_to_old
+from rlcore.kernels.operands import check_finite
 
 Kind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "r*k3"]
 
@@ -60,6 +62,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@takes("kl", kind=TEXT, coef=NUMBER)
 def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
     """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprobs``, and "r*k3" reads
     ``old_logprobs`` too.
@@ -68,6 +71,7 @@ def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
     """
     if kind not in _ESTIMATORS:
         raise InvalidInputError(f"kl: kind must be one of {', '.join(_ESTIMATORS)}; got {kind!r}")
+    check_finite("kl: coef", coef)
     estimate = _ESTIMATORS[kind]
 
     def kl_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
@@ -79,8 +83,11 @@ def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
     return kl_term
 
 
+@takes("entropy_bonus", coef=NUMBER)
 def entropy_bonus(*, coef: float) -> LossFn:
     """``-coef * entropy``; ``linear_loss`` reports ``entropy_mean``."""
+
+    check_finite("entropy_bonus: coef", coef)
 
     def entropy_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         if entropy is None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import check_clip, log_ratio_to_old, ratio_statistics, stopped_statistics
 
 
+@takes("ppo_clip", clip_low=NUMBER, clip_high=NUMBER, dual_clip=optional(NUMBER))
 def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> LossFn:
     """The clipped surrogate; reads ``old_logprobs`` and ``advantages``.
 

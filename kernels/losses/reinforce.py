@@ -15,6 +15,7 @@ import math
 
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import check_clip, log_ratio_to_old, ratio_statistics
@@ -29,6 +30,7 @@ def reinforce() -> LossFn:
     return reinforce_term
 
 
+@takes("cispo", clip_low=NUMBER, clip_high=NUMBER)
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> LossFn:
     """CISPO with bounds measured from 1; reads ``old_logprobs`` and ``advantages``.
 
@@ -43,6 +45,7 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> LossFn:
     return _bounded_weight("cispo", 1 - clip_low, 1 + clip_high)
 
 
+@takes("cispo_absolute", max_ratio=NUMBER)
 def cispo_absolute(*, max_ratio: float = 5.0) -> LossFn:
     """CISPO with one bound of the ratio itself; reads ``old_logprobs`` and ``advantages``.
 

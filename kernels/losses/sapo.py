@@ -11,11 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, takes
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import log_ratio_to_old, ratio_statistics
 from rlcore.kernels.operands import check_positive
 
 
+@takes("sapo", temperature_positive=NUMBER, temperature_negative=NUMBER)
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> LossFn:
     """The gated surrogate; reads ``old_logprobs`` and ``advantages``.
 
