@@ -8,6 +8,7 @@ what it needs, so that ``rlcore --help`` loads no torch.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 from dataclasses import asdict
@@ -83,7 +84,12 @@ def quickstart(
         resume=resume,
         shuffle_rewards=shuffle_rewards,
     )
-    raise typer.Exit(run(config))
+    try:
+        code = run(config)
+    except KeyboardInterrupt:  # all is closed; to collect torch and transformers on the way out takes over a second
+        sys.stderr.flush()
+        os._exit(130)
+    raise typer.Exit(code)
 
 
 @app.command()

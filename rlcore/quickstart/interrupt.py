@@ -1,9 +1,8 @@
-"""Ctrl-C: once, the run ends after the step it is in; twice, at once."""
+"""Ctrl-C: once, the run ends after the step it is in; twice, or before the first step, at once."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -15,11 +14,13 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for i
 
 
 class Interrupt:
-    """While entered, the first SIGINT is only noted."""
+    """While entered, the first SIGINT is only noted, if there is anything to save."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.is_requested = False
+        self.has_begun = False
+        """The run makes steps, and looks after each whether it is to stop."""
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
@@ -29,8 +30,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested:
-            gc.freeze()  # at once: to collect torch and transformers at exit takes longer than a second
+        if self.is_requested or not self.has_begun:
             raise KeyboardInterrupt
         self.is_requested = True
         with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to

@@ -55,6 +55,7 @@ class Quickstart:
         with self.train, self.infer:
             self.train.build(devices=self.config.device)
             self.build_sampler()
+            self.interrupt.has_begun = True
             if self.config.resume:
                 self.resume()
             if self.done["step"] < 0:
