@@ -9,6 +9,7 @@ Letters: T tokens, N sequences, R scored rows.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -85,11 +86,24 @@ def micro_batches(share: Share, scored_T: Tensor, max_tokens: int, device: torch
     cu_seqlens = packed["cu_seqlens"].long()
     scored_T = scored_T.clone()
     scored_T[cu_seqlens[:-1]] = False  # nothing precedes the first token of a sequence
-    selections = balance(cu_seqlens.diff().tolist(), max_tokens=max_tokens)
+    selections = _evenly(cu_seqlens.diff().tolist(), share.num_micro_batches, max_tokens)
     for sequences in selections:
         yield _select(packed, scored_T, cu_seqlens, torch.tensor(sequences), device)
     for _ in range(share.num_micro_batches - len(selections)):
         yield _empty(packed, device)
+
+
+def _evenly(lengths: list[int], count: int, max_tokens: int) -> list[list[int]]:
+    """At most ``count`` micro-batches of about equal tokens, the fullest first: all workers gather the weights of each
+    at once, and one of few tokens keeps the host as busy as any, and the device idle."""
+    bins: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        tokens, place, sequences = bins[0]
+        sequences.append(index)
+        heapq.heapreplace(bins, (tokens + lengths[index], place, sequences))
+    if max(tokens for tokens, *_ in bins) > max_tokens:
+        return balance(lengths, max_tokens=max_tokens)  # there is hardly room to choose
+    return [sorted(sequences) for _, _, sequences in sorted(bins, reverse=True) if sequences]
 
 
 def _empty(packed: Mapping[str, Tensor], device: torch.device) -> MicroBatch:

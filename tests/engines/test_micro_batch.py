@@ -20,6 +20,7 @@ from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
+CPU = torch.device("cpu")
 LENGTHS = (12, 3, 7, 2, 9)
 
 
@@ -51,6 +52,29 @@ def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) 
         assert part.cu_rows[-1] == len(part.rows_R) == len(part.targets_R)
         there = [part.tokens["input_ids"], part.rows_R, part.targets_R, *part.per_token.values()]
         assert all(tensor.device == device.torch_device for tensor in there)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "expected"),
+    [
+        ((6, 5, 5, 4), 3, [9, 6, 5]),  # first-fit has 10, 10 and none
+        ((9, 9, 1, 1), 2, [10, 10]),
+        ((6, 6, 4, 4, 4, 6), 3, [10, 10, 10]),
+        ((5, 5, 4, 3, 3), 2, [10, 10]),  # one after the other into the emptier would come to 11
+        ((7,), 2, [7]),
+    ],
+)
+def test_micro_batches_have_about_equal_tokens_and_no_more_than_the_limit(
+    lengths: tuple[int, ...], count: int, expected: list[int]
+) -> None:
+    packed = {"input_ids": torch.arange(sum(lengths)), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    (share,) = shares(packed, 1, 10)
+    parts = list(micro_batches(replace(share, num_micro_batches=count), torch.ones(sum(lengths)) > 0, 10, CPU))
+    tokens = [len(part.tokens["input_ids"]) for part in parts]
+    assert tokens[: len(expected)] == expected and len(parts) == count
+    assert all(len(part.rows_R) == 0 for part in parts[len(expected) :])
+    of_all = torch.cat([part.tokens["input_ids"] for part in parts[: len(expected)]])
+    assert torch.equal(of_all.sort().values, packed["input_ids"])
 
 
 def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_other(device: Any) -> None:
