@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rlcore
+from rlcore.engines.launchers import boot
 from rlcore.errors import RlcoreError
 
 from .policy import GREEDY, PROMPTS, assert_same, fresh
@@ -43,6 +44,20 @@ def children(pid: int) -> list[int]:
     ]
 
 
+def shared_names(pid: int) -> list[Path]:
+    """What a replica and vLLM's workers share by name."""
+    inodes = boot._shared_memory([pid, *children(pid)])
+    found = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
+    return [path for path in found if path.name.startswith(boot.NAMED_MEMORY)]
+
+
+def assert_gone(names: list[Path]) -> None:
+    deadline = time.monotonic() + 120
+    while left := [path.name for path in names if path.exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
 
@@ -64,6 +79,8 @@ def test_two_tensor_parallel_workers(
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "last"))
 
         replica = infer.executors[0].workers[0].process_id
+        names = shared_names(replica)
+        assert {path.name.partition("_")[0].partition(".")[0] for path in names} >= {"psm", "sem"}
         os.kill(next(pid for pid in children(replica) if "Worker" in title(pid)), signal.SIGKILL)
         train.scale(0.9)
         started = time.monotonic()
@@ -71,6 +88,7 @@ def test_two_tensor_parallel_workers(
             train.sync_weights(infer, timeout_s=60)
         assert time.monotonic() - started < 90
         train.scale(1.1)  # the trainer lives on
+    assert_gone(names)
 
 
 def test_replicas_on_all_that_is_left_share_the_requests(
