@@ -137,5 +137,6 @@ def test_five_engines_in_turns_do_what_they_do_together(qwen2_folder: Path, aren
             anonymous.append(anonymous_bytes())
     assert len(set(arena_bytes[2:])) == 1, "the host memory of the first cycles does for the later ones"
     assert max(held[2:]) - min(held[2:]) <= 16 * 4096, "to a block for each tag"
-    assert anonymous[-1] - anonymous[4] < 16 << 20
+    # What leaks grows in both halves; what else this process does may come once.
+    assert min(anonymous[-1] - anonymous[12], anonymous[12] - anonymous[4]) < 8 << 20, anonymous
     assert arena.total_bytes == 0, "closed engines give it back"

@@ -124,7 +124,7 @@ def build(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFact
                     pytest.skip(f"needs {workers} GPUs, found {torch.cuda.device_count()}")
                 devices = [f"{device}:{index}" for index in range(workers)]
                 shards = workers // options.get("replicas", 1)
-                engines[key] = engine.build(devices=devices, data_parallel_size=shards, timeout_s=120, **options)
+                engines[key] = engine.build(devices=devices, data_parallel_size=shards, timeout_s=250, **options)
                 engines[key].initial = engine.state_dict()  # type: ignore[attr-defined]
             engine = engines[key]
             engine.load_state_dict(engine.initial)  # type: ignore[attr-defined]
@@ -560,7 +560,7 @@ def test_a_worker_killed_in_a_step_ends_all_and_restart_continues(
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as engine:
-        engine.build(devices=["cpu:6", "cpu:7"], data_parallel_size=2, timeout_s=60)  # processes of its own
+        engine.build(devices=["cpu:6", "cpu:7"], data_parallel_size=2, timeout_s=250)  # processes of its own
         engine.train_batch(packed_batch(), ppo_clip())
         engine.save(tmp_path / "checkpoint")
         state = engine.state_dict()
