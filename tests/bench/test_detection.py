@@ -69,12 +69,16 @@ def test_planted_slowdown_of_10_percent_is_found_with_30_samples_and_nothing_els
     path, all_cases = tmp_path / "both.json", list(cases().values())
     found = taken_in_turns(path, "cpu", all_cases, slowdown=0.1, sampling=ONCE, rounds=ROUNDS)
     print(shown(found))
-    differences = {row.case: row.difference for row in found.rows}
-    if (planted := differences[PLANTED]) and planted.noise > 0.05:
-        pytest.skip(f"others use this machine: what ran here differs from itself by up to {planted.noise:.0%}")
     verdicts = {row.case: row.verdict for row in found.rows}
-    assert verdicts.pop(PLANTED) == "slower"
-    assert sum(verdict != "about equal" for verdict in verdicts.values()) <= 0.05 * len(verdicts)
+    is_found = verdicts.pop(PLANTED) == "slower"
+    is_alone = sum(verdict != "about equal" for verdict in verdicts.values()) <= 0.05 * len(verdicts)
+    (planted,) = (row.difference for row in found.rows if row.case == PLANTED)
+    if planted is not None and planted.noise > 0.05 and not (is_found and is_alone):
+        pytest.skip(
+            f"others use this machine: {ROUNDS} rounds of the same code differ by up to {planted.noise:.0%} by chance "
+            "alone, and 10 % is reliably seen where that is at most 5 %"
+        )
+    assert is_found and is_alone
 
 
 @pytest.mark.gpu
