@@ -253,7 +253,8 @@ def test_any_number_of_rows_matches_float64(rows: int) -> None:
     for name, value in found.stats.items():
         torch.testing.assert_close(value.double(), want.stats[name], rtol=1e-5, atol=1e-5)
     for got, true in zip(gradients(found.loss, hidden, weight), gradients(want.loss, *wide), strict=True):
-        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-5 * float(true.abs().max()))
+        # float32 sums of 65537 terms of both signs, in whatever order a processor's library takes
+        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-4 * float(true.abs().max()))
 
 
 class CountingOperations(TorchDispatchMode):
