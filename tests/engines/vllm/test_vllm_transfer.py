@@ -104,8 +104,16 @@ class StockLLM:
         self.call("finish_weight_update")
 
     def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)  # vLLM's engine is a child that has the pipes too
-        self.process.communicate()
+        """It ends by itself after the last line, for killed it would leave names in /dev/shm."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # vLLM's engine is a child that has the pipes too
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
         self._log.close()
         self._files.cleanup()
 
