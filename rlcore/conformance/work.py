@@ -46,13 +46,13 @@ class BusyWork:
 @functools.cache
 def is_asynchronous(device: Any) -> bool:
     """Whether the host gets ahead of the device: in one of some tries, because the host may lose its processor."""
-    busy, stream = BusyWork(device), device.streams.new()
-    return any(_is_ahead(busy, stream, device) for _ in range(_TRIES))
-
-
-def _is_ahead(busy: BusyWork, stream: Any, device: Any) -> bool:
-    with device.streams.use(stream):
-        busy.queue()
-        is_ahead = not stream.query()
-    stream.synchronize()
-    return is_ahead
+    busy = BusyWork(device)
+    stream = device.streams.new()
+    for _ in range(_TRIES):
+        with device.streams.use(stream):
+            busy.queue()
+            is_ahead = not stream.query()
+        stream.synchronize()
+        if is_ahead:
+            return True
+    return False
