@@ -83,7 +83,9 @@ HEADER = ("case", "implementation", "bar", "measured", "", "source")
 
 @functools.cache
 def bars() -> tuple[Bar, ...]:
-    return tuple(msgspec.convert(tomllib.loads(_BARS.read_text())["bar"], list[Bar]))
+    sets = tomllib.loads(_BARS.read_text())["set"]
+    found = [bar | {"source": each["source"], "device": each["device"]} for each in sets for bar in each["bars"]]
+    return tuple(msgspec.convert(found, list[Bar]))
 
 
 def verdicts(record: Record, known: Sequence[Bar] | None = None) -> list[Verdict]:
@@ -103,8 +105,8 @@ def verdicts(record: Record, known: Sequence[Bar] | None = None) -> list[Verdict
 def _verdicts(bar: Bar, results: list[CaseResult]) -> list[Verdict]:
     of = [result for result in results if _is(result, bar.what, bar.metric)]
     base = [result for result in results if bar.times is not None and _is(result, bar.times, bar.metric)]
-    if bar.times is not None and not base:
-        of = []
+    if bar.times is not None and len(base) != 1:
+        of = []  # nothing, or which of them?
     unit = _median(base[0], bar.metric) if base else 1.0
     return [Verdict(bar, one, _median(one, bar.metric) / unit) for one in of] or [Verdict(bar, None, None)]
 

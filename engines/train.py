@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from rlcore.arguments import FLAG, WHOLE, Kind, optional, takes
+from rlcore.arguments import FLAG, NUMBER, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
@@ -33,11 +32,10 @@ if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
 _MAX_TOKENS = 16384
-_REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool))
 _BATCH_KINDS = {
     "batch": Kind("a dict of tensors, as rlcore.collate() makes,", lambda value: hasattr(value, "items")),
     "max_tokens_per_micro_batch": WHOLE,
-    "temperature": _REAL,
+    "temperature": NUMBER,
 }
 _LOSS_KINDS = _BATCH_KINDS | {
     "loss_fn": Kind("a function (logprob, entropy, per_token) -> (value, stats), such as ppo_clip(),", callable),
@@ -121,7 +119,7 @@ class TrainEngine(CheckpointedEngine):
 
     # ------------------------------------------------------------------------------------------- training
 
-    @takes("train_batch()", **_LOSS_KINDS, max_grad_norm=optional(_REAL))
+    @takes("train_batch()", **_LOSS_KINDS, max_grad_norm=optional(NUMBER))
     def train_batch(
         self,
         batch: Mapping[str, Tensor],
@@ -207,7 +205,7 @@ class TrainEngine(CheckpointedEngine):
         self._check_batch(packed, weight_T != 0)
         return packed | {WEIGHT: weight_T}
 
-    @takes("forward_logprobs()", **_BATCH_KINDS, top_p=_REAL, top_k=WHOLE)
+    @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
     def forward_logprobs(
         self,
         batch: Mapping[str, Tensor],

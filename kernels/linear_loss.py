@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlcore.arguments import WHOLE, kind_of, optional, takes
+from rlcore.arguments import WHOLE, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.compiled import graph_break
 from rlcore.kernels.dispatch import choose
@@ -31,6 +31,7 @@ from rlcore.kernels.losses.interface import LOSS, LossFn, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import (
     TENSOR,
+    TENSORS,
     check_constant,
     check_float,
     check_same_device,
@@ -43,9 +44,6 @@ from rlcore.kernels.vocab_shard import partial_statistics_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-_PER_TOKEN = kind_of("a mapping of names to tensors", Mapping)
 
 
 def linear_loss_reference(
@@ -108,7 +106,7 @@ def linear_loss_chunked(
 
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
 @takes(
-    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=_PER_TOKEN, token_weight=TENSOR, cu_seqlens=optional(TENSOR),
+    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, cu_seqlens=optional(TENSOR),
     bias=optional(TENSOR), ignore_index=WHOLE,
 )  # fmt: skip
 def linear_loss(

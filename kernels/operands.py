@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -74,6 +74,7 @@ def unlowered(device_type: str) -> AbstractContextManager[Any]:
 
 
 TENSOR = kind_of("a tensor", Tensor)
+TENSORS = kind_of("a mapping of names to tensors", Mapping)
 
 
 def check_tensor(name: str, value: object) -> None:

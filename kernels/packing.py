@@ -10,21 +10,22 @@ Karmarkar-Karp: "The differencing method of set partitioning", 1982.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlcore.arguments import LIST, WHOLE, Kind, kind_of, optional, takes
+from rlcore.arguments import TEXT, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.operands import TENSOR
+from rlcore.kernels.operands import TENSORS
 
-_BATCH = kind_of("a mapping of names to tensors", Mapping)
-_LENGTHS = Kind("a list or a tensor of whole numbers", lambda value: LIST.has(value) or TENSOR.has(value))
+_LENGTHS = Kind(
+    "whole numbers in a list, array or tensor", lambda value: isinstance(value, Iterable) and not TEXT.has(value)
+)
 
 
-@takes("pack", batch=_BATCH)
+@takes("pack", batch=TENSORS)
 def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the padding: per-token entries become [T, ...], in order, and ``cu_seqlens`` replaces
     ``attention_mask``.
@@ -48,7 +49,7 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**packed, "cu_seqlens": edges_N.to(torch.int32)}
 
 
-@takes("unpack", batch=_BATCH, length=optional(WHOLE))
+@takes("unpack", batch=TENSORS, length=optional(WHOLE))
 def unpack(
     batch: Mapping[str, Tensor],
     *,

@@ -33,13 +33,17 @@ def kind_of(words: str, *types: type) -> Kind:
     return Kind(words, lambda value: isinstance(value, types))
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)  # a Fraction times no tensor
+
+
 def optional(kind: Kind) -> Kind:
     return Kind(f"{kind.words}, or None", lambda value: value is None or kind.has(value))
 
 
 FLAG = kind_of("True or False", bool)
 WHOLE = Kind("a whole number", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool))
-NUMBER = Kind("a number", lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool))
+NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
 TEXT = kind_of("a str", str)
 PATH = kind_of("a str or Path", str, os.PathLike)
 BYTES = kind_of("bytes", bytes)

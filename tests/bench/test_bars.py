@@ -53,6 +53,12 @@ def a_bar(implementation: str = "ours", size: str = "big", **options: Any) -> Ba
             "",
             "not measured",
         ),
+        (
+            a_bar(at_least=2, times={"implementation": "ours"}),  # of which size?
+            "time at least 2 times that of ours",
+            "",
+            "not measured",
+        ),
         (a_bar("third", at_most=1.0), "time at most 1 s", "", "not measured"),
     ],
 )

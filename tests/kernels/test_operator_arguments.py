@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -69,7 +70,11 @@ def loss(**changed: Any) -> Any:
         (lambda: ops.token_weights("token-mean", ONES, total="3"), "takes a number, or a tensor of one, or None as"),
         (lambda: ops.pack(None), "^pack takes a mapping of names to tensors as batch, got None$"),
         (lambda: ops.unpack(None), "^unpack takes a mapping of names to tensors as batch, got None$"),
-        (lambda: ops.balance(None, num_bins=2), "^balance takes a list or a tensor of whole numbers as lengths, got N"),
+        (
+            lambda: ops.balance(None, num_bins=2),
+            "^balance takes whole numbers in a list, array or tensor as lengths, got N",
+        ),
+        (lambda: ops.ppo_clip(clip_low=Fraction(1, 5)), r"^ppo_clip takes a number as clip_low, got Fraction\(1, 5\)$"),
         (lambda: ops.ppo_clip(clip_low="a"), "^ppo_clip takes a number as clip_low, got 'a'$"),
         (lambda: ops.gspo(clip_high=None), "^gspo takes a number as clip_high, got None$"),
         (lambda: ops.cpgd(drift_coef="0"), "^cpgd takes a number as drift_coef, got '0'$"),
@@ -96,4 +101,4 @@ def test_numbers_of_numpy_and_budgets_in_floats_are_numbers() -> None:
     found = loss(loss_fn=terms, per_token=per_token, temperature=numpy.float32(1), memory_budget_bytes=0.5 * 2**20)
     torch.testing.assert_close(found.loss, loss().loss)
     assert ops.gae(ONES, ONES, gamma=numpy.float32(1), cu_seqlens=EDGES).returns[0] == 5
-    assert ops.balance([1, 2], max_tokens=numpy.int64(3)) == [[0, 1]]
+    assert ops.balance(numpy.array([1, 2]), max_tokens=numpy.int64(3)) == [[0, 1]]
