@@ -65,7 +65,7 @@ import torch
 
 import rlcore
 from rlcore.errors import UnsupportedError
-from rlcore.kernels.losses.evaluate import TokenInputs, loss_and_gradients
+from rlcore.kernels.losses.evaluate import TokenInputs, values_and_gradients, weighted_sum
 from rlcore.ops import combine, discounted_return, entropy_bonus, gae, group_advantage, kl
 from rlcore.ops import linear_logprob, linear_loss, ppo_clip, token_logprob
 from rlcore.packed import choice
@@ -98,9 +98,9 @@ def of_linear_loss(h, w, **by):
 
 
 def of_token_loss(logprob, entropy):
-    counted = TokenInputs.of(per_token_like(logprob), like(share, logprob), like(mask, logprob))
-    loss, _, *gradients = loss_and_gradients(loss_fn, logprob, entropy, counted, {})
-    return [loss, *gradients]
+    counted = TokenInputs.of(per_token_like(logprob), like(share * mask, logprob), like(mask, logprob))
+    values, _, *gradients = values_and_gradients(loss_fn, logprob, entropy, counted, {})
+    return [weighted_sum(values, counted), *gradients]
 
 
 calls = {  # operator: its tensors, what it gives of them; what has gradients is held against those too

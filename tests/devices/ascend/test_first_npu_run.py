@@ -138,7 +138,6 @@ def linear_logprob(*arguments):
 """
 
 
-@pytest.mark.npu_sim
 def test_a_kernel_with_wrong_results_has_failed(tmp_path: Path) -> None:
     """What a plugin offers is tried as ours are. On the CPU."""
     info = tmp_path / "planted-1.0.dist-info"
