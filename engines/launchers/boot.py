@@ -129,25 +129,35 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def _shared_memory(pids: list[int]) -> set[int]:
-    """Inodes of the files of /dev/shm that these processes have open.
+_File = tuple[str, int]
+"""Device and inode as in proc(5): another mount namespace has another /dev/shm, with the same inodes."""
+
+
+def _shared_memory(pids: list[int]) -> set[_File]:
+    """The files of /dev/shm that these processes have open.
 
     Who made a semaphore sees it under a name that it no longer has.
     """
-    found: set[int] = set()
+    found: set[_File] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if " /dev/shm/" in line:
-                    found.add(int(line.split(maxsplit=5)[4]))
+                    device, inode = line.split(maxsplit=5)[3:5]
+                    found.add((device, int(inode)))
     return found
 
 
-def _remove_memory(inodes: set[int]) -> None:
+def _file(path: Path) -> _File:
+    found = path.stat()
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino
+
+
+def _remove_memory(files: set[_File]) -> None:
     """Of what ``NAMED_MEMORY`` knows: what bears this one's mark, and of these what no living process has open."""
-    left = inodes and inodes - _shared_memory(_processes())
+    left = files and files - _shared_memory(_processes())
     for entry in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            is_ours = os.environ[MARK] in entry.name or entry.stat().st_ino in left
+            is_ours = os.environ[MARK] in entry.name or _file(entry) in left
             if is_ours and entry.name.startswith(NAMED_MEMORY):
                 entry.unlink()

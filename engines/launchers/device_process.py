@@ -157,7 +157,9 @@ class DeviceProcess:
         return number, call()
 
     def _announce(self) -> None:
-        living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
+        with self._lock:  # what is written after the process was seen to end would stay
+            if not self._is_gone:
+                living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
 
     def prepare(
         self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: Pending

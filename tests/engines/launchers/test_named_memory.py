@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Maker:
         return [f"sem.{self.lock._semlock.name.removeprefix('/')}", ring.name, of_vllm.name]
 
     def has_open(self, name: str) -> bool:
-        return (SHARED / name).stat().st_ino in boot._shared_memory([os.getpid()])
+        return boot._file(SHARED / name) in boot._shared_memory([os.getpid()])
 
 
 @pytest.mark.parametrize("how", ["stop", "SIGKILL"])
@@ -74,3 +75,20 @@ def test_a_semaphore_is_found_in_the_process_that_made_it(start_group: Callable[
         semaphore, ring, _ = group.workers[0].call("make").result()
         assert group.workers[0].call("has_open", semaphore).result()
         assert not group.workers[0].call("has_open", ring).result()
+
+
+def test_a_file_of_the_same_inode_on_another_file_system_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(boot.MARK, "no name has this")
+    ring = SharedMemory(create=True, size=4096)
+    path = SHARED / ring.name
+    device, inode = boot._file(path)
+    assert (device, inode) in boot._shared_memory([os.getpid()])
+    ring.close()  # what a living process has open stays anyway
+    try:
+        boot._remove_memory({(f"{device}0", inode)})
+        assert path.exists()
+        boot._remove_memory({(device, inode)})
+        assert not path.exists()
+    finally:
+        resource_tracker.unregister(f"/{path.name}", "shared_memory")
+        path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ import torch
 
 from rlcore.engines.launchers import group as group_module
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.traces import record_of
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlcore.processes import maker_of_shared_memory, state_of
@@ -126,6 +127,13 @@ def ending_soon() -> Iterator[None]:
     assert time.monotonic() - started < SOON_S
 
 
+@pytest.fixture
+def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits it out is not there soon."""
+    monkeypatch.setattr(group_module, "_GRACE_S", 300.0)
+
+
+@pytest.mark.usefixtures("_endless_grace")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -242,6 +250,7 @@ def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Star
 # -------------------------------------------------------------------------------------------------- collectives
 
 
+@pytest.mark.usefixtures("_endless_grace")
 @pytest.mark.parametrize(("how", "kind"), [("SIGKILL", WorkerDiedError), ("exit", WorkerDiedError)])
 def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(
     start_group: Start, how: str, kind: type[Exception]
@@ -316,6 +325,19 @@ def test_an_engine_that_loses_its_process_to_another_is_told_why(start_group: St
             call_all(culprit, "sleep_in_a_function", 300)
         with pytest.raises(WorkerDiedError, match=r"was ended because the culprit failed: .* did not end within 0.5 s"):
             call_all(reader, "rank")
+
+
+def test_the_record_of_a_process_that_died_is_not_written_again(start_group: Start, wait_until: Any) -> None:
+    """By the first of two engines to leave it."""
+    with start_group(Worker, engine="the reader") as reader, start_group(Worker, engine="the writer"):
+        (worker,) = reader.workers
+        record = record_of(worker.process_id)
+        assert record.exists()
+        os.kill(worker.process_id, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            worker.call("rank").result(60)
+        wait_until(lambda: not record.exists())
+    assert not record.exists()
 
 
 def test_a_worker_that_does_not_close_is_killed(
