@@ -7,6 +7,8 @@ what it needs, so that ``rlcore --help`` loads no torch.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import platform
@@ -14,7 +16,7 @@ import sys
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -28,6 +30,8 @@ from rlcore.torch_import import import_torch
 if TYPE_CHECKING:
     from rlcore.engines.launchers.living import LivingProcess
 
+_INTERRUPTED = 130
+
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)
 app.add_typer(bench, name="bench")
@@ -40,7 +44,20 @@ def main() -> None:
     except RlcoreError as error:
         sys.exit(f"rlcore: {error}")
     except KeyboardInterrupt:
-        sys.exit(130)
+        _leave_at_once()
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            _leave_at_once()
+        raise
+
+
+def _leave_at_once() -> NoReturn:
+    """To collect torch and transformers on the way out takes over a second."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(_INTERRUPTED)
 
 
 @app.callback()
@@ -84,12 +101,7 @@ def quickstart(
         resume=resume,
         shuffle_rewards=shuffle_rewards,
     )
-    try:
-        code = run(config)
-    except KeyboardInterrupt:  # all is closed; to collect torch and transformers on the way out takes over a second
-        sys.stderr.flush()
-        os._exit(130)
-    raise typer.Exit(code)
+    raise typer.Exit(run(config))
 
 
 @app.command()

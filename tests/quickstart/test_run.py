@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlcore import cli
 from rlcore.quickstart.model import quickstart_model
 
 SMALL = """
@@ -35,12 +37,12 @@ main()
 """
 INTERRUPTED = """
 import itertools, os, signal
-from rlcore.quickstart import task
-def call(*arguments, original=task.{function}, number=itertools.count(1)):
+from rlcore.quickstart import run, task
+def call(*arguments, original={function}, number=itertools.count(1)):
     if next(number) == {call}:
         os.kill(os.getpid(), signal.SIGINT)
     return original(*arguments)
-task.{function} = call
+{function} = call
 """
 STEPS = 8
 TIMINGS = re.compile(r"_s$")  # seconds of each phase, and tokens_per_s
@@ -223,14 +225,14 @@ def test_ctrl_c_in_the_warm_start_and_again_in_grpo_changes_nothing(
 ) -> None:
     folder = tmp_path / "a run"
     options = ["--steps", str(STEPS), "--output", folder]
-    in_imitation = INTERRUPTED.format(function="imitation_batch", call=5)
+    in_imitation = INTERRUPTED.format(function="task.imitation_batch", call=5)
     code, stdout, stderr = ended(start(*options, code=in_imitation + SMALL))
     _, said, hint = stderr.splitlines()
     assert (code, stdout, said) == (130, "", "stopping after this step; press Ctrl-C again to stop at once")
     assert re.fullmatch(rf"stopped; continue with: .* quickstart --resume --steps {STEPS} --output '.*/a run'", hint)
     assert progress(folder) == {"imitation": 5, "step": -1}
 
-    in_grpo = INTERRUPTED.format(function="draw", call=7 + 3)  # 7 more batches to imitate, then a draw a step
+    in_grpo = INTERRUPTED.format(function="task.draw", call=7 + 3)  # 7 more batches to imitate, then a draw a step
     code, stdout, stderr = ended(start("--resume", *options, code=in_grpo + SMALL))
     assert (code, stdout) == (130, "")
     assert stderr.startswith("resumed after 5 imitation steps, 0 steps\n")
@@ -277,10 +279,21 @@ def test_a_run_killed_at_random_moments_goes_on_as_if_it_never_was(
 
 def test_ctrl_c_before_the_first_step_stops_at_once(start: Start, tmp_path: Path) -> None:
     """To build an engine may take a minute, and there is nothing to save."""
-    interrupted = INTERRUPTED.format(function="max_answer_tokens", call=1) + SMALL
-    process = start("--output", tmp_path / "run", code=interrupted)
-    assert ended(process) == (130, "", "")
+    interrupted = INTERRUPTED.format(function="run.Quickstart.build_sampler", call=1) + SMALL
+    process = start("--output", tmp_path / "run", code=f"print('said before')\n{interrupted}")
+    assert ended(process) == (130, "said before\n", "")
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_the_command_called_by_a_program_leaves_an_interruption_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(config: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlcore.quickstart.run.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.quickstart(output=tmp_path / "run")
 
 
 def test_ctrl_c_twice_stops_at_once_without_noise(start: Start, tmp_path: Path) -> None:
