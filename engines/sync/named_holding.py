@@ -26,6 +26,7 @@ class NamedHolding:
         self._get = get
         self._num_ranks = num_ranks
         self._manifest: Manifest | None = None
+        self._names: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._layouts: list[tuple[Any, ...]] = []
         self._addresses: list[int] = []
@@ -40,7 +41,7 @@ class NamedHolding:
         """
         tensors = dict(self._get())
         given = list(tensors.values())
-        if list(tensors) != list(self._tensors) or not all(map(_is_laid_out, given, self._layouts)):
+        if list(tensors) != self._names or not all(map(_is_laid_out, given, self._layouts)):
             self._describe(tensors)
         addresses = [local_part(tensor).data_ptr() for tensor in given]
         if addresses != self._addresses or not all(map(is_, given, self._tensors.values())):
@@ -54,7 +55,12 @@ class NamedHolding:
             before, now = ({weight.name: weight for weight in one.weights} for one in (self._manifest, manifest))
             found = mismatch(before, now) or "their dtypes, order or sharding are others"
             raise SyncError(f"the tensors are not those that this sender was first given: {found}; make a new sender")
-        self._manifest, self._layouts = manifest, [_layout(tensor) for tensor in tensors.values()]
+        self._manifest, self._names = manifest, list(tensors)
+        self._layouts = [_layout(tensor) for tensor in tensors.values()]
+
+    def forget(self) -> None:
+        """Hold no tensor until the next ``refresh``, which describes only what is laid out otherwise."""
+        self._tensors, self._addresses, self._parts = {}, [], []
 
     @property
     def manifest(self) -> Manifest:

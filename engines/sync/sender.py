@@ -210,6 +210,10 @@ class Sender:
                 self._device.memory.revoke(handle, timeout_s=timeout_s)
             del self._exports[export_id]
 
+    def forget(self) -> None:
+        """Hold none of the tensors, until the next ``begin``."""
+        self._parts, self._listed, self._computed, self._movers = {}, [], {}, {}
+
     # ------------------------------------------------------------------------------------- packed, collective
 
     def open_slabs(self, slot_bytes: int, is_on_host: bool = False) -> bytes:
@@ -306,7 +310,7 @@ class Sender:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Give back everything that others may have open."""
-        self._parts, self._listed, self._computed = {}, [], {}
+        self.forget()
         for meeting in list(self._meetings):
             self.leave(meeting)
         self.revoke(timeout_s)

@@ -202,8 +202,14 @@ class WeightSender:
         return report
 
     def revoke(self) -> None:
-        """Take back what is shared of the tensors, before their memory is freed."""
+        """Take back what is shared of the tensors, and let go of them, before their memory is freed.
+
+        Raises:
+            StateError: a receiver does not let go; the memory stays owned.
+        """
         self._sender.revoke()
+        self._sender.forget()
+        self._holding.forget()
 
     def close(self) -> None:
         """Give back everything that receivers may have open."""

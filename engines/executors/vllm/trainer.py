@@ -48,8 +48,8 @@ class RlcoreTrainerInitInfo(_InitInfo):  # type: ignore[misc, valid-type]
 
 
 @runtime_checkable
-class LyingWeights(Protocol):
-    """A source whose tensors are sent from where they lie."""
+class WeightsInPlace(Protocol):
+    """A source whose tensors are sent from where they are."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Names as in checkpoints, the same in each round; a DTensor is read in this rank's shard alone."""
@@ -68,8 +68,8 @@ class ModuleWeights:
 class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-type]
     """Of one trainer rank; the base class has its methods' meanings.
 
-    ``LyingWeights``, such as ``ModuleWeights``, are sent as they lie. A ``WeightSource`` of vLLM's gives whole tensors:
-    what is sharded it gathers first.
+    ``WeightsInPlace``, such as ``ModuleWeights``, are sent from where they are. A ``WeightSource`` of vLLM's gives
+    whole tensors: what is sharded it gathers first.
     """
 
     init_info_cls = RlcoreTrainerInitInfo
@@ -123,6 +123,8 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
 
     def send_weights(self) -> SyncReport | None:
         """All ranks together; None where this rank has nothing to send."""
+        if not isinstance(self.source, WeightsInPlace):
+            self._drop_copies()
         self._given = self._read()
         if not self._given:
             return None
@@ -136,12 +138,18 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         self.client.finish_weight_update()
         return report
 
+    def _drop_copies(self) -> None:
+        """Those of the last round, before the next are gathered: there may be no memory for two models."""
+        self._given = []
+        if self._sender is not None:
+            self._sender.revoke()
+
     def _send(self, sender: WeightSender) -> SyncReport:
         return sender.send(timeout_s=self._info.timeout_s)
 
     def _read(self) -> list[tuple[str, Tensor]]:
         """What this rank sends. Once a round: a source may gather, which all ranks do together."""
-        if isinstance(self.source, LyingWeights):
+        if isinstance(self.source, WeightsInPlace):
             found = list(self.source.named_tensors())
             return found if self.is_sender or any(isinstance(tensor, DTensor) for _, tensor in found) else []
         weights = _full(self.source)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.sync.named_holding import NamedHolding
 from rlcore.engines.sync.source import describe
@@ -79,6 +80,19 @@ def test_memory_that_was_put_in_place_of_another_is_found(described: list[int]) 
     refreshed(holding)
     given["a"].data = torch.full((4, 4), 7.0)
     assert refreshed(holding)[0].equal(given["a"])
+    assert len(described) == 1
+
+
+def test_what_it_forgot_is_free_and_not_described_again(described: list[int]) -> None:
+    given = tensors()
+    holding = NamedHolding(lambda: given, 1)
+    refreshed(holding)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in given.values()]
+    given = {}
+    holding.forget()
+    assert all(storage.expired() for storage in storages)
+    given = tensors()
+    assert [part.data_ptr() for part in refreshed(holding)] == [given[name].data_ptr() for name in "abd"]
     assert len(described) == 1
 
 

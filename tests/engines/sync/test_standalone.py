@@ -16,6 +16,7 @@ import pytest
 import torch
 from channel import SocketControl
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import rlcore
 from rlcore.errors import InvalidInputError, SyncError
@@ -122,6 +123,21 @@ def test_a_function_gives_new_tensors_for_each_send(other: Other, control: Socke
     now = tensors(3.0) | {"0.bias": torch.zeros(31)}
     with pytest.raises(SyncError, match=r"not those that this sender was first given: of other shapes: 0.bias \[31\]"):
         sender.send()
+    sender.close()
+
+
+def test_after_revoke_the_memory_of_what_a_function_gave_is_free(other: Other, control: SocketControl) -> None:
+    now = tensors(0.0)
+    sender = rlcore.WeightSender(lambda: now, control)
+    for value, route in ((1.0, "direct"), (2.0, "packed"), (3.0, "direct")):
+        now = tensors(value)
+        assert sender.send(route=route).route == route
+        assert other.says()["sums"] == sums(value)
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in now.values()]
+        now = {}
+        assert not any(storage.expired() for storage in storages)
+        sender.revoke()
+        assert all(storage.expired() for storage in storages)
     sender.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import rlcore
 from rlcore.engines.executors.vllm.trainer import (
@@ -123,6 +124,28 @@ def test_vllm_0_26_gives_its_configuration_first(policy: nn.Module, client: Clie
     )
     engine.send_weights()
     check(policy, client)
+    engine.shutdown()
+
+
+def test_copies_of_the_last_round_are_gone_before_the_next_are_made(
+    policy: nn.Module, client: Client, info: Any
+) -> None:
+    storages: list[StorageWeakRef] = []
+
+    class Gathered(FullSource):
+        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            for receiver in client.receivers:  # they read the copies where they are, being in this process
+                receiver.close()
+            assert all(storage.expired() for storage in storages)
+            storages.clear()
+            for name, tensor in super().iter_full():
+                storages.append(StorageWeakRef(tensor.untyped_storage()))
+                yield name, tensor
+
+    engine = RlcoreTrainerWeightTransferEngine.trainer_init(init_info=info, client=client, source=Gathered(policy))
+    for _ in range(3):
+        engine.send_weights()
+        check(policy, client)
     engine.shutdown()
 
 
