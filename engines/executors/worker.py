@@ -50,7 +50,8 @@ class Worker:
     def check(cls, path: Path, options: Mapping[str, Any]) -> None:
         """Of an inference executor: raises what ``build(path, **options)`` would, as far as the user's process can see.
 
-        Called there before a worker starts, which takes seconds.
+        Called there before a worker starts, which takes seconds. ``build`` does not count on it: ``restart`` goes
+        without, and so does who starts workers himself.
         """
 
     def __init__(self, context: WorkerContext) -> None:

@@ -49,6 +49,7 @@ def engine_arguments(
         InvalidInputError: an unknown name, with the nearest, or one that is rlcore's to set.
         DeviceError: no memory is left for a KV cache.
     """
+    check_own(given)
     _check_known(given, list(names))
     device, is_rank = context.device, not context.devices  # of torchrun
     size = context.world_size if is_rank else len(context.devices)

@@ -148,12 +148,16 @@ def _meet_in(folder: str) -> None:
     """Later versions make a file, which they leave; earlier ones listen at a port.
 
     Its name is the beginning of those in /dev/shm of vLLM's build for the CPU, by which a killed worker's are found.
+    Each call has a file of its own: nobody can meet in one that others have used.
     """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+    def new_file(*_: Any, **__: Any) -> str:
+        return f"file://{folder}/vllm_dist_{os.environ[MARK]}-{uuid.uuid4().hex[:8]}"
+
     for executor in (multiproc_executor, uniproc_executor):
         if hasattr(executor, "get_file_store_init_method"):
-            executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{os.environ[MARK]}"
+            executor.get_file_store_init_method = new_file
 
 
 def _said(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rlcore
+from rlcore.engines.executors.vllm.arguments import engine_arguments
 from rlcore.errors import CheckpointError, InvalidInputError
 
 
@@ -46,3 +47,9 @@ def test_what_rlcore_sets_is_refused_at_once(tmp_path: Path) -> None:
         InvalidInputError, match="takes no 'worker_cls' for the vllm executor: the workers are rlcore's"
     ):
         rlcore.InferenceEngine(tmp_path, executor="vllm").build(devices="cpu:0", worker_cls="mine.Worker")
+
+
+def test_what_rlcore_sets_is_refused_by_a_worker_that_no_engine_checked_for() -> None:
+    nothing: Any = None
+    with pytest.raises(InvalidInputError, match="takes no 'model' for the vllm executor: it is the engine's path"):
+        engine_arguments({"model": "another"}, ["model"], nothing, nothing)
