@@ -280,7 +280,7 @@ def test_a_run_killed_at_random_moments_goes_on_as_if_it_never_was(
 def test_ctrl_c_before_the_first_step_stops_at_once(start: Start, tmp_path: Path) -> None:
     """To build an engine may take a minute, and there is nothing to save."""
     interrupted = INTERRUPTED.format(function="run.Quickstart.build_sampler", call=1) + SMALL
-    process = start("--output", tmp_path / "run", code=f"print('said before')\n{interrupted}")
+    process = start("--output", tmp_path / "run", code=f"print('said before')\n{interrupted}", PYTHONUNBUFFERED="")
     assert ended(process) == (130, "said before\n", "")
     assert not (tmp_path / "run" / "checkpoint").exists()
 
