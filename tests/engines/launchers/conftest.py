@@ -101,6 +101,7 @@ class Holdings:
         self._earlier_descriptors = descriptors()
         self._earlier_files = set(self._files())  # such as a socket of an engine in this very process
         self._earlier_memory = set(self._memory())
+        self._earlier_processes = set(processes_named_in(str(runtime_folder)))  # such as a tracker of Python's
 
     def worker(self, pid: int) -> None:
         """One of the test's workers; what it names in /dev/shm tells of it for ever."""
@@ -111,7 +112,7 @@ class Holdings:
         return {
             "descriptors": sorted(descriptors() - self._earlier_descriptors),
             "threads": sorted(name for name in threads if name.startswith("rlcore")),
-            "processes": processes_named_in(str(self._folder)),
+            "processes": sorted(set(processes_named_in(str(self._folder))) - self._earlier_processes),
             "files": sorted(set(self._files()) - self._earlier_files),
             "shared memory": sorted(set(self._memory()) - self._earlier_memory),
         }

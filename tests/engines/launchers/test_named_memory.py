@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -77,18 +77,19 @@ def test_a_semaphore_is_found_in_the_process_that_made_it(start_group: Callable[
         assert not group.workers[0].call("has_open", ring).result()
 
 
-def test_a_file_of_the_same_inode_on_another_file_system_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_same_inode_on_another_file_system_is_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(boot.MARK, "no name has this")
-    ring = SharedMemory(create=True, size=4096)
-    path = SHARED / ring.name
-    device, inode = boot._file(path)
-    assert (device, inode) in boot._shared_memory([os.getpid()])
-    ring.close()  # what a living process has open stays anyway
+    path = SHARED / f"psm_{os.getpid()}_{tmp_path.name}"
+    path.write_bytes(bytes(mmap.PAGESIZE))
     try:
-        boot._remove_memory({(f"{device}0", inode)})
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            device, inode = boot._file(path)
+            assert (device, inode) in boot._shared_memory([os.getpid()])
+        boot._remove_memory({(f"{device}0", inode)})  # what a living process has open would stay anyway
         assert path.exists()
         boot._remove_memory({(device, inode)})
         assert not path.exists()
     finally:
-        resource_tracker.unregister(f"/{path.name}", "shared_memory")
         path.unlink(missing_ok=True)
