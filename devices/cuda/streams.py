@@ -9,6 +9,7 @@ import torch
 
 from rlcore.devices.streams import Streams
 from rlcore.errors import InvalidInputError
+from rlcore.probing import first_line
 from rlcore.processes import boot_id
 from rlcore.types import Capability, EventHandle
 
@@ -41,7 +42,8 @@ class CudaStreams(Streams):
         except RuntimeError as error:  # an event does not tell how it was made
             raise InvalidInputError(
                 f"export_event takes what event(interprocess=True) made; the driver has no handle of {event!r}: "
-                f"{_first_line(error)}. Make the event with {self._device.name}'s streams.event(interprocess=True)"
+                f"{first_line(error).rstrip('. ')}. "
+                f"Make the event with {self._device.name}'s streams.event(interprocess=True)"
             ) from error
         return EventHandle(
             device=self._device.spec.name,
@@ -62,11 +64,7 @@ class CudaStreams(Streams):
         except RuntimeError as error:
             raise InvalidInputError(
                 f"import_event: {self._device.name} cannot open this event of GPU {handle.device_uuid}: "
-                f"{_first_line(error)}. That GPU must be visible here, and its process must still hold the event"
+                f"{first_line(error).rstrip('. ')}. "
+                "That GPU must be visible here, and its process must still hold the event"
             ) from error
         return event
-
-
-def _first_line(error: RuntimeError) -> str:
-    """Without torch's advice on debugging."""
-    return str(error).partition("\n")[0].rstrip(". ")
