@@ -19,10 +19,8 @@ def driver(build: TorchBuild | None, path: Path = DRIVER) -> Verdict:
     try:
         with Nvml() as nvml:
             version, newest = nvml.driver_version(), nvml.cuda_version()
-    except MissingDependencyError as error:
-        return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")
-    except DeviceError as error:
-        return fail(str(error), "nvidia-smi; if that fails too, reboot, or install the driver again")
+    except (MissingDependencyError, DeviceError) as error:
+        return _unanswered(error, path)
     return _suits(build, f"{version}, for CUDA {newest[0]}.{newest[1]} and before", newest[0])
 
 
@@ -46,8 +44,8 @@ def peer_access(path: Path = DRIVER) -> Verdict:
     try:
         with Nvml() as nvml:
             gpus, links = nvml.gpus(), nvml.links()
-    except MissingDependencyError as error:
-        return warn(str(error), "pip install 'rlcore[cuda]'")
+    except (MissingDependencyError, DeviceError) as error:
+        return _unanswered(error, path)
     if not links:
         return ok(f"{len(gpus)} GPU")
     apart = [f"{link.first}-{link.second}" for link in links if not link.has_peer_access]
@@ -59,3 +57,9 @@ def peer_access(path: Path = DRIVER) -> Verdict:
         f"{found}; no peer access between {', '.join(apart)}: weights go through the host there",
         "nvidia-smi topo -p2p r; on PCIe, IOMMU and ACS of the host prevent it",
     )
+
+
+def _unanswered(error: MissingDependencyError | DeviceError, path: Path) -> Verdict:
+    if isinstance(error, DeviceError):
+        return fail(str(error), "nvidia-smi; if that fails too, reboot, or install the driver again")
+    return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")

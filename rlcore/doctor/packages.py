@@ -47,17 +47,29 @@ _TRITON_ASCEND_PYTHON = (3, 11)
 """The newest for which triton-ascend 3.2.0, the newest on PyPI, has a wheel."""
 
 
-def torch_build() -> TorchBuild | None:
+def torch_version_file() -> Path | None:
     """Of the torch that would be imported; None when there is none."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    return None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+
+
+def torch_build() -> TorchBuild | None:
+    """Of the torch that would be imported; None when there is none, or half of one."""
+    file = torch_version_file()
+    if file is None:
         return None
-    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
+    try:
+        said = runpy.run_path(str(file))
+        return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
+    except Exception:  # whatever an installation that was cut short has left there
+        return None
 
 
-def torch(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
+def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | None = None) -> Verdict:
     for_npu = _pair(build, versions["torch-npu"]) if "torch-npu" in versions else ""
+    if build is None and file is not None:
+        reinstall = for_npu or "pip install --force-reinstall torch"
+        return fail(f"installed by half: {file} is missing, or does not say its version", reinstall)
     if build is None:
         return fail("not installed", for_npu or "pip install torch")
     found, release = f"{build.version}, {build.kind}", _release(build.version)

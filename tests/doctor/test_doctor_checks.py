@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import resource
@@ -315,7 +316,18 @@ def test_a_driver_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, proc_fil
     verdict = nvidia.driver(CUDA, proc_file)
     assert (verdict.status, verdict.fix) == ("WARN", "pip install 'rlcore[cuda]'")
     assert verdict.found.startswith("NVRM version: NVIDIA UNIX 570.1; ")
-    assert nvidia.driver(CUDA, proc_file.with_name("none")) == ok("no NVIDIA driver on this machine")
+    assert nvidia.peer_access(proc_file) == verdict
+    for check in (functools.partial(nvidia.driver, CUDA), nvidia.peer_access):
+        assert check(proc_file.with_name("none")) == ok("no NVIDIA driver on this machine")
+
+
+def test_a_driver_that_does_not_answer_fails_with_what_to_do(library: Any, proc_file: Path) -> None:
+    library.errors = dict.fromkeys(("nvmlSystemGetDriverVersion", "nvmlDeviceGetCount"), library.NVMLError(15))
+    for check in (functools.partial(nvidia.driver, CUDA), nvidia.peer_access):
+        verdict = check(proc_file)
+        assert verdict.status == "FAIL"
+        assert verdict.found.startswith("NVML cannot answer ")
+        assert verdict.fix.startswith("nvidia-smi; ")
 
 
 @pytest.mark.gpu

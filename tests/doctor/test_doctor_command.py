@@ -256,6 +256,19 @@ def test_a_torch_that_is_broken_itself(machine: Machine, code: str, found: str) 
     assert checks["import torch"]["fix"] == "pip install --force-reinstall torch"
 
 
+@pytest.mark.parametrize("version", [None, "", "__version__ = "], ids=["absent", "empty", "cut short"])
+def test_a_torch_that_is_installed_by_half(machine: Machine, version: str | None) -> None:
+    (machine.folder / "torch").mkdir()
+    (machine.folder / "torch" / "__init__.py").write_text("from torch.version import __version__")
+    if version is not None:
+        (machine.folder / "torch" / "version.py").write_text(version)
+    report, checks = machine.report(1)
+    assert report["status"] == checks["torch"]["status"] == checks["import torch"]["status"] == "FAIL"
+    file = machine.folder / "torch" / "version.py"
+    assert checks["torch"]["found"] == f"installed by half: {file} is missing, or does not say its version"
+    assert checks["torch"]["fix"] == "pip install --force-reinstall torch"
+
+
 def test_an_interrupt_leaves_no_process(machine: Machine, tmp_path: Path) -> None:
     machine.plugin(
         "stuck",
