@@ -108,7 +108,7 @@ class Engine(ABC):
             owns_process=is_apart,
             joins_torchrun=self._executor_class.joins_torchrun and python is None,
         )
-        self._check(executor_options)
+        self._check(executor_options, python)
         self._start = partial(
             start_workers,
             self._executor_class,
@@ -175,7 +175,7 @@ class Engine(ABC):
             )
         return None if fills and self._executor_class.runs_on_many_devices else num_devices
 
-    def _check(self, options: dict[str, Any]) -> None:  # noqa: B027 - nothing is an answer
+    def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:  # noqa: B027
         """Refuse what can be known to be wrong before a worker starts."""
 
     @abstractmethod

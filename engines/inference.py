@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -47,8 +48,8 @@ class InferenceEngine(AsynchronousRequests, Engine):
         self._serving = Serving()
         super().__init__(executor)
 
-    def _check(self, options: dict[str, Any]) -> None:
-        self._executor_class.check(self._path, options)
+    def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        self._executor_class.check(self._path, options, python)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._serving = Serving()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ class HfWorker(Worker):
         return self._module
 
     @classmethod
-    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
+    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
         check_model_folder(path)
 
     def build(

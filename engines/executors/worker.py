@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -47,11 +48,14 @@ class Worker:
     """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
 
     @classmethod
-    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
+    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
         """Of an inference executor: raises what ``build(path, **options)`` would, as far as the user's process can see.
 
         Called there before a worker starts, which takes seconds. ``build`` does not count on it: ``restart`` goes
         without, and so does who starts workers himself.
+
+        Args:
+            python: as ``Engine.build`` was given it; None where the worker has the user's packages.
         """
 
     def __init__(self, context: WorkerContext) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.pretrained import ModelFolder
-from rlcore.errors import DeviceError, InvalidInputError
+from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError
 
 EXTENSION = "rlcore.engines.executors.vllm.extension.RlcoreWorkerExtension"
 
@@ -29,6 +35,7 @@ _OWN = {
     "use_tqdm_on_load": "the log stays quiet",
 }
 """What the user cannot choose, and why."""
+_PARAMETERS_OF_BUILD = inspect.signature(Engine.build).parameters.values()
 
 _KV_SHARE = 0.7
 """Of the device memory that is free beside the weights; the rest is for activations and captured graphs."""
@@ -36,21 +43,14 @@ _MOST_HOST_KV_BYTES = 4 << 30
 _WEIGHT_BYTES = {"float32": 4, "float": 4}
 
 
-def engine_arguments(
-    given: Mapping[str, Any], names: Iterable[str], folder: ModelFolder, context: WorkerContext
-) -> dict[str, Any]:
-    """All arguments of the engine that drives the context's devices.
-
-    Args:
-        given: by the user.
-        names: those that this vLLM knows.
+def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: WorkerContext) -> dict[str, Any]:
+    """All arguments of the engine that drives the context's devices, where ``given`` are the user's.
 
     Raises:
-        InvalidInputError: an unknown name, with the nearest, or one that is rlcore's to set.
+        InvalidInputError, MissingDependencyError: as ``check_arguments``.
         DeviceError: no memory is left for a KV cache.
     """
-    check_own(given)
-    _check_known(given, list(names))
+    check_arguments(given)
     device, is_rank = context.device, not context.devices  # of torchrun
     size = context.world_size if is_rank else len(context.devices)
     replica = _rank_of_torchrun() // size if is_rank else context.rank
@@ -74,19 +74,54 @@ def engine_arguments(
     return arguments
 
 
-def check_own(given: Mapping[str, Any]) -> None:
-    """Raises InvalidInputError for what is not the user's to choose. vLLM need not be there."""
+def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:
+    """Their names, without importing vLLM: that takes seconds, and may leave a context on a device.
+
+    Args:
+        python: the interpreter whose vLLM it is; None is this one.
+
+    Raises:
+        InvalidInputError: a name that is rlcore's to set, or unknown to that vLLM, with the nearest.
+        MissingDependencyError: this interpreter has no vLLM.
+    """
     for name in given:
         if name in _OWN:
             raise InvalidInputError(f"build() takes no {name!r} for the vllm executor: {_OWN[name]}")
-
-
-def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
+    names = _argument_names(_package_here() if python is None else _package_of(python))
     for name in given:
-        if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        if names and name not in names:
+            own = [each.name for each in _PARAMETERS_OF_BUILD if each.kind is each.KEYWORD_ONLY]
+            nearest = difflib.get_close_matches(name, [*own, *names], n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f", and build() takes {', '.join(own)}"
             raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def _package_here() -> Path:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder that happens to have the name
+        raise MissingDependencyError("vllm", needed_for="the vllm executor", extra="vllm")
+    return Path(found.origin).parent
+
+
+def _package_of(python: str | os.PathLike[str]) -> Path | None:
+    """Where an environment has it, unless somewhere else; None if it is not there."""
+    program = os.path.expanduser(os.fspath(python))
+    environment = Path(shutil.which(program) or program).parents[1]
+    return next(environment.glob("lib/python3*/site-packages/vllm"), None)
+
+
+def _argument_names(package: Path | None) -> list[str]:
+    """The fields of ``vllm.EngineArgs``; none where they cannot be read, and vLLM itself is to judge."""
+    source = package and package / "engine" / "arg_utils.py"
+    if source is None or not source.is_file():
+        return []
+    return [
+        ast.unparse(item.target)
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+    ]
 
 
 def _rank_of_torchrun() -> int:

@@ -101,15 +101,6 @@ def packs_weights() -> bool:
     return bool(operators._supports_onednn)
 
 
-def argument_names() -> list[str]:
-    """Of an engine."""
-    import dataclasses
-
-    from vllm.engine.arg_utils import EngineArgs
-
-    return [field.name for field in dataclasses.fields(EngineArgs)]
-
-
 def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: str) -> Engine:
     """Ranks are what an external launcher would say.
 

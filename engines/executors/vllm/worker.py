@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import msgspec
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each
 from rlcore.engines.executors.vllm import ascend, versions
-from rlcore.engines.executors.vllm.arguments import check_own, engine_arguments
+from rlcore.engines.executors.vllm.arguments import check_arguments, engine_arguments
 from rlcore.engines.executors.vllm.extension import Answer
 from rlcore.engines.executors.vllm.interfaces import Engine
 from rlcore.engines.executors.vllm.replica import Replica
@@ -48,8 +49,8 @@ class VllmWorker(Worker):
         self._differing: list[str] = []
 
     @classmethod
-    def check(cls, path: Path, options: Mapping[str, Any]) -> None:
-        check_own(options)
+    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
+        check_arguments(options, python)
         check_model_folder(path)
 
     def build(self, path: str | Path, **engine_args: Any) -> None:
@@ -69,7 +70,7 @@ class VllmWorker(Worker):
         ascend.check_device(self.device)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
-        arguments = engine_arguments(engine_args, versions.argument_names(), self._folder, self._context)
+        arguments = engine_arguments(engine_args, self._folder, self._context)
         if self._is_rank:
             self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
         engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
