@@ -19,7 +19,8 @@ from rlcore.registry import get_device
 
 PACKAGES = (
     "torch", "torch-npu", "triton", "triton-ascend", "numpy", "transformers", "safetensors", "peft", "vllm",
-    "vllm-ascend", "flash-attn", "liger-kernel", "trl", "ray", "nvidia-ml-py", "pluggy", "msgspec",
+    "vllm-ascend", "flash-attn", "liger-kernel", "trl", "cut-cross-entropy", "verl", "ray", "nvidia-ml-py", "pluggy",
+    "msgspec",
 )  # fmt: skip
 """Whose versions are recorded where installed."""
 
