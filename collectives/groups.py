@@ -95,6 +95,7 @@ class Group(Operations):
         self._error = ""
         self._peers = Peers(meeting, repr(self))
         try:
+            self._peers.check_alive()
             self._groups = self._made(meeting)
             self.barrier()  # none may leave while another still connects
         except BaseException:
@@ -159,7 +160,7 @@ class Group(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._error = self._error or repr(error)  # the other ranks may be elsewhere: do not wait for them
+            self._give_up(repr(error))  # the other ranks may be elsewhere: do not wait for them
         if self.is_alive:
             self.destroy()
 
@@ -190,8 +191,12 @@ class Group(Operations):
             else:
                 self._peers.wait_for(peer, work, what, timeout_s)
         except BaseException as error:  # Ctrl-C too: the other ranks' operations and ours no longer match
-            self._error = f"{what}: {str(error) or type(error).__name__}"
+            self._give_up(f"{what}: {str(error) or type(error).__name__}")
             raise
+
+    def _give_up(self, why: str) -> None:
+        self._error = self._error or why
+        self._peers.give_up(why)
 
     def _started(self, what: str, start: Callable[[Any], Any], group: Any) -> Any:
         try:

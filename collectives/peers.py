@@ -9,8 +9,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from rlcore.collectives.rendezvous import Meeting
+from rlcore.collectives.rendezvous import Card, Meeting
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
+from rlcore.processes import start_time
 
 _LOOK_S = 1.0
 """A wait longer than this looks after the peers so often, and tells them that it waits."""
@@ -28,17 +29,33 @@ class Peers:
         self._meeting = meeting
         self._label = label
         self._number = 0
-        self._processes = {
-            rank: os.pidfd_open(card.pid)
-            for rank, card in meeting.peers().items()
-            if meeting.shares_processes_with(card)
-        }
+        self._has_given_up = False
+        self._processes: dict[int, int] = {}
+        self._ended: list[int] = []
+        """Before they could be watched."""
+        for rank, card in meeting.peers().items():
+            if meeting.shares_processes_with(card):
+                self._watch(rank, card)
 
     def close(self) -> None:
         """Leave the meeting."""
-        self._meeting.close()
+        self._meeting.close(ended=self._dead())
         while self._processes:
             os.close(self._processes.popitem()[1])
+
+    def check_alive(self) -> None:
+        """Raises PeerDiedError naming the ranks whose processes have ended since they joined."""
+        if dead := self._dead():
+            died = f"forming {self._label} failed: {self._names(dead)} has ended"
+            raise self._told(PeerDiedError(f"{died}; give the next run a new folder or name", ranks=tuple(dead)))
+
+    def give_up(self, why: str) -> None:
+        """Tell the others, whose operations fail when this rank's connections go. The first reason counts."""
+        if self._has_given_up:
+            return
+        self._has_given_up = True
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
+            self._meeting.write("gave up", why)
 
     def wait(self, work: Any, what: str, timeout_s: float) -> None:
         """Wait for a collective operation of host tensors.
@@ -80,8 +97,9 @@ class Peers:
         gave_up = self._meeting.read("gave up")
         reasons = "".join(f"; before, rank {rank} gave up: {text}" for rank, text in gave_up.items())
         first_line = str(error).strip().split("\n")[0]
-        text = f"{what} of {self._label} failed: {first_line}{reasons}"
-        return self._told(CollectiveError(text, ranks=tuple(gave_up)))
+        text = f"{what} of {self._label} failed: {first_line}"
+        self.give_up(text)
+        return CollectiveError(f"{text}{reasons}", ranks=tuple(gave_up))
 
     def _is_done(self, work: Any, look_s: float, what: str, began: float, timeout_s: float) -> bool:
         seconds = min(look_s, max(0.001, began + timeout_s - time.monotonic()))
@@ -96,7 +114,7 @@ class Peers:
         return True
 
     def _died(self, ranks: list[int], what: str) -> CollectiveError:
-        names = ", ".join(f"rank {rank} (process {self._meeting.cards[rank].pid})" for rank in ranks)
+        names = self._names(ranks)
         text = f"{what} of {self._label} failed: {names} has ended; destroy() the group and make one without it"
         return self._told(PeerDiedError(text, ranks=tuple(ranks)))
 
@@ -113,19 +131,33 @@ class Peers:
         return self._told(CollectiveTimeoutError(text, ranks=tuple(sorted({*absent, *elsewhere}))))
 
     def _told(self, error: CollectiveError) -> CollectiveError:
-        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            self._meeting.write("gave up", str(error))
+        self.give_up(str(error))
         return error
 
     def _tell(self, what: str) -> None:
         self._meeting.write(f"waiting/{self._number}", what)
+
+    def _watch(self, rank: int, card: Card) -> None:
+        try:
+            descriptor = os.pidfd_open(card.pid)
+        except ProcessLookupError:
+            self._ended.append(rank)
+            return
+        if start_time(card.pid) == card.started:
+            self._processes[rank] = descriptor
+        else:  # another process has its number by now
+            os.close(descriptor)
+            self._ended.append(rank)
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {rank} (process {self._meeting.cards[rank].pid})" for rank in ranks)
 
     def _dead(self) -> list[int]:
         poll = select.poll()
         for descriptor in self._processes.values():
             poll.register(descriptor, select.POLLIN)
         ended = {descriptor for descriptor, _ in poll.poll(0)}
-        return [rank for rank, descriptor in self._processes.items() if descriptor in ended]
+        return sorted([*self._ended, *(rank for rank, descriptor in self._processes.items() if descriptor in ended)])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, InvalidInputError
-from rlcore.processes import boot_id
+from rlcore.processes import boot_id, start_time
 
 _NAME = re.compile(r"[\w.-]+")
 _POLL_S = 0.002
@@ -31,6 +31,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     library: str
     pid: int
+    started: int | None
+    """When, by which the process is known from a later one of the same number."""
     network: str
     """Ranks with equal ones share a loopback interface."""
     processes: str
@@ -72,12 +74,16 @@ class Meeting:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Leave; the last rank to do so removes what was written to the folder. Notes cannot be read any more."""
+    def close(self, ended: Iterable[int] = ()) -> None:
+        """Leave, also for ranks that have ended without; the last one removes what was written to the folder.
+
+        Notes cannot be read any more.
+        """
         del self.store
         if self._folder is None:
             return
-        self._member.unlink(missing_ok=True)
+        for rank in {self._rank, *ended}:
+            self._member(rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another rank is removing it too, or has just come
             if not list(self._folder.glob("member-*")):
                 (self._folder / "store").unlink(missing_ok=True)
@@ -86,11 +92,15 @@ class Meeting:
     def _folder_store(self, timeout_s: float) -> Store:
         # Torch's own way of removing the file can leave it when two ranks end at once.
         assert self._folder
-        self._member = self._folder / f"member-{self._rank}"
-        self._member.touch(mode=0o600)
+        self._member(self._rank).touch(mode=0o600)
         store = FileStore(str(self._folder / "store"))
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
+
+    def _member(self, rank: int) -> Path:
+        """There as long as the rank takes part."""
+        assert self._folder
+        return self._folder / f"member-{rank}"
 
     @property
     def is_one_host(self) -> bool:
@@ -172,6 +182,7 @@ def _own_card(world_size: int, library: str) -> Card:
         world_size=world_size,
         library=library,
         pid=os.getpid(),
+        started=start_time(os.getpid()),
         network=f"{boot_id()} {spaces['net']}",
         processes=f"{boot_id()} {spaces['pid']}",
     )

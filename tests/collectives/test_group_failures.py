@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from rlcore.collectives.groups import new_group
-from rlcore.collectives.rendezvous import Meeting
+from rlcore.collectives.rendezvous import Meeting, _own_card
 from rlcore.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -112,6 +114,30 @@ def test_a_rank_given_twice_is_told_so(tmp_path: Path) -> None:
     assert "rank 0 of group 'g' has joined already" in leftover
 
 
+def leave_card(folder: Path, pid: int, started: int | None) -> None:
+    """What rank 1 of 2, of this process, has written when it is killed while it waits for rank 0."""
+    (folder / "g-1").mkdir(mode=0o700)
+    (folder / "g-1" / "member-1").touch()
+    store = FileStore(str(folder / "g-1" / "store"))
+    store.add("joined/1", 1)
+    card = msgspec.structs.replace(_own_card(2, "gloo"), pid=pid, started=started)
+    store.set("card/1", msgspec.json.encode(card).decode())
+
+
+@pytest.mark.parametrize("is_number_used_again", [False, True])
+def test_a_rank_that_was_killed_before_the_others_came_is_named(tmp_path: Path, is_number_used_again: bool) -> None:
+    with subprocess.Popen(["true"]) as killed:
+        killed.wait()
+    pid = os.getpid() if is_number_used_again else killed.pid
+    leave_card(tmp_path, pid, started=1)
+    began = time.monotonic()
+    with pytest.raises(PeerDiedError, match=rf"forming group 'g' .*rank 1 \(process {pid}\) has ended; give") as error:
+        new_group("cpu", rank=0, world_size=2, rendezvous=tmp_path, timeout_s=90.0, name="g")
+    assert error.value.ranks == (1,)
+    assert time.monotonic() - began < 60.0, "and not the timeout"
+    assert not list(tmp_path.iterdir()), "the last living rank left, and what was written is still there"
+
+
 def run_python_with_group(folder: Path) -> str:
     """Standard error of a new process that joins, as its first, the group of this name."""
     code = (
@@ -201,8 +227,32 @@ def die_in(rank: Any, operation: str) -> tuple[str, tuple[int, ...], float] | No
             group.recv(torch.ones(1), 1)
         else:
             group.all_reduce(torch.ones(1_000_000))
+    seconds = time.monotonic() - began
     group.destroy()
-    return str(error.value), error.value.ranks, time.monotonic() - began
+    rank.say(f"mortal-{operation}-{rank.rank}-goes")
+    rank.hear(*(f"mortal-{operation}-{number}-goes" for number in (0, 2)))
+    assert not (rank.folder / f"mortal-{operation}-1").exists(), "what was written is left behind"
+    return str(error.value), error.value.ranks, seconds
+
+
+def give_up(rank: Any, error_type: type[BaseException]) -> tuple[str, tuple[int, ...]]:
+    try:
+        with rank.new_group("cpu", 3, f"given-up-{error_type.__name__}", timeout_s=90.0) as group:
+            if rank.rank == 1:
+                raise error_type("mine")
+            group.all_reduce(torch.ones(1))
+    except CollectiveError as error:
+        return str(error), error.ranks
+    except error_type:
+        return "", ()
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("error_type", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_rank_that_gave_up_is_named_with_its_reason(error_type: type[BaseException], on_ranks: Any) -> None:
+    for text, ranks in on_ranks(give_up, 3, error_type)[::2]:
+        assert text.count(f"; before, rank 1 gave up: {error_type.__name__}('mine')") == 1
+        assert 1 in ranks
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "recv"])
