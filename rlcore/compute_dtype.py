@@ -56,12 +56,17 @@ class ComputeDtype:
     def _of_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def until_backward(self, result: Tensor) -> Tensor:
+    def through_backward(self, result: Tensor) -> Tensor:
+        """Computes, perhaps again, in the backward of ``result``, and no more from its end."""
         if result.requires_grad:
-            result.register_hook(self._stop)  # type: ignore[no-untyped-call]
+            result.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return result
 
-    def _stop(self, gradient: Tensor) -> None:
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self.is_computing = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.stop)
+
+    def stop(self) -> None:
         self.is_computing = False
 
     @contextmanager
@@ -160,7 +165,7 @@ def replace_method(module: nn.Module, name: str, wrapped: Callable[[Callable[...
 
 def computing(call: Callable[..., Any]) -> Callable[..., Any]:
     """Of a root's method. The tree computes from then on, for what comes after it, such as a head, until the backward
-    of its result begins, or until ``stop_computing``."""
+    of its result ends, or until ``stop_computing``, as where that backward fails or never comes."""
 
     @functools.wraps(call)
     def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +176,7 @@ def computing(call: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             of.is_computing = before
             raise
-        return tree_map_only(Tensor, of.until_backward, result)
+        return tree_map_only(Tensor, of.through_backward, result)
 
     return compute
 
@@ -196,8 +201,12 @@ def computing_outside(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with module._rlcore_compute_dtype.again():
+        of: ComputeDtype = module._rlcore_compute_dtype
+        if of.is_computing:
             return call(module, *args, **kwargs)
+        with of.again():
+            result = call(module, *args, **kwargs)
+        return tree_map_only(Tensor, of.through_backward, result)
 
     return compute
 
@@ -206,7 +215,7 @@ def stop_computing(module: nn.Module) -> None:
     """Reading a parameter off its module gives the one that is kept."""
     found = vars(module).get(_ATTRIBUTE)
     if found is not None:
-        found.is_computing = False
+        found.stop()
 
 
 def compute_dtype_of(module: nn.Module) -> torch.dtype:

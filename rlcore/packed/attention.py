@@ -74,8 +74,8 @@ def packed_hidden_states(
     )
     # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
     dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
-    if dtype not in packed.choices:
-        _choose(packed, input_ids, dtype)
+    name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
+    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.proof.calls})
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
         position_ids=_positions(packed.cu_seqlens, lengths)[None],

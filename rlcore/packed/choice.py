@@ -7,16 +7,16 @@ device, held against plain torch. So what a device, a torch or a package can do 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo.device_interface import get_interface_for_device
+from torch.nn.attention import varlen
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rlcore import probing
@@ -27,6 +27,7 @@ from rlcore.packed.implementations import (
     attend_flex,
     attend_per_sequence,
     attend_varlen,
+    prepare_flex,
 )
 from rlcore.registry import registry, resolve
 
@@ -81,11 +82,7 @@ def _flash_3_lacks(call: AttentionCall, device: torch.device) -> str | None:
 
 
 def _varlen_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    try:
-        varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has none"
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
         return f"that of torch {torch.__version__} has no sliding windows"
     return _lacks(call, "softcap", "has_sinks", "has_dropout")
 
@@ -107,16 +104,22 @@ def _lacks(call: AttentionCall, *features: str) -> str | None:
     return f"it has no {' and no '.join(asked)}" if asked else None
 
 
+def _prepare_nothing(packed: PackedSequences, windows: Iterable[int | None]) -> None:
+    pass
+
+
 class Implementation(NamedTuple):
     attend: Callable[..., Tensor]
     lacks: Callable[[AttentionCall, torch.device], str | None]
+    prepare: Callable[[PackedSequences, Iterable[int | None]], None] = _prepare_nothing
+    """Makes for the windows that layers have what ``attend`` would make, once per batch and before any layer runs."""
 
 
 IMPLEMENTATIONS = {
     "flash_attention_3": Implementation(attend_flash(3), _flash_3_lacks),
     "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),
-    "flex_attention": Implementation(attend_flex, _flex_lacks),
+    "flex_attention": Implementation(attend_flex, _flex_lacks, prepare_flex),
     "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
 }
 """Best first; the last can do all that the model itself can."""

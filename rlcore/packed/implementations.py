@@ -9,14 +9,14 @@ Letters: T packed tokens, N sequences, L tokens of one sequence, D width of a he
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -93,7 +93,8 @@ def attend_varlen(
 ) -> Tensor:
     """torch's variable-length attention."""
     window = options.get("sliding_window")
-    result: Tensor = importlib.import_module("torch.nn.attention.varlen").varlen_attn(
+    attend: Callable[..., Any] = varlen.varlen_attn
+    result: Tensor = attend(
         *(x[0].transpose(0, 1) for x in cast_alike(query, key, value)),
         packed.cu_seqlens,
         packed.cu_seqlens,
@@ -110,10 +111,11 @@ def attend_flex(
     module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
 ) -> Tensor:
     """Compiled flex attention under a mask of blocks, through transformers."""
+    window, masks = options.get("sliding_window"), packed.block_masks
     result: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](
         module,
         *cast_alike(query, key, value),
-        _block_mask(packed, options.get("sliding_window")),
+        masks[window] if window in masks else _block_mask(packed, window),
         scaling=options["scaling"],
         softcap=options.get("softcap"),
         s_aux=options.get("s_aux"),
@@ -207,18 +209,23 @@ def attention_dtype(device_type: str, query_dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query_dtype
 
 
+def prepare_flex(packed: PackedSequences, windows: Iterable[int | None]) -> None:
+    """Makes the masks of these windows, which compiled code cannot: it would stay in pieces."""
+    for window in windows:
+        _block_mask(packed, window)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _block_mask(packed: PackedSequences, window: int | None) -> Any:
-    if window not in packed.block_masks:
-        device, total = packed.cu_seqlens.device, sum(packed.lengths)
-        sequence_T = torch.searchsorted(packed.cu_seqlens[1:], torch.arange(total, device=device), right=True)
+    device, total = packed.cu_seqlens.device, sum(packed.lengths)
+    sequence_T = torch.searchsorted(packed.cu_seqlens[1:], torch.arange(total, device=device), right=True)
 
-        def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            seen = (sequence_T[row] == sequence_T[column]) & (column <= row)
-            return seen if window is None else seen & (row - column < window)
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        seen = (sequence_T[row] == sequence_T[column]) & (column <= row)
+        return seen if window is None else seen & (row - column < window)
 
-        packed.block_masks[window] = _compiled_create_block_mask()(mask_mod, None, None, total, total, str(device))
-    return packed.block_masks[window]
+    mask = _compiled_create_block_mask()(mask_mod, None, None, total, total, str(device))
+    return packed.block_masks.setdefault(window, mask)
 
 
 @functools.cache

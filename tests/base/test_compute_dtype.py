@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from rlcore.compute_dtype import compute_dtype_of, stop_computing
 from rlcore.engines.offload.resident import offloaded
@@ -249,6 +250,79 @@ def test_a_compiled_block_that_is_called_alone_computes(monkeypatch: pytest.Monk
     assert block(torch.ones(3, WIDTH)).dtype == torch.bfloat16
     assert block.up.weight.dtype == torch.float32
     torch.compiler.reset()
+
+
+class Disabled(Block):
+    """What a compiler has to leave out of its graph, which ends before it."""
+
+    def forward(self, hidden_TH: Tensor, shift: float = 0.0) -> Tensor:
+        return hidden_TH + self.down(_relu(self.up(hidden_TH * self.scale))) + shift
+
+
+_relu: Any = torch.compiler.disable(torch.relu)
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@each_policy
+@pytest.mark.parametrize("is_alone", [False, True], ids=["in its tree", "alone"])
+def test_a_compiled_block_in_pieces_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], is_alone: bool
+) -> None:
+    """Also what is computed again in the backward, outside of any graph."""
+    expected_model = make()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setitem(globals(), "Block", type("Block", (Disabled,), {}))
+    torch.compiler.reset()
+    model = make(compile=True, **options)
+    for _ in range(2):
+        expected, found = ((alone_gradients if is_alone else gradients)(tree) for tree in (expected_model, model))
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+        assert model.blocks[0].up.weight.dtype == torch.float32
+    torch.compiler.reset()
+
+
+def alone_gradients(model: Any) -> dict[str, Tensor]:
+    """Of one block that is called without its tree."""
+    block = model.blocks[0]
+    block(torch.linspace(0, 1, WIDTH).expand(3, WIDTH)).float().square().sum().backward()
+    return {name: parameter.grad for name, parameter in block.named_parameters()}
+
+
+class Recomputing(Model):
+    """By its own account, and not in a block."""
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden_TH: Tensor = checkpoint(self._scaled, super().hidden_states(batch), use_reentrant=False)
+        return hidden_TH
+
+    def _scaled(self, hidden_TH: Tensor) -> Tensor:
+        return hidden_TH * self.blocks[0].scale
+
+
+def test_every_backward_computes_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Model", Recomputing)
+    expected, model = gradients(make()), make()
+    losses = [model(torch.arange(ROWS)).float().square().mean() for _ in range(2)]
+    for loss, retain_graph in ((losses[0], True), (losses[1], False), (losses[0], False)):
+        loss.backward(retain_graph=retain_graph)
+        assert model.head.weight.dtype == torch.float32
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name  # type: ignore[arg-type]
+        model.zero_grad()
+
+
+def test_a_backward_that_fails_is_ended_by_resharding() -> None:
+    model = make()
+    failing = model.blocks[0].scale.register_hook(lambda _: pytest.fail("as memory runs out"))
+    with pytest.raises(pytest.fail.Exception, match="as memory runs out"):
+        gradients(model)
+    failing.remove()
+    stop_computing(model)
+    assert model.head.weight.dtype == torch.float32
+    model.zero_grad()
+    expected = gradients(make())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in gradients(model).items())
 
 
 def test_a_forward_that_fails_computes_no_more() -> None:

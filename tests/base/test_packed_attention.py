@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import varlen
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
@@ -565,6 +566,22 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fake_kernels: None) -> None:
     assert implementation_of(decoder) == "flash_attention_2"
     assert_close(run(decoder, implementation=name), run(decoder, implementation="padded"), 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
+        return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(packed_choice, "why_not", lambda *_: None)
+    torch.compiler.reset()
+    for layer in decoder.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    assert_close(run(decoder, implementation="varlen_attn"), run(decoder, implementation="padded"), 2e-6)
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile imports it

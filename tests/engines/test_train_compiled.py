@@ -1,8 +1,10 @@
-"""Compiled blocks are one graph each: choosing the attention, which cannot be compiled, is done before."""
+"""Compiled blocks are one graph each: choosing the attention and making its masks, which cannot be compiled, are done
+before."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.sharding import Sharding, shard
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
-from .train_batches import packed_batch
+from .train_batches import VOCAB, packed_batch
 
 choice = pytest.importorskip("rlcore.packed.choice")
 
@@ -56,3 +59,96 @@ def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.M
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1, "of all blocks, and for both steps"
     torch.compiler.reset()
+
+
+@pytest.fixture
+def only_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Are compiled: not the making of masks for them."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from rlcore.packed import implementations
+
+    monkeypatch.setattr(implementations, "_compiled_create_block_mask", lambda: create_block_mask)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def flex_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can train where the inductor has no part in it."""
+    monkeypatch.setattr(choice, "why_not", lambda name, *_: None if name == "flex_attention" else "another is wanted")
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+BATCHES = (150, 1, 49), (7, 93, 50, 50), (300, 20), (5, 200, 71)
+"""Lengths: two batches of 200 tokens, and two of other numbers."""
+
+
+def compiled_policy(num_windows: int, device: str, recomputes: Any) -> Any:
+    """Two blocks on one worker in bfloat16; with 2 windows, one of them attends to 16 tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        pass
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=3 - num_windows,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    policy = Policy(config).to(device).train()
+    options = Sharding(compute_dtype="bfloat16", compile=True, activation_checkpointing=recomputes)
+    shard(policy, options, torch.device(device), lambda: None, size=1)
+    return policy
+
+
+def gradients(policy: Any, lengths: tuple[int, ...]) -> Tensor:
+    batch = {name: tensor.to(policy.lm_head.weight.device) for name, tensor in packed_batch(lengths).items()}
+    policy.hidden_states(batch).float().square().mean().backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+    policy.zero_grad()
+    return found
+
+
+def graphs_by_batch(policy: Any) -> list[int]:
+    """How many were made for each of ``BATCHES``, whose gradients are right and in whose blocks no graph breaks."""
+    from torch._dynamo.utils import counters
+
+    graphs = []
+    for lengths in BATCHES:
+        with torch.compiler.set_stance("force_eager"):
+            expected = gradients(policy, lengths)
+        counters.clear()
+        found = gradients(policy, lengths)
+        assert not counters["graph_break"]
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert float((found - expected).norm() / expected.norm()) < 5e-2
+    return graphs
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@pytest.mark.usefixtures("only_blocks", "flex_on_the_host")
+@pytest.mark.parametrize(("num_windows", "recomputes"), [(1, "selective"), (2, False)])
+def test_masks_are_made_before_a_block_and_do_not_compile_it_again(num_windows: int, recomputes: Any) -> None:
+    graphs = graphs_by_batch(compiled_policy(num_windows, "cpu", recomputes))
+    assert graphs == [num_windows, 0, num_windows, 0], "for each window, and again for all other numbers of tokens"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@pytest.mark.usefixtures("only_blocks")
+@pytest.mark.parametrize(("num_windows", "recomputes"), [(1, True), (1, "selective"), (2, False)])
+def test_a_compiled_block_is_one_graph_by_the_attention_of_the_gpu(num_windows: int, recomputes: Any) -> None:
+    first, *_, last = graphs_by_batch(compiled_policy(num_windows, "cuda", recomputes))
+    assert (first, last) == (num_windows, 0)
