@@ -25,7 +25,7 @@ class PromptReader:
         self.tokenizer = load_tokenizer(folder)
         self.stop_token_ids = folder.stop_token_ids
         self._vocab_size = folder.vocab_size
-        self._max_positions, self._positions_name = max_positions, positions_name
+        self.max_positions, self._positions_name = max_positions, positions_name
 
     def read(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Sequence[int]]:
         """Token ids of each prompt.
@@ -59,10 +59,10 @@ class PromptReader:
                 f"the model's token ids are 0 to {self._vocab_size - 1}"
             )
         longest = len(prompt) + params.max_tokens
-        if self._max_positions is not None and longest > self._max_positions:
+        if self.max_positions is not None and longest > self.max_positions:
             raise InvalidInputError(
                 f"prompt {number} has {len(prompt)} tokens and max_tokens is {params.max_tokens}, "
-                f"together {longest}; the model has {self._max_positions} positions "
+                f"together {longest}; the model has {self.max_positions} positions "
                 f"({self._positions_name}): shorten the prompt or lower max_tokens"
             )
 

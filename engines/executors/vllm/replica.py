@@ -19,9 +19,10 @@ from rlcore.engines.executors.prompts import Prompt, PromptReader
 from rlcore.engines.executors.sampler import sample_keys
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.interfaces import Engine, Request
+from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 PAUSED = "a pause"
 
@@ -62,8 +63,11 @@ class _Job:
 class Replica:
     """Thread-safe. ``activate`` makes the engine's device that of the calling thread."""
 
-    def __init__(self, engine: Engine, reader: PromptReader, activate: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, processes: WorkerProcesses, reader: PromptReader, activate: Callable[[], None]
+    ) -> None:
         self._engine = engine
+        self._processes = processes
         self._reader = reader
         self._activate = activate
         self._samples: dict[str, _Sample] = {}
@@ -79,13 +83,22 @@ class Replica:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Within, the engine makes no step of its own accord."""
+    def between_steps(self, method: str) -> Iterator[None]:
+        """Within, vLLM can be asked something for ``method``, and makes no step of its own accord.
+
+        Raises:
+            WorkerDiedError: a process of vLLM's has ended.
+            RlcoreError: a step in the background has failed.
+        """
+        with self._turn(), self._processes.needed_for(method):
+            self._require_stepping()
+            yield
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
         self._num_waiting += 1
         with self._changed:
             self._num_waiting -= 1
-            if self._failure is not None:
-                raise RlcoreError(f"vLLM failed in the background: {self._failure}") from self._failure
             yield
             self._changed.notify_all()
 
@@ -95,7 +108,7 @@ class Replica:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
     ) -> list[RequestOutput]:
         """Complete these prompts; ``advance`` hears the number of completions that ended, as they do."""
-        with self.between_steps():
+        with self.between_steps("generate"):
             self._require_running("generate()")
             self._set_version(version)
             numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
@@ -117,7 +130,7 @@ class Replica:
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
     ) -> None:
         """Begin these, whose outputs ``collect`` gives under these numbers (>= 0)."""
-        with self.between_steps():
+        with self.between_steps("submit"):
             self._set_version(version)
             self._add(numbers, prompts, params, is_streamed=True)
             if self._thread is None:
@@ -126,13 +139,14 @@ class Replica:
 
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
         """What has ended; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
-        with self.between_steps():
+        with self.between_steps("collect"):
             self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
+            self._require_stepping()
             return {number: self._done.pop(number) for number in self._ready()}
 
     def progress(self) -> dict[int, int]:
         """Tokens that requests under way have so far, by their numbers."""
-        with self.between_steps():
+        with self.between_steps("progress"):
             found: dict[int, int] = {}
             for sample in self._samples.values():
                 found[sample.job.number] = found.get(sample.job.number, 0) + len(sample.token_ids)
@@ -140,7 +154,7 @@ class Replica:
 
     def abort(self, numbers: Sequence[int] | None) -> int:
         """Give these up, or all that were submitted; they are never collected. Returns how many were unfinished."""
-        with self.between_steps():
+        with self.between_steps("abort"):
             jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
             chosen = jobs if numbers is None else jobs.intersection(numbers)
             self._drop(chosen)
@@ -153,28 +167,28 @@ class Replica:
         check_pause_mode(mode)
         if mode == "abort":
             self.abort(None)
-        with self.between_steps():
+        with self.between_steps("pause"):
             while mode == "wait" and self._samples:
                 self._step(())
             self._held.add(PAUSED)
 
     def resume(self) -> None:
         """Go on where ``pause`` stopped."""
-        with self.between_steps():
+        with self._turn():
             self._held.discard(PAUSED)
 
     def hold(self, reason: str) -> None:
         """Make no step until this reason is gone, and all others."""
-        with self.between_steps():
+        with self._turn():
             self._held.add(reason)
 
     def release(self, *reasons: str) -> None:
-        with self.between_steps():
+        with self._turn():
             self._held.difference_update(reasons)
 
     def forget_cached(self) -> None:
         """Drop all keys, values and encodings that were computed; requests under way compute theirs again."""
-        with self.between_steps():
+        with self.between_steps("forget_cached"):
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
@@ -198,7 +212,8 @@ class Replica:
                 if self._is_closed:
                     return
                 try:
-                    self._step(())
+                    with self._processes.needed_for("submit"):
+                        self._step(())
                 except BaseException as error:  # whoever asks next is told
                     self._failure = error
                     self._changed.notify_all()
@@ -281,7 +296,7 @@ class Replica:
 
     def weights_changed(self, version: int) -> None:
         """What comes now is of this version; what was computed before is dropped, and computed again where needed."""
-        with self.between_steps():
+        with self.between_steps("weights_changed"):
             self._set_version(version)
             self.forget_cached()
 
@@ -290,6 +305,14 @@ class Replica:
             for sample in self._samples.values():
                 sample.close_span(self._version)
             self._version = version
+
+    def _require_stepping(self) -> None:
+        if isinstance(self._failure, WorkerDiedError):
+            raise self._failure
+        if self._failure is not None:
+            raise RlcoreError(
+                f"vLLM failed in the background and makes no more steps: {self._failure}; call restart()"
+            ) from self._failure
 
     def _require_running(self, purpose: str) -> None:
         if PAUSED in self._held:

@@ -16,6 +16,7 @@ from rlcore.engines.executors.vllm.arguments import check_arguments, engine_argu
 from rlcore.engines.executors.vllm.extension import Answer
 from rlcore.engines.executors.vllm.interfaces import Engine
 from rlcore.engines.executors.vllm.replica import Replica
+from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.executors.waiting import PauseMode
 from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.worker import WorkerContext, raised
@@ -66,18 +67,20 @@ class VllmWorker(Worker):
             InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
             MissingDependencyError, UnsupportedError: vLLM is absent, or of a version that rlcore does not know; or the
                 device is a simulated one.
+            WorkerDiedError: a process that vLLM started has ended.
         """
         ascend.check_device(self.device)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
         arguments = engine_arguments(engine_args, self._folder, self._context)
+        reader = PromptReader(self._folder, None, "max_model_len")
         if self._is_rank:
             self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
-        engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
-        self._engine = engine
-        longest = engine.vllm_config.model_config.max_model_len
-        reader = PromptReader(self._folder, longest, "max_model_len")
-        self._replica = Replica(engine, reader, self.device.activate)
+        processes = WorkerProcesses(self._context)
+        with processes.needed_for("build"):
+            engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
+        reader.max_positions = engine.vllm_config.model_config.max_model_len
+        self._engine, self._replica = engine, Replica(engine, processes, reader, self.device.activate)
         if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # no folder has what was made up
             found = self._call("differing_after_reload", str(path))
             self._differing = sorted({name for names in found for name in names})
@@ -264,7 +267,7 @@ class VllmWorker(Worker):
     def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         if self._engine is None:
             raise StateError("the vllm worker has no engine yet; call build(path)")
-        with self._replica.between_steps():
+        with self._replica.between_steps(method):
             found = self._engine.collective_rpc("rlcore_call", args=(method, msgspec.msgpack.encode(calls)))
         answers = [msgspec.msgpack.decode(data, type=Answer) for data in found]
         for answer in answers:

@@ -14,7 +14,7 @@ import torch
 
 import rlcore
 from rlcore.engines.launchers import boot
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 from .policy import GREEDY, PROMPTS, assert_same, fresh
 
@@ -89,6 +89,37 @@ def test_two_tensor_parallel_workers(
         assert time.monotonic() - started < 90
         train.scale(1.1)  # the trainer lives on
     assert_gone(names)
+
+
+def test_a_lost_tensor_parallel_worker_is_named(build_vllm: BuildVllm, model_folder: Path) -> None:
+    long = {"max_tokens": 200, "ignore_eos": True}
+    with build_vllm(model_folder, devices=BOTH, tensor_parallel_size=2, timeout_s=600) as infer:
+
+        def kill(rank: int) -> None:
+            (pid,) = (
+                pid for pid in children(infer.executors[0].workers[0].process_id) if f"Worker_TP{rank}" in title(pid)
+            )
+            os.kill(pid, signal.SIGKILL)
+
+        def lost(rank: int, method: str) -> Any:
+            return pytest.raises(
+                WorkerDiedError,
+                match=rf"worker of rank 0 \({BOTH[0]}\) lost vLLM's VllmWorker-{rank} \(process \d+, tensor-parallel "
+                rf"rank {rank}, {BOTH[rank]}\), which was killed by SIGKILL \(.*\), during {method}\(\)",
+            )
+
+        kill(0)
+        with lost(0, "generate"):
+            infer.generate(PROMPTS, long)
+        with pytest.raises(StateError, match=r"call restart\(\)"):
+            infer.generate(PROMPTS, GREEDY)
+
+        infer.restart().submit(PROMPTS * 8, long)
+        kill(1)
+        with lost(1, "(submit|collect)"):
+            while True:
+                infer.collect(timeout_s=60)
+        assert len(infer.restart().generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 def test_replicas_on_all_that_is_left_share_the_requests(

@@ -1,0 +1,80 @@
+"""The processes that vLLM starts for a replica of several devices: which ended first, and how.
+
+vLLM ends the others then, and raises whatever it was at ("cancelled", "Executor failed.").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children, connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rlcore.engines.launchers.endings import how_it_ended
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import RlcoreError, WorkerDiedError
+
+_LOOK_AGAIN_S = 0.2
+_NEWS_S = 2.0
+"""A survivor may tell of a lost connection before the system tells of the end that cut it."""
+_REAPED_S = 10.0
+
+
+class WorkerProcesses:
+    """The children of this process by Python's multiprocessing, from when they start.
+
+    Args:
+        context: of the replica; on one device, and under torchrun, vLLM starts no process.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._lost = ""
+        self._has_lost = threading.Event()
+        if len(context.devices) > 1:
+            threading.Thread(target=self._watch, name="rlcore-vllm-watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def needed_for(self, method: str) -> Iterator[None]:
+        """Inside, an error of vLLM's that comes of an end says so.
+
+        Raises:
+            WorkerDiedError: a process has ended, now or before.
+        """
+        try:
+            yield
+        except RlcoreError:
+            raise
+        except Exception as error:
+            if len(self._context.devices) > 1 and self._has_lost.wait(_NEWS_S):
+                rank, device = self._context.rank, self._context.device_name
+                raise WorkerDiedError(rank=rank, device=device, method=method, how=f"lost {self._lost},") from error
+            raise
+
+    def _watch(self) -> None:
+        processes: list[BaseProcess] = []
+        ended: list[Any] = []
+        while not ended:
+            found = [process for process in active_children() if process not in processes]
+            processes += found  # kept: of one that has ended Python soon knows nothing
+            patience_s = None if len(processes) == len(self._context.devices) else _LOOK_AGAIN_S
+            ended = connection.wait([process.sentinel for process in processes], patience_s)
+        self._lost = self._told(next(process for process in processes if process.sentinel == ended[0]))
+        self._has_lost.set()
+
+    def _told(self, process: BaseProcess) -> str:
+        """Which it was and how it ended; vLLM's names of them end in ranks."""
+        deadline = time.monotonic() + _REAPED_S
+        while (code := process.exitcode) is None and time.monotonic() < deadline:  # vLLM may be told in our place
+            time.sleep(0.01)
+        where = [f"process {process.pid}"]
+        if found := re.fullmatch(r"VllmWorker-(\d+)", process.name):
+            rank = int(found[1])
+            where += [f"tensor-parallel rank {rank}", self._context.devices[rank]]
+        return (
+            f"vLLM's {process.name} ({', '.join(where)}), which {'has ended' if code is None else how_it_ended(code)}"
+        )

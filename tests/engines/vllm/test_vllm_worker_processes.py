@@ -1,0 +1,110 @@
+"""Which of vLLM's processes ended, and how; nothing here needs vLLM: its part is played by other processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from rlcore.engines.executors.vllm import worker_processes
+from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import StateError, WorkerDiedError
+
+StartAll = Callable[..., tuple[WorkerProcesses, list[BaseProcess]]]
+
+
+@pytest.fixture
+def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
+    """``start_all(name, name)``: processes that wait, watched from before they start. No other child counts."""
+    started: list[BaseProcess] = []
+    monkeypatch.setattr(worker_processes, "active_children", lambda: list(started))
+
+    def start(*names: str) -> tuple[WorkerProcesses, list[BaseProcess]]:
+        watched = WorkerProcesses(context(len(names)))
+        for name in names:
+            process = multiprocessing.get_context("fork").Process(target=signal.pause, name=name, daemon=True)
+            process.start()
+            started.append(process)
+        return watched, started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def context(num_devices: int) -> WorkerContext:
+    devices = tuple(f"cpu:{number}" for number in range(4, 4 + num_devices))
+    return WorkerContext("the inference engine", 3, 4, devices[0], 1, devices)
+
+
+def ask(watched: WorkerProcesses, error: Exception) -> None:
+    """As vLLM answers when a process of its is lost."""
+    with watched.needed_for("generate"):
+        raise error
+
+
+def test_the_first_that_ended_is_named_with_its_signal_and_its_device(start_all: StartAll) -> None:
+    watched, (first, second) = start_all("VllmWorker-0", "VllmWorker-1")
+    assert second.pid and first.pid
+    os.kill(second.pid, signal.SIGKILL)
+    assert watched._has_lost.wait(60)
+    os.kill(first.pid, signal.SIGTERM)  # as vLLM ends the others
+    first.join()
+    with pytest.raises(WorkerDiedError) as caught:
+        ask(watched, RuntimeError("cancelled"))
+    assert str(caught.value) == (
+        f"the worker of rank 3 (cpu:4) lost vLLM's VllmWorker-1 (process {second.pid}, tensor-parallel rank 1, cpu:5), "
+        "which was killed by SIGKILL (sent by somebody, or by the kernel for want of memory), during generate()"
+    )
+    assert (caught.value.rank, caught.value.device, caught.value.method) == (3, "cpu:4", "generate")
+    assert str(caught.value.__cause__) == "cancelled"
+    with pytest.raises(StateError, match="ours"):
+        ask(watched, StateError("ours"))
+
+
+def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(
+    start_all: StartAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
+    watched, (process, _) = start_all("Another-0", "VllmWorker-1")
+    assert process.pid
+    killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGUSR2))
+    killer.start()
+    with pytest.raises(
+        WorkerDiedError, match=rf"vLLM's Another-0 \(process {process.pid}\), which was killed by SIGUSR2,"
+    ):
+        ask(watched, ConnectionError("reset by peer"))
+    killer.join()
+
+
+def test_what_comes_of_nobodys_end_stays_as_it_is(start_all: StartAll, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "_NEWS_S", 0.05)
+    watched, _ = start_all("VllmWorker-0", "VllmWorker-1")
+    with pytest.raises(ValueError, match="of vLLM"):
+        ask(watched, ValueError("of vLLM"))
+
+
+def test_one_that_ends_while_others_are_still_to_start_is_seen(start_all: StartAll) -> None:
+    _, processes = start_all("VllmWorker-0")
+    watched = WorkerProcesses(context(2))
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,), name="VllmWorker-1")
+    process.start()
+    processes.append(process)
+    with pytest.raises(WorkerDiedError, match=r"VllmWorker-1 .*cpu:5\), which ended with exit code 3, during generate"):
+        ask(watched, RuntimeError("WorkerProc initialization failed"))
+
+
+def test_a_replica_on_one_device_has_no_process_to_lose(start_all: StartAll) -> None:
+    watched, (other,) = start_all("somebody's")
+    other.kill()
+    other.join()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ask(watched, RuntimeError("out of memory"))
