@@ -83,8 +83,10 @@ class SamplingParams:
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
+            kind = type(value)  # vLLM's has the same name
             raise InvalidInputError(
-                f"sampling parameters must be SamplingParams, a mapping or None, got {type(value).__name__}"
+                "sampling parameters must be a mapping, None or rlcore's own SamplingParams, "
+                f"got {kind.__module__}.{kind.__qualname__}"
             )
         names = [field.name for field in fields(cls)]
         for key in value:

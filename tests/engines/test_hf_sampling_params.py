@@ -42,7 +42,9 @@ def test_an_unknown_key_names_the_nearest_field(key: str, nearest: str) -> None:
 
 
 def test_another_type_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="must be SamplingParams, a mapping or None, got float"):
+    with pytest.raises(
+        InvalidInputError, match=r"must be a mapping, None or rlcore's own SamplingParams, got builtins\.float"
+    ):
         SamplingParams.of(0.7)  # type: ignore[arg-type]
 
 
