@@ -11,53 +11,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.engines.completion import Completion, RequestOutput, VersionSpan
+from rlcore.engines.completion import RequestOutput
 from rlcore.engines.executors.prompts import Prompt, PromptReader
 from rlcore.engines.executors.sampler import sample_keys
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.interfaces import Engine, Request
+from rlcore.engines.executors.vllm.jobs import Job, Sample
 from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 PAUSED = "a pause"
-
-
-@dataclass(eq=False, slots=True)
-class _Sample:
-    """One completion being made."""
-
-    job: _Job
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-
-    def close_span(self, version: int) -> None:
-        """The tokens since the last span are of ``version``."""
-        start = self.spans[-1].end if self.spans else 0
-        if len(self.token_ids) > start:
-            self.spans.append(VersionSpan(version, start, len(self.token_ids)))
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """All samples of one prompt."""
-
-    number: int
-    prompt: str | None
-    token_ids: list[int]
-    completions: list[Completion | None]
-
-    @property
-    def output(self) -> RequestOutput | None:
-        """None until every sample has ended."""
-        done = [completion for completion in self.completions if completion is not None]
-        return RequestOutput(self.prompt, self.token_ids, done) if len(done) == len(self.completions) else None
 
 
 class Replica:
@@ -70,7 +37,7 @@ class Replica:
         self._processes = processes
         self._reader = reader
         self._activate = activate
-        self._samples: dict[str, _Sample] = {}
+        self._samples: dict[str, Sample] = {}
         self._done: dict[int, RequestOutput] = {}
         self._wanted: set[int] = set()  # jobs of run(): nobody collects them
         self._next_number = -1
@@ -230,7 +197,7 @@ class Replica:
         self._changed.notify_all()
         return num_ended
 
-    def _take(self, output: Request, sample: _Sample) -> bool:
+    def _take(self, output: Request, sample: Sample) -> bool:
         """Add what a step made of a sample; True if it has ended."""
         (sampled,) = output.outputs
         token_ids = list(sampled.token_ids)
@@ -259,11 +226,11 @@ class Replica:
         encoded = self._reader.read(prompts, params)
         for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
             text = prompt if isinstance(prompt, str) else None
-            job = _Job(number, text, list(token_ids), [None] * one.n)
+            job = Job(number, text, list(token_ids), [None] * one.n)
             keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
             for index, key in enumerate(keys):
                 name = f"{number}-{index}"
-                self._samples[name] = _Sample(job, index)
+                self._samples[name] = Sample(job, index)
                 self._engine.add_request(
                     name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
                 )

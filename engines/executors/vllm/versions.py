@@ -121,7 +121,8 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if folder:
         _meet_in(folder)
-    with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank), **_sockets_in(folder)):
+    quiet = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore::FutureWarning")))  # as in prepare()
+    with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank), PYTHONWARNINGS=quiet, **_sockets_in(folder)):
         try:
             engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
