@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from rlcore.errors import UnsupportedError
 _groups: dict[str, Group] = {}
 _SHAPE = (3, 4)
 _TRIES = 3
+_LATE_S = 0.3
 
 
 def form(device: Any, rank: int, world_size: int, folder: str) -> None:
@@ -74,8 +78,20 @@ def collective_follows_the_stream(device: Any) -> list[float]:
     return sorted(found)
 
 
-def default_group(device: Any, rank: int, world_size: int, folder: str) -> list[float]:
-    """A sum over torch's default group, made with ``init_kwargs``."""
+def cycles(device: Any, times: int) -> dict[str, int]:
+    """Destroy and form the group so often; what this process holds then."""
+    for _ in range(times):
+        rebuild(device)
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "allocated bytes": int(device.memory.stats().allocated_bytes),
+    }
+
+
+def default_group(device: Any, rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
+    """A sum over torch's default group, made with ``init_kwargs``; whether its barrier has waited for all ranks."""
     device.activate()
     dist.init_process_group(
         **device.collectives.init_kwargs(timeout_s=60),
@@ -85,8 +101,13 @@ def default_group(device: Any, rank: int, world_size: int, folder: str) -> list[
     )
     values = torch.arange(3.0, device=device.torch_device) + rank
     dist.all_reduce(values)
+    total = list(values.tolist())
+    time.sleep(_LATE_S * rank)
+    Path(folder, f"rank {rank} came").touch()
+    dist.barrier()
+    have_come = all(Path(folder, f"rank {other} came").exists() for other in range(world_size))
     dist.destroy_process_group()
-    return list(values.tolist())
+    return total, have_come
 
 
 def rebuild(device: Any) -> list[float]:
@@ -103,20 +124,27 @@ def _reduction(device: Any, op: str, dtype: torch.dtype) -> str:
     mine = ranks[group.rank].to(device.torch_device, copy=True)
     how = device.collectives.reduction(op, dtype)
     try:
+        share = group.reduce_scatter(mine.flatten(), op, factor=factor)
         group.all_reduce(mine, op, factor=factor)
     except UnsupportedError as error:
         return "unsupported" if how.support == "unsupported" and error.reason == how.reason else f"refused: {error}"
     if how.support == "unsupported":
         return "was said to be unsupported, and worked"
-    expected = _expected(ranks, op, factor).to(dtype)
-    found = mine.cpu()
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex128 if dtype.is_complex else torch.float64
-        tolerance = 0.3 if dtype.itemsize == 1 else 0.02
-        is_right = torch.allclose(found.to(wide), expected.to(wide), rtol=tolerance, atol=tolerance)
-    else:
-        is_right = torch.equal(found.to(torch.int64), expected.to(torch.int64))
-    return "ok" if is_right else f"{how.support}: {found.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
+    expected = _expected(ranks, op, factor).to(dtype).flatten()
+    own = expected.tensor_split(group.world_size)[group.rank]
+    for what, found, right in (("all_reduce", mine.cpu().flatten(), expected), ("reduce_scatter", share.cpu(), own)):
+        if not _is_close(found, right):
+            return f"{how.support}: {what} gave {found[:4].tolist()}, not {right[:4].tolist()}"
+    return "ok"
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    dtype = expected.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.equal(found.to(torch.int64), expected.to(torch.int64))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    tolerance = 0.3 if dtype.itemsize == 1 else 0.02
+    return torch.allclose(found.to(wide), expected.to(wide), rtol=tolerance, atol=tolerance)
 
 
 def _values(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:

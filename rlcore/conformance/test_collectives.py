@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from rlcore.conformance.peer import Peer
+from rlcore.conformance.work import grown
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import Capability
 
 TASKS = "rlcore.conformance.collective_tasks"
 WORLD_SIZE = 2
+CYCLES, SPANS = 4, 3
+MAY_GROW = {"descriptors": CYCLES // 2, "threads": CYCLES // 2, "allocated bytes": 2**20}
 
 
 class Ranks:
@@ -26,9 +29,9 @@ class Ranks:
         self._peers = peers
         self._folder = folder
 
-    def ask(self, task: str) -> list[Any]:
+    def ask(self, task: str, *arguments: Any) -> list[Any]:
         """Answers by rank."""
-        return self._all(task, lambda rank: ())
+        return self._all(task, lambda rank: arguments)
 
     def form(self, task: str) -> list[Any]:
         return self._all(task, lambda rank: (rank, len(self._peers), str(self._folder)))
@@ -76,11 +79,20 @@ def test_a_group_can_be_destroyed_and_rebuilt(ranks: Ranks) -> None:
     assert ranks.ask("rebuild") == [[WORLD_SIZE] * 2] * WORLD_SIZE
 
 
+@pytest.mark.covers("collectives.backend")
+def test_destroying_and_forming_a_group_leaves_nothing(ranks: Ranks) -> None:
+    states, leaked = [ranks.ask("cycles", CYCLES) for _ in range(2)][1:], {"?"}
+    while leaked and len(states) <= SPANS:
+        states.append(ranks.ask("cycles", CYCLES))
+        leaked = set[str]().union(*(grown(of_rank, MAY_GROW) for of_rank in zip(*states, strict=True)))
+    assert not leaked, states
+
+
 @pytest.mark.covers("collectives.init_kwargs")
 def test_torchs_default_group_is_made_with_init_kwargs(ranks: Ranks) -> None:
     total = WORLD_SIZE * (WORLD_SIZE - 1) / 2
     expected = [WORLD_SIZE * value + total for value in range(3)]
-    assert ranks.form("default_group") == [expected] * WORLD_SIZE
+    assert ranks.form("default_group") == [[expected, True]] * WORLD_SIZE
 
 
 @pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from rlcore.conformance.peer import Peer, PeerError
-from rlcore.conformance.work import MB, BusyWork
+from rlcore.conformance.work import MB, BusyWork, grown
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import maker_of_shared_memory
 from rlcore.types import IpcHandle
@@ -23,7 +22,6 @@ OPEN, READ, WRITE, CLOSE = (f"{TASKS}:{name}" for name in ("open_handle", "read"
 EXPORT, READ_EXPORTED, IS_REVOKED = (f"{TASKS}:{name}" for name in ("export", "read_exported", "is_revoked"))
 CYCLES = 50
 SPANS = 3
-"""What is leaked grows in each of them; once may grow what something else needed, or what was just ending."""
 
 pytestmark = pytest.mark.covers("memory.export_ipc", "memory.import_ipc")
 
@@ -264,10 +262,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         for _ in range(CYCLES):
             cycle()
         states.append(footprint())
-        spans = list(itertools.pairwise(states))
-        leaked = {
-            what for what in states[0] if all(after[what] - then[what] > may_grow.get(what, 0) for then, after in spans)
-        }
+        leaked = grown(states, may_grow)
     assert not leaked, states
 
 

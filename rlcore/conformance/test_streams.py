@@ -170,6 +170,26 @@ def test_a_stream_of_any_priority_works(device: Any, priority: int) -> None:
     assert value.sum().item() == 24
 
 
+@pytest.mark.covers("streams.new", "streams.use")
+def test_a_stream_that_has_work_says_so(device: Any, busy: BusyWork) -> None:
+    """Whether the host is ahead is told by the clock here; the other tests ask the stream."""
+    stream = device.streams.new()
+    was_idle = []
+    for _ in range(2 * ROUNDS):
+        device.synchronize()
+        with device.streams.use(stream):
+            busy.finish()
+            began = time.perf_counter()
+            busy.queue()
+            queued, is_idle = time.perf_counter(), stream.query()
+            busy.finish()
+        if queued - began < (time.perf_counter() - began) / 2:
+            was_idle.append(is_idle)
+    if len(was_idle) < ROUNDS:  # once it may be because somebody else had the processor
+        pytest.skip(f"by the clock the host never got ahead of {device.name}")
+    assert not all(was_idle), "query() said that the work was done when it had just begun"
+
+
 @pytest.mark.covers("streams.event")
 def test_an_event_is_reached_when_the_work_before_it_is_done(device: Any, busy: BusyWork) -> None:
     stream = device.streams.new()

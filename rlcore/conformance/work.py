@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +37,27 @@ class BusyWork:
         for _ in range(self.num_steps * times):
             self._values.mul_(1.0)
 
+    def finish(self) -> None:
+        """What was queued on the current stream is done: a value of it is read, so that no wait needs to be right."""
+        self._values[-1].item()
+
     def _seconds(self) -> float:
-        self._device.synchronize()
+        self.finish()
         began = time.perf_counter()
         self.queue()
-        self._device.streams.current().synchronize()
+        self.finish()
         return time.perf_counter() - began
+
+
+def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> set[str]:
+    """What has grown from each state to the next by more than it may.
+
+    What is leaked does; once may grow what something else needed, or what was just ending.
+    """
+    steps = list(itertools.pairwise(states))
+    return {
+        what for what in states[0] if all(after[what] - then[what] > may_grow.get(what, 0) for then, after in steps)
+    }
 
 
 @functools.cache

@@ -34,6 +34,7 @@ WHOLE = {
 
 FAULTS = {
     "waits_are_ignored": "test_streams::test_what_waits_sees_what_it_waited_for[wait_event-a new stream]",
+    "stream_query_lies": "test_streams::test_a_stream_that_has_work_says_so",
     "record_stream_is_ignored": "test_streams::test_freed_memory_waits_for_the_stream_that_it_was_recorded_on",
     "uuid_of_this_process": "test_identity::test_another_process_knows_the_device_by_the_same_uuid",
     "synchronize_does_nothing": "test_streams::test_synchronize_leaves_no_stream_with_work",
@@ -54,13 +55,23 @@ FAULTS = {
     "export_leaks": "test_ipc::test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were",
     "capabilities_lie": "test_capabilities::test_a_member_is_refused_exactly_where_capabilities_say_so_and_for_that_"
     "reason[streams.export_event]",
+    "seed_reaches_other_devices": "test_identity::test_the_host_and_other_devices_draw_for_themselves",
     "all_reduce_always_sums": "test_collectives::test_every_reduction_is_right_or_refused_as_declared",
+    "reduce_scatter_always_sums": "test_collectives::test_every_reduction_is_right_or_refused_as_declared",
+    "barrier_does_nothing": "test_collectives::test_torchs_default_group_is_made_with_init_kwargs",
+    "groups_leak": "test_collectives::test_destroying_and_forming_a_group_leaves_nothing",
     "collectives_do_not_wait": "test_collectives::test_a_collective_comes_after_what_was_queued_before_it",
     "fused_adamw_does_nothing": "test_training::test_adamw_steps_are_those_of_the_cpu[fused]",
 }
 """A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
 
-WITH_FAULT = [pytest.param(Run("simdev", (test,), fault=fault), test, id=fault) for fault, test in FAULTS.items()]
+SLOW = {"reduce_scatter_always_sums", "barrier_does_nothing", "groups_leak"}
+"""Faults that take three processes; others of their kind are tried always."""
+
+WITH_FAULT = [
+    pytest.param(Run("simdev", (test,), fault=fault), test, id=fault, marks=[pytest.mark.slow] if fault in SLOW else [])
+    for fault, test in FAULTS.items()
+]
 
 
 @pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)

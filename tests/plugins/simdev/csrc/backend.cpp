@@ -192,7 +192,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     int64_t before = std::exchange(current_stream_ids[to.device_index()], to.id());
     return stream(to.device_index(), before);
   }
-  bool queryStream(const c10::Stream& stream) const override { return stream_of(stream).is_idle(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    return has_fault("stream_query_lies") || stream_of(stream).is_idle();
+  }
   void synchronizeStream(const c10::Stream& stream) const override { stream_of(stream).wait(); }
   void synchronizeDevice(c10::DeviceIndex index) const override { synchronize(index); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {

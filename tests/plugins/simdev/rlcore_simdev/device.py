@@ -117,6 +117,11 @@ class SimDevice(GenericTorchDevice):
     collectives_class: ClassVar[type[Collectives]] = SimCollectives
     evidence: ClassVar[Evidence] = "simulated"
 
+    def seed(self, value: int) -> None:
+        devices = range(self.count()) if has_fault("seed_reaches_other_devices") else [self.index]
+        for index in devices:
+            GenericTorchDevice.seed(get_device(f"simdev:{index}"), value)
+
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
         if has_fault("probe_initializes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -35,9 +36,11 @@ class SimCcl(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self._name = self._desc = ""
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
+        if has_fault("barrier_does_nothing"):
+            return _Done()
         torch.accelerator.synchronize()
-        return self._gloo.barrier(options or dist.BarrierOptions())
+        return self._gloo.barrier(opts or dist.BarrierOptions())
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo  # torch asks it what more it can do
@@ -67,13 +70,24 @@ class SimCcl(dist.ProcessGroup):
         self._gloo.abort()
 
     def shutdown(self) -> None:
+        if has_fault("groups_leak"):
+            os.dup(0)
         self._gloo.shutdown()
+
+
+class _Done(dist.Work):
+    """What has begun is done."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
 
 
 def _forwarded(name: str) -> Any:
     def operation(self: SimCcl, *arguments: Any) -> Any:
         if name == "allreduce" and has_fault("all_reduce_always_sums"):
             arguments = (arguments[0], dist.AllreduceOptions())
+        if "reduce_scatter" in name and has_fault("reduce_scatter_always_sums"):
+            arguments = (*arguments[:2], dist.ReduceScatterOptions())
         return getattr(self._gloo, name)(*map(_on_host, arguments))
 
     return operation
