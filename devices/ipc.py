@@ -147,6 +147,12 @@ class Ipc:
         if on_revoke is not None and not callable(on_revoke):
             raise InvalidInputError(f"on_revoke is called with the mapping, and {on_revoke!r} cannot be called")
         _check_timeout(timeout_s)
+        dtype: torch.dtype = getattr(torch, handle.dtype)
+        if handle.storage_offset_bytes % dtype.itemsize:
+            raise InvalidInputError(
+                f"this handle describes a tensor that begins at byte {handle.storage_offset_bytes}, within a value of "
+                f"{handle.dtype}"
+            )
         end_bytes = handle.storage_offset_bytes + _span_bytes(handle)
         if end_bytes > handle.storage_bytes:
             raise InvalidInputError(

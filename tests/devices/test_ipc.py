@@ -432,6 +432,7 @@ def replaced(at: Any, **changes: Any) -> IpcHandle:
         ({"dtype": "float99"}, r"has no dtype 'float99'"),
         ({"dtype": "nn"}, r"has no dtype 'nn'"),
         ({"shape": (3, 5)}, r"describes a tensor that ends at byte 52 of a storage of 48"),
+        ({"storage_offset_bytes": 6}, r"describes a tensor that begins at byte 6, within a value of float32"),
         ({"storage_offset_bytes": 4}, r"describes a tensor that ends at byte 52 of a storage of 48"),
     ],
 )
