@@ -8,7 +8,6 @@ Letters: T packed tokens, N sequences, L tokens of one sequence, D width of a he
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -49,7 +48,7 @@ class PackedSequences:
         self.ends = list(itertools.accumulate(lengths))
         self.choices = choices
         self.choose = choose
-        self.block_masks: dict[int | None, Any] = {}
+        self.block_masks: dict[int | None, BlockMask] = {}
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -216,18 +215,37 @@ def prepare_flex(packed: PackedSequences, windows: Iterable[int | None]) -> None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _block_mask(packed: PackedSequences, window: int | None) -> Any:
+def _block_mask(packed: PackedSequences, window: int | None) -> BlockMask:
+    """What ``create_block_mask`` gives, which would look at [T, T]: a token sees all from its first one to itself.
+
+    Letters: B blocks of tokens.
+    """
     device, total = packed.cu_seqlens.device, sum(packed.lengths)
-    sequence_T = torch.searchsorted(packed.cu_seqlens[1:], torch.arange(total, device=device), right=True)
+    token_T = torch.arange(total, device=device)
+    sequence_T = torch.searchsorted(packed.cu_seqlens[1:], token_T, right=True)
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         seen = (sequence_T[row] == sequence_T[column]) & (column <= row)
         return seen if window is None else seen & (row - column < window)
 
-    mask = _compiled_create_block_mask()(mask_mod, None, None, total, total, str(device))
+    first_T = packed.cu_seqlens[sequence_T]
+    if window is not None:
+        first_T = torch.maximum(first_T, token_T - window + 1)
+    column_B = token_T[::_BLOCK]
+    row_B = column_B[:, None]
+    last_B = (row_B + _BLOCK - 1).clamp(max=total - 1)
+    seen_BB = (column_B <= row_B) & (column_B + _BLOCK > first_T[row_B])
+    whole_BB = (column_B < row_B) & (column_B >= first_T[last_B]) & (row_B + _BLOCK <= total)
+    blocks = *_listed(seen_BB & ~whole_BB), *_listed(whole_BB)
+    mask = BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(total, total))
     return packed.block_masks.setdefault(window, mask)
 
 
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., Any]:
-    return torch.compile(create_block_mask)  # eager, it makes a mask [T, T] on the way
+_BLOCK = 128
+"""Tokens, as flex attention has them by default."""
+
+
+def _listed(is_there_BB: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns each row has, and all columns, those first."""
+    columns_BB = is_there_BB.int().argsort(dim=-1, descending=True, stable=True).int()
+    return is_there_BB.sum(-1, dtype=torch.int32)[None, None], columns_BB[None, None]

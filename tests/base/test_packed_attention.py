@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import create_block_mask
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
@@ -592,6 +593,21 @@ def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypat
     # Uncompiled it is plain torch operations.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert_close(run(decoder, implementation="flex_attention"), run(decoder, implementation="padded"), 2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
+def test_block_masks_are_those_of_torch(window: int | None) -> None:
+    for lengths in ((300,), (128, 256, 128), (1, 0, 700, 5, 62), (40,) * 9, (130, 126, 513)):
+        packed = packed_implementations.PackedSequences(
+            cu_seqlens_of(lengths), lengths, {}, lambda *_: "flex_attention"
+        )
+        packed_implementations.prepare_flex(packed, {window})
+        found = packed.block_masks[window]
+        expected = create_block_mask(found.mask_mod, None, None, sum(lengths), sum(lengths), "cpu")
+        parts, wanted = found.as_tuple(flatten=True)[:-1], expected.as_tuple(flatten=True)[:-1]  # the last is mask_mod
+        for part, other in zip(parts, wanted, strict=True):
+            assert torch.equal(part, other) if isinstance(other, Tensor) else part == other
+        assert torch.equal(found.to_dense(), expected.to_dense())
 
 
 CALLS = {

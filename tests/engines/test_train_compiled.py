@@ -62,13 +62,7 @@ def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def only_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Are compiled: not the making of masks for them."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    from rlcore.packed import implementations
-
-    monkeypatch.setattr(implementations, "_compiled_create_block_mask", lambda: create_block_mask)
+def nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -138,7 +132,7 @@ def graphs_by_batch(policy: Any) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@pytest.mark.usefixtures("only_blocks", "flex_on_the_host")
+@pytest.mark.usefixtures("nothing_compiled", "flex_on_the_host")
 @pytest.mark.parametrize(("num_windows", "recomputes"), [(1, "selective"), (2, False)])
 def test_masks_are_made_before_a_block_and_do_not_compile_it_again(num_windows: int, recomputes: Any) -> None:
     graphs = graphs_by_batch(compiled_policy(num_windows, "cpu", recomputes))
@@ -147,7 +141,7 @@ def test_masks_are_made_before_a_block_and_do_not_compile_it_again(num_windows: 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@pytest.mark.usefixtures("only_blocks")
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(("num_windows", "recomputes"), [(1, True), (1, "selective"), (2, False)])
 def test_a_compiled_block_is_one_graph_by_the_attention_of_the_gpu(num_windows: int, recomputes: Any) -> None:
     first, *_, last = graphs_by_batch(compiled_policy(num_windows, "cuda", recomputes))
