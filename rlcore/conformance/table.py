@@ -77,7 +77,7 @@ def _provenance(report: dict[str, Any]) -> str:
     return (
         f"* {report['device']['name']}: {report['device']['product']}, {', '.join(versions)}, "
         f"evidence {' and '.join(evidence)}{_simulated(report.get('simulation'))}; "
-        f"{results.count('passed')} members passed, "
+        f"by {len(report['tests'])} tests {results.count('passed')} members passed, "
         f"{results.count('failed')} failed, {results.count('skipped')} skipped, {results.count('untested')} untested"
     )
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
 pytestmark = pytest.mark.timeout(900)  # a test waits for its run, and that for those before it
 
@@ -109,6 +113,16 @@ def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> No
         assert found["evidence"] == ("simulated" if run.device == "simdev" else "hardware"), member
         assert bool(found["reason"]) == (found["support"] != "native"), member
         assert (found["result"] == "skipped") <= (found["support"] == "unsupported" or member.startswith("launch."))
+
+
+@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
+    """The table of docs/devices.md is made of it."""
+    kept = json.loads((REPORTS / f"{run.device}.json").read_text())
+    found = runs.outcome(run).report
+    again = f"pytest --pyargs rlcore.conformance --device {run.device} --conformance-json {REPORTS}/{run.device}.json"
+    assert kept["members"] == found["members"], f"run: {again}; make results"
+    assert set(kept["tests"]) == set(found["tests"]), f"run: {again}; make results"
 
 
 @pytest.mark.parametrize("run", [WHOLE["simdev"]], ids=["simdev"])

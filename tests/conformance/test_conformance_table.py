@@ -22,7 +22,7 @@ def report(name: str, **members: tuple[str, str, str]) -> dict[str, Any]:
         "device": {"name": f"{name}:0", "vendor": "v", "product": f"{name} product"},
         "versions": {"rlcore": "1", "torch": "2.13.0", "python": "3.11"},
         "members": {m: dict(zip(keys, how, strict=True)) | {"evidence": "hardware"} for m, how in members.items()},
-        "tests": {},
+        "tests": {"test_one": {}, "test_other": {}},
     }
 
 
@@ -42,8 +42,8 @@ TABLE = """\
 
 1. no MemPool
 
-* a:0: a product, torch 2.13.0, evidence hardware; 1 members passed, 0 failed, 1 skipped, 0 untested
-* b:0: b product, torch 2.13.0, evidence hardware; 1 members passed, 1 failed, 0 skipped, 1 untested"""
+* a:0: a product, torch 2.13.0, evidence hardware; by 2 tests 1 members passed, 0 failed, 1 skipped, 0 untested
+* b:0: b product, torch 2.13.0, evidence hardware; by 2 tests 1 members passed, 1 failed, 0 skipped, 1 untested"""
 
 
 def test_the_table_has_a_row_for_each_member_and_a_note_for_each_reason() -> None:
@@ -54,8 +54,8 @@ def test_a_simulated_device_is_called_so_and_its_operators_are_counted() -> None
     simulation = {"name": "simulated X", "operators_simulated": 7, "operators_refused": 2, "refused": ["a", "b"]}
     lines = table([REPORTS[0] | {"simulation": None}, REPORTS[1] | {"simulation": simulation}]).splitlines()
     assert lines[0] == "| member | a | b (simulated X) |"
-    assert "evidence hardware; 1 members passed" in lines[-2]
-    assert "evidence hardware, 7 operators simulated, refused: a, b; 1 members passed" in lines[-1]
+    assert "evidence hardware; by 2 tests 1 members passed" in lines[-2]
+    assert "evidence hardware, 7 operators simulated, refused: a, b; by 2 tests 1 members passed" in lines[-1]
 
 
 def test_what_lies_below_torch_is_told_by_the_names_that_the_device_gave() -> None:
