@@ -22,14 +22,12 @@ from rlcore.errors import UnsupportedError
 from rlcore.types import Capability, DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
 
 
-def _kib_field(path: str, field: str) -> int:
-    """Bytes in a "Field:  123 kB" line of a /proc file."""
+def _bytes_of(path: str, *fields: str) -> list[int]:
+    """Bytes in the "Field:  123 kB" lines of a /proc file, all of one moment."""
     if not Path(path).exists():
         raise UnsupportedError("reading memory figures of the cpu device", f"they are read from {path} of Linux")
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{path} has no field {field!r}")
+    lines = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
+    return [int(lines[field].split()[0]) * 1024 for field in fields]
 
 
 def _processor_name() -> str:
@@ -50,13 +48,12 @@ class CpuMemory(Memory):
         return limits
 
     def info(self) -> MemoryInfo:
-        free, total = (_kib_field("/proc/meminfo", field) for field in ("MemAvailable", "MemTotal"))
+        free, total = _bytes_of("/proc/meminfo", "MemAvailable", "MemTotal")
         return MemoryInfo(free, total)
 
     def stats(self) -> MemoryStats:
-        anonymous, shared, files, resident, peak = (
-            _kib_field("/proc/self/status", field) for field in ("RssAnon", "RssShmem", "RssFile", "VmRSS", "VmHWM")
-        )
+        status = _bytes_of("/proc/self/status", "RssAnon", "RssShmem", "RssFile", "VmRSS", "VmHWM")
+        anonymous, shared, files, resident, peak = status
         allocated = anonymous + shared  # an exported storage is shared
         return MemoryStats(
             allocated_bytes=allocated,

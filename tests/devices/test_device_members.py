@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.cpu.device import _kib_field
+from rlcore.devices.cpu.device import _bytes_of
 from rlcore.errors import UnsupportedError
 
 MB = 2**20
@@ -156,4 +156,4 @@ def test_cpu_without_proc_says_what_it_needs() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^reading memory figures of the cpu device is not supported: .* of Linux$"
     ):
-        _kib_field("/nowhere/meminfo", "MemTotal")
+        _bytes_of("/nowhere/meminfo", "MemTotal")
