@@ -1,6 +1,6 @@
 """The processes that vLLM starts for a replica of several devices: which ended first, and how.
 
-vLLM ends the others then, and raises whatever it was at ("cancelled", "Executor failed.").
+vLLM raises whatever it was at then ("cancelled", "Executor failed.").
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class WorkerProcesses:
             ended = connection.wait([process.sentinel for process in processes], patience_s)
         self._lost = self._told(next(process for process in processes if process.sentinel == ended[0]))
         self._has_lost.set()
+        for process in processes:  # vLLM would wait for them, and they for the lost one
+            process.kill()
 
     def _told(self, process: BaseProcess) -> str:
         """Which it was and how it ended; vLLM's names of them end in ranks."""

@@ -46,9 +46,9 @@ def children(pid: int) -> list[int]:
 
 def shared_names(pid: int) -> list[Path]:
     """What a replica and vLLM's workers share by name."""
-    inodes = boot._shared_memory([pid, *children(pid)])
-    found = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
-    return [path for path in found if path.name.startswith(boot.NAMED_MEMORY)]
+    files = boot._shared_memory([pid, *children(pid)])
+    found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(boot.NAMED_MEMORY)]
+    return [path for path in found if boot._file(path) in files]
 
 
 def assert_gone(names: list[Path]) -> None:

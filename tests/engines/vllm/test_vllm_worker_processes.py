@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import sys
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -17,27 +15,51 @@ from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError
 
-StartAll = Callable[..., tuple[WorkerProcesses, list[BaseProcess]]]
+
+class Process:
+    """What a ``multiprocessing.Process`` is to its parent; to start a real one would fork this process's threads."""
+
+    def __init__(self, name: str, *command: str) -> None:
+        self._popen = subprocess.Popen(command)
+        self.name, self.pid, self.kill = name, self._popen.pid, self._popen.kill
+        self.sentinel = os.pidfd_open(self.pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.poll()
+
+    def join(self) -> None:
+        self._popen.wait(60)
+
+    def close(self) -> None:
+        self.kill()
+        self.join()
+        os.close(self.sentinel)
+
+
+StartAll = Callable[..., tuple[WorkerProcesses, list[Process]]]
 
 
 @pytest.fixture
 def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
     """``start_all(name, name)``: processes that wait, watched from before they start. No other child counts."""
-    started: list[BaseProcess] = []
+    started: list[Process] = []
+    watching: list[WorkerProcesses] = []
     monkeypatch.setattr(worker_processes, "active_children", lambda: list(started))
+    monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
 
-    def start(*names: str) -> tuple[WorkerProcesses, list[BaseProcess]]:
-        watched = WorkerProcesses(context(len(names)))
-        for name in names:
-            process = multiprocessing.get_context("fork").Process(target=signal.pause, name=name, daemon=True)
-            process.start()
-            started.append(process)
+    def start(*names: str, num_devices: int = 2) -> tuple[WorkerProcesses, list[Process]]:
+        watched = WorkerProcesses(context(num_devices))
+        watching.extend([watched] * (num_devices > 1))
+        started.extend(Process(name, "sleep", "600") for name in names)
         return watched, started
 
     yield start
     for process in started:
         process.kill()
-        process.join()
+    assert all(watched._has_lost.wait(60) for watched in watching), "none watches the next test's"
+    for process in started:
+        process.close()
 
 
 def context(num_devices: int) -> WorkerContext:
@@ -52,12 +74,8 @@ def ask(watched: WorkerProcesses, error: Exception) -> None:
 
 
 def test_the_first_that_ended_is_named_with_its_signal_and_its_device(start_all: StartAll) -> None:
-    watched, (first, second) = start_all("VllmWorker-0", "VllmWorker-1")
-    assert second.pid and first.pid
+    watched, (_, second) = start_all("VllmWorker-0", "VllmWorker-1")
     os.kill(second.pid, signal.SIGKILL)
-    assert watched._has_lost.wait(60)
-    os.kill(first.pid, signal.SIGTERM)  # as vLLM ends the others
-    first.join()
     with pytest.raises(WorkerDiedError) as caught:
         ask(watched, RuntimeError("cancelled"))
     assert str(caught.value) == (
@@ -70,12 +88,15 @@ def test_the_first_that_ended_is_named_with_its_signal_and_its_device(start_all:
         ask(watched, StateError("ours"))
 
 
-def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(
-    start_all: StartAll, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
+def test_the_others_do_not_wait_for_the_lost_one(start_all: StartAll) -> None:
+    _, (first, second) = start_all("VllmWorker-0", "VllmWorker-1")
+    second.kill()
+    first.join()
+    assert first.exitcode == -signal.SIGKILL
+
+
+def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(start_all: StartAll) -> None:
     watched, (process, _) = start_all("Another-0", "VllmWorker-1")
-    assert process.pid
     killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGUSR2))
     killer.start()
     with pytest.raises(
@@ -93,17 +114,14 @@ def test_what_comes_of_nobodys_end_stays_as_it_is(start_all: StartAll, monkeypat
 
 
 def test_one_that_ends_while_others_are_still_to_start_is_seen(start_all: StartAll) -> None:
-    _, processes = start_all("VllmWorker-0")
-    watched = WorkerProcesses(context(2))
-    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,), name="VllmWorker-1")
-    process.start()
-    processes.append(process)
+    watched, processes = start_all("VllmWorker-0")
+    processes.append(Process("VllmWorker-1", "sh", "-c", "exit 3"))
     with pytest.raises(WorkerDiedError, match=r"VllmWorker-1 .*cpu:5\), which ended with exit code 3, during generate"):
         ask(watched, RuntimeError("WorkerProc initialization failed"))
 
 
 def test_a_replica_on_one_device_has_no_process_to_lose(start_all: StartAll) -> None:
-    watched, (other,) = start_all("somebody's")
+    watched, (other,) = start_all("somebody's", num_devices=1)
     other.kill()
     other.join()
     with pytest.raises(RuntimeError, match="out of memory"):
