@@ -70,37 +70,6 @@ def _tanh(x):
     return tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
 
 
-@triton.jit
-def _strip(row, kept, start, column, stride_v, V, softcap, IS_WHOLE: tl.constexpr):
-    """Logits of the columns from ``start``; a whole one needs no mask, which costs time."""
-    v = start + column
-    at = row + tl.cast(start, tl.int64) * stride_v + column * stride_v  # as T * V, V * stride_v may pass 2^31
-    inside = None if IS_WHOLE else v < V
-    other = None if IS_WHOLE else -float("inf")
-    z = tl.load(at, mask=inside, other=other).to(tl.float32)
-    if softcap is not None:
-        z = softcap * _tanh(z / softcap)
-        if not IS_WHOLE:
-            z = tl.where(inside, z, -float("inf"))
-    if kept is not None:
-        z = tl.where(tl.load(kept + v, mask=inside, other=None if IS_WHOLE else 0) != 0, z, -float("inf"))
-    return z
-
-
-@triton.jit
-def _with_strip(z, k, m, a, b, WITH_ENTROPY: tl.constexpr):
-    """Maximum, sum and weighted sum of each lane, with those of its run in ``z``."""
-    higher = tl.maximum(m, tl.max(z, 1))
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    c = tl.maximum((z - base[:, None]) * k, LEAST, propagate_nan=tl.PropagateNan.ALL)
-    shift = tl.maximum((m - base) * k, LEAST)
-    e = tl.exp2(c)
-    if WITH_ENTROPY:
-        b = (b + a * shift) * tl.exp2(shift) + tl.sum(e * c, 1)
-    a = a * tl.exp2(shift) + tl.sum(e, 1)
-    return higher, a, b
-
-
 @triton.jit(do_not_specialize=["ignore_index"])
 def _statistics_kernel(
     logits, keep, target, ignore_index, sharpness_T, logprob, entropy, peak, total, is_valid,
@@ -125,14 +94,23 @@ def _statistics_kernel(
     m = tl.full([LANES], -float("inf"), tl.float32)
     a = tl.zeros([LANES], tl.float32)
     b = tl.zeros([LANES], tl.float32)
-    kept = keep if keep is None else keep + t * V
-    whole = V - V % (LANES * RUN)
-    for start in range(0, whole, LANES * RUN):
-        z = _strip(row, kept, start, column, stride_v, V, softcap, IS_WHOLE=True)
-        m, a, b = _with_strip(z, k, m, a, b, WITH_ENTROPY)
-    if whole < V:
-        z = _strip(row, kept, whole, column, stride_v, V, softcap, IS_WHOLE=False)
-        m, a, b = _with_strip(z, k, m, a, b, WITH_ENTROPY)
+    for start in range(0, V, LANES * RUN):
+        v = start + column
+        strip = row + tl.cast(start, tl.int64) * stride_v  # as T * V does V * stride_v, of logits that were transposed
+        z = tl.load(strip + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+        if softcap is not None:
+            z = tl.where(v < V, softcap * _tanh(z / softcap), -float("inf"))
+        if keep is not None:
+            z = tl.where(tl.load(keep + t * V + v, mask=v < V, other=0) != 0, z, -float("inf"))
+        higher = tl.maximum(m, tl.max(z, 1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        c = tl.maximum((z - base[:, None]) * k, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        shift = tl.maximum((m - base) * k, LEAST)
+        e = tl.exp2(c)
+        if WITH_ENTROPY:
+            b = (b + a * shift) * tl.exp2(shift) + tl.sum(e * c, 1)
+        a = a * tl.exp2(shift) + tl.sum(e, 1)
+        m = higher
     highest = tl.max(m, 0)
     shift = tl.maximum((m - highest) * k, LEAST)
     a_row = tl.sum(a * tl.exp2(shift), 0)
