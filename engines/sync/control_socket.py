@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlcore.errors import InvalidInputError, SyncError
@@ -69,26 +69,32 @@ class ControlSocket:
         self._connection.close()
 
 
-def accept_controls(address: str | Path, number: int, timeout_s: float = 60.0) -> list[ControlSocket]:
+def accept_controls(
+    address: str | Path, number: int, timeout_s: float = 60.0, *, are_coming: Callable[[], bool] = lambda: True
+) -> list[ControlSocket]:
     """Listen at a path of the file system until ``number`` receivers have connected.
+
+    Args:
+        are_coming: asked again and again; waiting ends when it says no.
 
     Raises:
         InvalidInputError: the path cannot be listened at, or somebody does.
-        SyncError: fewer have come within ``timeout_s``.
+        SyncError: fewer have come within ``timeout_s``, or no more will.
     """
     deadline = time.monotonic() + timeout_s
     found: list[ControlSocket] = []
     with _listening(address, number) as listener:
         while len(found) < number:
-            listener.settimeout(max(1e-3, deadline - time.monotonic()))
+            listener.settimeout(_POLL_S)
             try:
                 connection, _ = listener.accept()
             except TimeoutError as error:
+                if (is_early := time.monotonic() < deadline) and are_coming():
+                    continue
                 for control in found:
                     control.close()
-                raise SyncError(
-                    f"{len(found)} of {number} receivers have connected to {address} within {timeout_s:g} s"
-                ) from error
+                until = ", and no more will" if is_early else f" within {timeout_s:g} s"
+                raise SyncError(f"{len(found)} of {number} receivers have connected to {address}{until}") from error
             found.append(ControlSocket(connection))
     return found
 

@@ -10,9 +10,8 @@ engine.send_weights()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
@@ -118,8 +117,12 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
             self.shutdown()
             raise
 
-    def _accept(self) -> None:
-        self._controls = accept_controls(self._info.address, self._info.num_workers, self._info.timeout_s)
+    def _accept(self, asked: Future[Any]) -> None:
+        def are_coming() -> bool:
+            return not asked.done() or asked.exception() is None
+
+        info = self._info
+        self._controls = accept_controls(info.address, info.num_workers, info.timeout_s, are_coming=are_coming)
 
     def send_weights(self) -> SyncReport | None:
         """All ranks together; None where this rank has nothing to send."""
@@ -134,7 +137,8 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
             return self._send(self._sender)
         self.client.start_weight_update()
         update = {"timeout_s": self._info.timeout_s}
-        report = _beside(lambda: self.client.update_weights(update), partial(self._send, self._sender))
+        sender = self._sender
+        report = _beside(lambda: self.client.update_weights(update), lambda _: self._send(sender))
         self.client.finish_weight_update()
         return report
 
@@ -173,12 +177,12 @@ def _full(source: Any) -> Iterator[tuple[str, Tensor]]:
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 
-def _beside(ask: Callable[[], Any], act: Callable[[], T]) -> T:
+def _beside(ask: Callable[[], Any], act: Callable[[Future[Any]], T]) -> T:
     """What ``act`` returns, while vLLM is asked for its part; an error of its is what the other's was caused by."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
         try:
-            found = act()
+            found = act(asked)
         except Exception as error:
             refused = asked.exception()
             raise error from refused

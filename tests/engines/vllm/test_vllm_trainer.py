@@ -192,6 +192,14 @@ def test_what_vllm_refuses_is_told(
     assert "vLLM says no" in str(told)
 
 
+def test_nobody_waits_for_the_workers_of_a_vllm_that_refuses(policy: nn.Module, client: Client, tmp_path: Path) -> None:
+    client.refuses = "init"
+    info = RlcoreTrainerInitInfo(str(tmp_path / "w"), num_workers=2, timeout_s=3600)
+    with pytest.raises(SyncError, match=r"0 of 2 receivers have connected to .*/w, and no more will") as caught:
+        RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source(policy))
+    assert "vLLM says no" in str(caught.value.__cause__)
+
+
 def test_what_it_takes(client: Client, policy: nn.Module, info: Any) -> None:
     with pytest.raises(
         InvalidInputError, match="an RlcoreTrainerInitInfo and a source of weights, got dict and Source"
