@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlcore.registry import registry
+from rlcore.registry import specs_of
 from rlcore.types import ProgramLimits
 
 
@@ -22,8 +22,7 @@ class Launch(NamedTuple):
 @functools.cache
 def limits(device_type: str) -> ProgramLimits | None:
     """What the plugin of the device says of its programs. It is ``tensor.device.type`` that names the device."""
-    specs = (spec for spec, _ in registry().devices.values() if spec.torch_type == device_type)
-    return next((spec.program_limits for spec in specs if spec.program_limits is not None), None)
+    return next((spec.program_limits for spec in specs_of(device_type) if spec.program_limits is not None), None)
 
 
 def columns(found: ProgramLimits, column_bytes: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from rlcore.kernels.dispatch import Query
 from rlcore.kernels.programs import limits
+from rlcore.registry import specs_of
 
 _WARP_LANES = 32
 _TILED_ARCH = 90
@@ -76,7 +77,8 @@ def _absence(device_type: str) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package 'triton' is not installed; run: pip install triton"
     if _interprets():
-        return None if device_type == "cpu" else "TRITON_INTERPRET=1 interprets kernels on the CPU alone"
+        is_host = any(spec.is_host for spec in specs_of(device_type))
+        return None if is_host else "TRITON_INTERPRET=1 interprets kernels on the host's memory alone"
     found = _driver_device_type()
     if found != device_type:
         return f"triton builds for {found or 'no device here'}, not for {device_type!r}"

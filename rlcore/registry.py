@@ -197,6 +197,11 @@ def launch(name: str) -> Launch:
     return Launch(_spec(_parse(name)[0]))
 
 
+def specs_of(torch_type: str) -> list[DeviceSpec]:
+    """Of the devices whose tensors are of this type; empty for one that no plugin has registered."""
+    return [spec for spec, _ in registry().devices.values() if spec.torch_type == torch_type]
+
+
 @functools.cache
 def _default_device(wanted: str | None) -> Any:
     """Kept, so that it does not change under a program. A failure is not kept."""
@@ -239,7 +244,7 @@ def _parse(wanted: str) -> tuple[str, int]:
 @functools.cache
 def _name_of_torch_type(torch_type: str) -> str:
     """Of devices that share the type (ROCm's is "cuda") the one that is here."""
-    specs = [spec for spec, _ in registry().devices.values() if spec.torch_type == torch_type]
+    specs = specs_of(torch_type)
     here = specs if len(specs) < 2 else [spec for spec in specs if _probe(spec)[0].is_available]
     return next((spec.name for spec in here or specs), torch_type)
 

@@ -51,6 +51,7 @@ BELOW = {
 
 VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
 
+DEVICE_TYPE = {"type", "device_type", "torch_type"}
 DEVICE_NAME = re.compile(r"cpu|cuda|hip|npu|xpu|mps|hpu|musa|mlu|privateuseone")
 
 Rule = Callable[[Path], list[str]]
@@ -141,7 +142,7 @@ def comparisons_with_a_device(root: Path) -> list[str]:
                 subjects, parts = [node.subject], (x for case in node.cases for x in ast.walk(case.pattern))
             else:
                 continue
-            asks = any(isinstance(x, ast.Attribute) and x.attr == "type" for x in subjects)
+            asks = any(_last_name(x) in DEVICE_TYPE for x in subjects)
             if asks and any(isinstance(x, ast.Constant) and DEVICE_NAME.fullmatch(str(x.value)) for x in parts):
                 found.append(f"{path.relative_to(root)}:{node.lineno} asks which device it is")
     return found
@@ -180,6 +181,10 @@ def _rlcore_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and str(argument.value).startswith("rlcore."):
                     yield node.lineno, str(argument.value)
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _words(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -362,6 +367,7 @@ def test_torch_cuda_is_found_outside_its_folder(tmp_path: Path, code: str) -> No
         "if device.type == 'cuda': ...",
         "x = 1 if 'npu' != tensor.device.type else 2",
         "a = device.type in ('cuda', 'xpu')",
+        "a = None if device_type == 'cpu' else 1",
         "match device.type:\n    case 'cpu' | 'mps': ...",
     ],
 )

@@ -116,9 +116,9 @@ def _start_processes(  # noqa: PLR0917
 def _environment(device_names: list[str]) -> dict[str, str]:
     """Of a worker process, where the user's own does not say otherwise."""
     environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
-    on_cpu = [name for name in device_names if name.startswith("cpu")]
-    if on_cpu:  # they divide its processors: each with as many threads as there are would hold the others up
-        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(on_cpu)))
+    on_host = [name for name in device_names if launch(name).spec.is_host]
+    if on_host:  # they divide its processors: each with as many threads as there are would hold the others up
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(on_host)))
     return environment
 
 
