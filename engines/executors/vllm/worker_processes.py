@@ -34,9 +34,10 @@ class WorkerProcesses:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._lost = ""
-        self._has_lost = threading.Event()
-        if len(context.devices) > 1:
-            threading.Thread(target=self._watch, name="rlcore-vllm-watch", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="rlcore-vllm-watch", daemon=True)
+        self._are_any = len(context.devices) > 1
+        if self._are_any:
+            self._watching.start()
 
     @contextlib.contextmanager
     def needed_for(self, method: str) -> Iterator[None]:
@@ -50,7 +51,9 @@ class WorkerProcesses:
         except RlcoreError:
             raise
         except Exception as error:
-            if len(self._context.devices) > 1 and self._has_lost.wait(_NEWS_S):
+            if self._are_any:
+                self._watching.join(_NEWS_S)
+            if self._lost:
                 rank, device = self._context.rank, self._context.device_name
                 raise WorkerDiedError(rank=rank, device=device, method=method, how=f"lost {self._lost},") from error
             raise
@@ -63,20 +66,25 @@ class WorkerProcesses:
             processes += found  # kept: of one that has ended Python soon knows nothing
             patience_s = None if len(processes) == len(self._context.devices) else _LOOK_AGAIN_S
             ended = connection.wait([process.sentinel for process in processes], patience_s)
-        self._lost = self._told(next(process for process in processes if process.sentinel == ended[0]))
-        self._has_lost.set()
+        first = next(process for process in processes if process.sentinel == ended[0])
+        if (code := _exit_code(first)) == 0:  # it told vLLM first why it cannot go on
+            return
+        self._lost = f"{self._name(first)}, which {'has ended' if code is None else how_it_ended(code)}"
         for process in processes:  # vLLM would wait for them, and they for the lost one
             process.kill()
 
-    def _told(self, process: BaseProcess) -> str:
-        """Which it was and how it ended; vLLM's names of them end in ranks."""
-        deadline = time.monotonic() + _REAPED_S
-        while (code := process.exitcode) is None and time.monotonic() < deadline:  # vLLM may be told in our place
-            time.sleep(0.01)
+    def _name(self, process: BaseProcess) -> str:
+        """With its place, as vLLM's names of them end in ranks."""
         where = [f"process {process.pid}"]
         if found := re.fullmatch(r"VllmWorker-(\d+)", process.name):
             rank = int(found[1])
             where += [f"tensor-parallel rank {rank}", self._context.devices[rank]]
-        return (
-            f"vLLM's {process.name} ({', '.join(where)}), which {'has ended' if code is None else how_it_ended(code)}"
-        )
+        return f"vLLM's {process.name} ({', '.join(where)})"
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Of one that has ended. vLLM waits for it too, and may be told in our place, which tells us a moment later."""
+    deadline = time.monotonic() + _REAPED_S
+    while process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process.exitcode

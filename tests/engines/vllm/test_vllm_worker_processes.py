@@ -57,7 +57,8 @@ def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
     yield start
     for process in started:
         process.kill()
-    assert all(watched._has_lost.wait(60) for watched in watching), "none watches the next test's"
+    for watched in watching:  # none is to see the next test's
+        watched._watching.join(60)
     for process in started:
         process.close()
 
@@ -118,6 +119,13 @@ def test_one_that_ends_while_others_are_still_to_start_is_seen(start_all: StartA
     processes.append(Process("VllmWorker-1", "sh", "-c", "exit 3"))
     with pytest.raises(WorkerDiedError, match=r"VllmWorker-1 .*cpu:5\), which ended with exit code 3, during generate"):
         ask(watched, RuntimeError("WorkerProc initialization failed"))
+
+
+def test_who_ends_in_order_has_told_vllm_why(start_all: StartAll) -> None:
+    watched, processes = start_all("VllmWorker-0")
+    processes.append(Process("VllmWorker-1", "true"))
+    with pytest.raises(RuntimeError, match="no such load format"):
+        ask(watched, RuntimeError("no such load format"))
 
 
 def test_a_replica_on_one_device_has_no_process_to_lose(start_all: StartAll) -> None:
