@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from rlcore.conformance.members import required_members, support_of
 from rlcore.conformance.peer import Peer
-from rlcore.conformance.report import Report
+from rlcore.conformance.report import TEST, Report
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 
@@ -42,7 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[REQUIRED] = required_members(required, support)
     except RlcoreError as error:
         raise pytest.UsageError(str(error)) from error
+    path = config.getoption("--conformance-json")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise pytest.UsageError(f"--conformance-json {path}: its folder does not exist or cannot be written")
     config.stash[REPORT] = Report(device, support)
+    config.pluginmanager.register(config.stash[REPORT])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -61,7 +66,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     phase = yield
-    item.config.stash[REPORT].add(f"{item.path.stem}::{item.name}", _members(item), phase)
+    phase.user_properties.append((TEST, [f"{item.path.stem}::{item.name}", *_members(item)]))
     return phase
 
 
@@ -76,7 +81,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-json")
-    if path is not None and REPORT in config.stash:
+    is_part = hasattr(config, "workerinput")  # of pytest-xdist, whose other process has the whole
+    if path is not None and REPORT in config.stash and not is_part:
         config.stash[REPORT].write(path)
 
 

@@ -17,6 +17,8 @@ from rlcore.atomic import write_file
 from rlcore.types import Capability
 
 SCHEMA = "rlcore.conformance/1"
+TEST = "conformance"
+"""Property of a test: its name, and the members that it is about."""
 _WORST_FIRST = ("failed", "passed", "skipped")
 
 
@@ -27,9 +29,9 @@ class _Outcome:
     reason: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Report:
-    """One run on one device."""
+    """One run on one device; a plugin of pytest, which tells it of every test."""
 
     device: Any
     support: Mapping[str, Capability]
@@ -39,12 +41,14 @@ class Report:
     def device_name(self) -> str:
         return str(self.device.name)
 
-    def add(self, test: str, members: list[str], phase: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test; a failure in any of them is the test's."""
-        if phase.when != "call" and phase.passed:
+        if report.when != "call" and report.passed:
             return
-        if test not in self.outcomes or phase.failed:
-            self.outcomes[test] = _Outcome(phase.outcome, members, _reason(phase))
+        properties: dict[str, Any] = dict(report.user_properties)
+        test, *members = properties.get(TEST, [report.nodeid])  # pytest-xdist tells of a process that crashed without
+        if test not in self.outcomes or report.failed:
+            self.outcomes[test] = _Outcome(report.outcome, members, _reason(report))
 
     def results(self) -> dict[str, str]:
         """Member -> "passed", "failed", "skipped", or "untested" where the tests run were not about it."""
