@@ -82,9 +82,9 @@ def _flash_3_lacks(call: AttentionCall, device: torch.device) -> str | None:
 
 
 def _varlen_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
-        return f"that of torch {torch.__version__} has no sliding windows"
-    return _lacks(call, "softcap", "has_sinks", "has_dropout")
+    lacks_window = "window_size" not in inspect.signature(varlen.varlen_attn).parameters
+    of_torch = f"that of torch {torch.__version__} has no sliding windows" if lacks_window else None
+    return _lacks(call, "softcap", "has_sinks", "has_dropout") or of_torch
 
 
 def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:

@@ -8,6 +8,7 @@ Letters: T packed tokens, N sequences, L tokens of one sequence, D width of a he
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable
@@ -87,6 +88,10 @@ def attend_flash(version: int) -> Callable[..., Tensor]:
     return attend
 
 
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+"""Torch 2.11 has no such option, and its kernels take fewer heads of keys and values without being told."""
+
+
 def attend_varlen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
 ) -> Tensor:
@@ -101,7 +106,7 @@ def attend_varlen(
         packed.max_length,
         scale=options["scaling"],
         window_size=(-1 if window is None else window - 1, 0),  # it does not count the token itself
-        enable_gqa=query.shape[1] != key.shape[1],
+        **(_GROUPED if query.shape[1] != key.shape[1] else {}),
     )
     return result[None]
 
