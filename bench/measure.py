@@ -27,6 +27,7 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
         work = case.prepare(device)
         if not isinstance(work, Work):
             raise TypeError(f"prepare returned {work!r}, which is no bench.case.Work")
+        _expect_distinct(work)
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
         return [_not_measured(case.name, "", {}, failure_of(error))]
     try:
@@ -34,6 +35,16 @@ def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[
     finally:
         if work.close is not None:
             work.close()
+
+
+def _expect_distinct(work: Work) -> None:
+    """Nobody could tell which of two results of one name is which."""
+    seen = set()
+    for one in work.contenders:
+        same = one.implementation, *sorted({**work.params, **one.params}.items())
+        if same in seen:
+            raise ValueError(f"{same[0]!r} names two contenders of the same sizes; give each its own name or params")
+        seen.add(same)
 
 
 def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:

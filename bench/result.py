@@ -7,6 +7,8 @@ Raw samples are kept; whoever reads computes. A result that did not pass has a r
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -91,8 +93,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Why these numbers may be too bad, such as "throttled: software power cap"."""
 
     def __post_init__(self) -> None:
-        if self.status == "pass" and not self.metrics:
-            raise ValueError("a result with status 'pass' must have metrics")
+        if self.status == "pass" and not self.has("time"):
+            raise ValueError("a result with status 'pass' must have a metric called 'time'")
+        if twice := _repeated(metric.name for metric in self.metrics):
+            raise ValueError(f"two metrics of a result are called {twice[0]!r}")
+        if self.rounds and sum(self.rounds) != (count := len(self.samples("time")) if self.metrics else 0):
+            raise ValueError(f"rounds of {sum(self.rounds)} samples in all, and {count} samples of the time")
         if self.status != "pass" and (self.metrics or not self.reason):
             raise ValueError(f"a result with status {self.status!r} must have a reason and no metrics")
 
@@ -106,6 +112,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def samples(self, metric: str) -> list[float]:
         return next(found.samples for found in self.metrics if found.name == metric)
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def identity(result: CaseResult) -> tuple[object, ...]:
@@ -214,11 +224,22 @@ def read(path: Path) -> Record:
     """
     try:
         data = path.read_bytes()
-        return msgspec.json.decode(data, type=Record)
+        return _without_repeats(msgspec.json.decode(data, type=Record))
     except OSError as error:
         raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"{path} is no {SCHEMA} record: {error} (line {_line(data, error)})") from error
+
+
+def _without_repeats(record: Record) -> Record:
+    """Raises ValidationError: which of two results of the same would be the number?"""
+    seen: dict[tuple[object, ...], int] = {}
+    for index, result in enumerate(record.cases):
+        first = seen.setdefault(identity(result), index)
+        if first != index:
+            what = f"`$.cases[{first}]` is of the same case, implementation and params"
+            raise msgspec.ValidationError(f"{what} - at `$.cases[{index}]`")
+    return record
 
 
 def _line(data: bytes, error: Exception) -> int:
@@ -233,7 +254,8 @@ def _line(data: bytes, error: Exception) -> int:
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
     schema = msgspec.json.schema(Record)
-    has_metrics = {"required": ["metrics"], "properties": {"metrics": {"minItems": 1}}}
+    time = {"properties": {"name": {"const": "time"}}}
+    has_metrics = {"required": ["metrics"], "properties": {"metrics": {"contains": time}}}
     has_reason = {
         "required": ["reason"],
         "properties": {"reason": {"minLength": 1}, "metrics": {"maxItems": 0}},

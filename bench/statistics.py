@@ -81,10 +81,15 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
 
 
 def _clock(a: CaseResult, b: CaseResult) -> str:
-    """The device's own; on a host that others used meanwhile the processors' time, which they advance less."""
+    """The device's own; on a host that others used meanwhile the processors' time, which they advance less. One that
+    does not tell of every sample is none: its samples cannot be told apart by rounds."""
     is_shared = any(mark.startswith("shared") for mark in [*a.marks, *b.marks])
     clocks = ["device_time", *["processor_time"] * is_shared]
-    return next((clock for clock in clocks if a.has(clock) and b.has(clock)), "time")
+    return next((clock for clock in clocks if _tells_all(a, clock) and _tells_all(b, clock)), "time")
+
+
+def _tells_all(result: CaseResult, clock: str) -> bool:
+    return result.has(clock) and len(result.samples(clock)) == len(result.samples("time"))
 
 
 def _rounds(result: CaseResult, samples: list[float]) -> Rounds:

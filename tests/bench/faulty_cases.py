@@ -83,6 +83,7 @@ CASES = {
         _case("hungry", _need_more_than_there_is),
         _prepared("raises", lambda device: _break()),
         _prepared("prepares_nothing", lambda device: None),
+        _prepared("repeats_a_name", lambda device: Work(contenders=_work({}).contenders * 2, params={})),
         _prepared("finds_zero", lambda device: _work({}, quantity=0.0)),
         _prepared("finds_nan", lambda device: _work({}, quantity=float("nan"))),
         _prepared("no_sizes", lambda device: _work({"T": None})),

@@ -152,6 +152,16 @@ def test_clock_is_the_devices_own_and_on_a_shared_host_that_of_its_processors(
     assert difference(with_clock(a, clock, marks), b).clock == "time"  # only one of them has it
 
 
+def test_clock_that_does_not_tell_of_every_sample_is_not_compared() -> None:
+    generator = np.random.default_rng(4)
+    marks = ["shared: others used the host's processors"]
+    a, b = (with_clock(timed("a", generator), "processor_time", marks) for _ in range(2))
+    (time, short) = b.metrics
+    short = msgspec.structs.replace(short, samples=short.samples[1:])
+    assert difference(a, b).clock == "processor_time"
+    assert difference(a, msgspec.structs.replace(b, metrics=[time, short])).clock == "time"
+
+
 # ----------------------------------------------------------------------------------------------- two records
 
 

@@ -44,6 +44,7 @@ OUTCOMES = {
     "compute": ("pass", ""),
     "raises": ("fail", "IndexError: list index out of range"),
     "prepares_nothing": ("fail", "TypeError: prepare returned None, which is no bench.case.Work"),
+    "repeats_a_name": ("fail", "ValueError: 'x' names two contenders of the same sizes; give each its own name or"),
     "finds_zero": ("fail", "ValueError: the case says that found is 0.0; a record takes positive numbers alone"),
     "finds_nan": ("fail", "ValueError: the case says that found is nan; a record takes positive numbers alone"),
     "no_sizes": ("fail", "what it found is no result: Expected `int | float | str`, got `null` - at `$[0].params"),

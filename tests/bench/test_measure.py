@@ -211,7 +211,9 @@ def test_slow_runs_are_warmed_up_once_though_they_are_not_stable() -> None:
 def test_contenders_take_turns() -> None:
     order = []
     names = ["a", "b", "c"]
-    runs = [contender(lambda name=name: (order.append(name), time.sleep(0.001))) for name in names]
+    runs = [
+        contender(lambda name=name: (order.append(name), time.sleep(0.001)), params={"name": name}) for name in names
+    ]
     run_case(case_of(*runs), get_device("cpu"), QUICK)
     assert order[-3 * QUICK.max_samples :] == names * QUICK.max_samples
 
@@ -255,7 +257,8 @@ def test_wrong_result_has_no_number_and_the_others_have() -> None:
     def check(output: int) -> None:
         assert output == 4, f"2 + 2 is not {output}"
 
-    wrong, right = run_case(case_of(contender(lambda: 5, check), contender(lambda: 4, check)), get_device("cpu"), QUICK)
+    runs = [contender(lambda n=n: n, check, params={"n": n}) for n in (5, 4)]
+    wrong, right = run_case(case_of(*runs), get_device("cpu"), QUICK)
     assert (wrong.status, wrong.metrics) == ("fail", [])
     assert wrong.reason.startswith("AssertionError: 2 + 2 is not 5")
     assert right.status == "pass"

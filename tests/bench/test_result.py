@@ -92,7 +92,23 @@ def first_metric(found: dict[str, Any]) -> dict[str, Any]:
             changed(lambda r: r["cases"][0].update(status="fast")),
             "Invalid enum value 'fast' - at `$.cases[0].status`",
         ),
-        (changed(lambda r: r["cases"][0].update(metrics=[])), "'pass' must have metrics - at `$.cases[0]`"),
+        (
+            changed(lambda r: r["cases"][0].update(metrics=[])),
+            "'pass' must have a metric called 'time' - at `$.cases[0]`",
+        ),
+        (changed(lambda r: first_metric(r).update(name="speed")), "must have a metric called 'time' - at `$.cases[0]`"),
+        (
+            changed(lambda r: r["cases"][0]["metrics"].append(first_metric(r))),
+            "two metrics of a result are called 'time' - at `$.cases[0]`",
+        ),
+        (
+            changed(lambda r: r["cases"][0].update(rounds=[2, 2])),
+            "rounds of 4 samples in all, and 3 samples of the time - at `$.cases[0]`",
+        ),
+        (
+            changed(lambda r: r["cases"].append(r["cases"][0])),
+            "`$.cases[0]` is of the same case, implementation and params - at `$.cases[2]` (line 1)",
+        ),
         (
             changed(lambda r: r["cases"][1].update(reason="")),
             "'oom' must have a reason and no metrics - at `$.cases[1]`",

@@ -44,6 +44,7 @@ def wrong(change: str) -> dict[str, Any]:
         "unknown field": lambda: case.update(price=3),
         "unknown status": lambda: case.update(status="fast"),
         "pass without metrics": lambda: case.update(metrics=[]),
+        "pass without a time": lambda: [metric.update(name=f"not {metric['name']}") for metric in case["metrics"]],
         "number without pass": lambda: case.update(status="fail", reason="x"),
         "no reason": lambda: case.update(status="fail", reason="", metrics=[]),
         "no samples": lambda: case["metrics"][0].update(samples=[]),
@@ -53,10 +54,10 @@ def wrong(change: str) -> dict[str, Any]:
     return record
 
 
-CHANGES = ("foreign", "no system", "unknown field", "unknown status", "pass without metrics", "number without pass")
+CHANGES = ("foreign", "no system", "unknown field", "unknown status", "pass without metrics", "pass without a time")
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "no reason", "no samples", "zero"])
+@pytest.mark.parametrize("change", [*CHANGES, "number without pass", "no reason", "no samples", "zero"])
 def test_schema_and_reader_refuse_the_same(change: str, validator: Any, tmp_path: Path) -> None:
     record = wrong(change)
     assert not validator.is_valid(record)
