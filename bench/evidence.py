@@ -8,22 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.bench import charts
-from rlcore.bench.headlines import PHASES, Run, find, median, words
+from rlcore.bench.headlines import PHASES, Run, find_step, median, words
 from rlcore.bench.limits import share_of_limit, times
 from rlcore.bench.result import CaseResult
+from rlcore.bench.rivals import Race, is_floor, is_ours, races
 from rlcore.bench.statistics import percentile
 from rlcore.bench.text import seconds
-from rlcore.registry import registry
-
-_MACHINE = ("attention", "collectives", "copies", "memory", "product")
-"""Folders of cases that measure the machine: their contenders are ways to ask it, and no rivals."""
-_FLOORS = ("bare products", "copy", "one_copy")
-"""Contenders that do only what none can do without, and compute no result."""
 
 
 def step(run: Run) -> dict[str, Any] | None:
     """A step of RL as a bar of its phases."""
-    found = find(run.record, "rl/step")
+    found = find_step(run.record)
     if found is None:
         return None
     parts = [median(found, name) for name in PHASES]
@@ -57,11 +52,14 @@ class _Group:
 
 
 def shares(run: Run) -> _Group | None:
-    """The best result of each case and limit."""
+    """The best result of each case and limit: of ours where there is one, and never of those that compute nothing."""
+    with_ours = {result.name for result in run.record.cases if result.status == "pass" and is_ours(result)}
     best: dict[tuple[str, str], tuple[float, CaseResult]] = {}
     for result in run.record.cases:
         share = share_of_limit(result, run.record.calibration)
-        if share is not None and share.value > best.get((result.name, share.limit), (0.0, result))[0]:
+        if share is None or is_floor(result) or (result.name in with_ours and not is_ours(result)):
+            continue
+        if share.value > best.get((result.name, share.limit), (0.0, result))[0]:
             best[result.name, share.limit] = share.value, result
     bars = [
         _Bar(
@@ -85,59 +83,37 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
-def races(run: Run, *, is_alone: bool) -> list[_Group]:
-    """Contenders that did the same work: ours against the others. ``is_alone``: the page has no other run."""
-    works: dict[tuple[object, ...], list[CaseResult]] = {}
-    for result in run.record.cases:
-        if result.status == "pass" and result.name.partition("/")[0] not in _MACHINE:
-            works.setdefault((result.name, tuple(sorted(result.params.items()))), []).append(result)
-    ours = {implementation.name for entries in registry().ops.values() for implementation in entries}
-    found = []
-    for results in works.values():
-        if len({result.implementation for result in results}) < 2:
-            continue
-        title = results[0].name if is_alone else f"{results[0].name} on {run.name}"
-        found.append(_Group(title, _race(results, ours), _duel(results, ours)))
-    return sorted(found, key=lambda group: group.title)
+def duels(run: Run, *, is_alone: bool) -> list[_Group]:
+    """Ours against the others. ``is_alone``: the page has no other run."""
+    return [
+        _Group(race.case if is_alone else f"{race.case} on {run.name}", _race(race.results), _duel(race))
+        for race in races(run.record)
+    ]
 
 
-def _duel(results: list[CaseResult], ours: set[str]) -> str:
+def _duel(race: Race) -> str:
     """The best of ours beside the best of the others."""
-    kinds = {"ours": _best(results, lambda r: _is_ours(r, ours)), "theirs": _best(results, lambda r: _is_peer(r, ours))}
-    shown = [f"{found[1]} {seconds(found[0])}" for found in kinds.values() if found]
-    if kinds["ours"] and kinds["theirs"]:
-        shown[-1] += f": {kinds['theirs'][0] / kinds['ours'][0]:.2f}x"
-    floor = _best(results, lambda result: result.implementation in _FLOORS)
-    return " against ".join(shown) + (f" (floor: {floor[1]} {seconds(floor[0])})" if floor else "")
+    ours, theirs, floor = race.ours, race.theirs, race.floor
+    shown = [f"{side.implementation} {seconds(side.seconds)}" for side in (ours, theirs) if side]
+    if ours and theirs:
+        shown[-1] += f": {theirs.seconds / ours.seconds:.2f}x"
+    return " against ".join(shown) + (f" (floor: {floor.implementation} {seconds(floor.seconds)})" if floor else "")
 
 
-def _best(results: list[CaseResult], belongs: Callable[[CaseResult], bool]) -> tuple[float, str] | None:
-    return min(((statistics.median(times(r)), r.implementation) for r in results if belongs(r)), default=None)
-
-
-def _is_peer(result: CaseResult, ours: set[str]) -> bool:
-    return not _is_ours(result, ours) and result.implementation not in _FLOORS
-
-
-def _is_ours(result: CaseResult, ours: set[str]) -> bool:
-    return result.implementation.partition(",")[0] in ours
-
-
-def _race(results: list[CaseResult], ours: set[str]) -> list[_Bar]:
+def _race(results: list[CaseResult]) -> list[_Bar]:
     medians = {result.implementation: statistics.median(times(result)) for result in results}
     slowest, fastest = max(medians.values()), min(medians.values())
     bars = []
     for result in sorted(results, key=lambda result: medians[result.implementation]):
         median = medians[result.implementation]
         low, high = (percentile(times(result), percent) for percent in (10, 90))
-        is_ours = _is_ours(result, ours)
         bars.append(
             _Bar(
                 label=result.implementation,
                 detail=f"p10 {seconds(low)}, p90 {seconds(high)}",
-                svg=charts.bar(median / slowest, 0 if is_ours else 1),
+                svg=charts.bar(median / slowest, 0 if is_ours(result) else 1),
                 value=f"{seconds(median)}, {median / fastest:.2f}x",
-                is_ours=is_ours,
+                is_ours=is_ours(result),
                 marks=_marks(result),
             )
         )
@@ -162,25 +138,32 @@ def curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _lines(run: Run, case: str, x: str, value: Callable[[CaseResult], float], *, several: bool) -> list[charts.Line]:
-    """One for each case under ``case``, or each dtype of it."""
+def _lines(run: Run, case: str, x: str, value: _Value, *, several: bool) -> list[charts.Line]:
+    """One for each case under ``case``, or each dtype of it. Cases of others there need not have what a curve shows."""
     points: dict[str, list[tuple[float, float]]] = {}
     for result in run.record.cases:
-        if (
-            result.status == "pass"
-            and (result.name == case or result.name.startswith(f"{case}/"))
-            and x in result.params
-        ):
-            kind = str(result.params["dtype"]) if result.name == case else result.name.removeprefix(f"{case}/")
-            points.setdefault(words(kind), []).append((float(result.params[x]), value(result)))
+        if result.status != "pass" or not f"{result.name}/".startswith(f"{case}/"):
+            continue
+        kind = str(result.params.get("dtype", "")) if result.name == case else result.name.removeprefix(f"{case}/")
+        size, y = result.params.get(x), value(result)
+        if isinstance(size, (int, float)) and size > 0 and y is not None:
+            points.setdefault(words(kind), []).append((float(size), y))
     return [charts.Line(f"{kind}, {run.name}" if several else kind, points[kind]) for kind in points]
 
 
-def _product_rate(result: CaseResult) -> float:
-    return next(iter(result.limits.values())) / statistics.median(times(result))
+def _product_rate(result: CaseResult) -> float | None:
+    flops = next((amount for limit, amount in result.limits.items() if limit.startswith("product/")), None)
+    return None if flops is None else flops / statistics.median(times(result))
 
 
-_CURVES: tuple[tuple[str, str, tuple[str, str], str, Callable[[CaseResult], float]], ...] = (
+def _bus_bandwidth(result: CaseResult) -> float | None:
+    return median(result, "bus_bandwidth") if result.has("bus_bandwidth") else None
+
+
+_Value = Callable[[CaseResult], float | None]
+
+
+_CURVES: tuple[tuple[str, str, tuple[str, str], str, _Value], ...] = (
     ("product/sweep", "Matrix products", ("K", "inner dimension"), "FLOP/s", _product_rate),
     ("attention", "Attention", ("L", "sequence length"), "FLOP/s", _product_rate),
     (
@@ -188,7 +171,7 @@ _CURVES: tuple[tuple[str, str, tuple[str, str], str, Callable[[CaseResult], floa
         "Collectives, bus bandwidth",
         ("bytes", "bytes"),
         "B/s",
-        lambda result: median(result, "bus_bandwidth"),
+        _bus_bandwidth,
     ),
     ("collectives", "Collectives, latency", ("bytes", "bytes"), "s", lambda result: median(result, "time")),
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlcore.bench.bars import verdicts
+from rlcore.bench.limits import unit
 from rlcore.bench.result import CaseResult, Record
-from rlcore.bench.text import count, seconds
+from rlcore.bench.rivals import advantages
+from rlcore.bench.text import count, rate, seconds
 
 _ANY_NUMBER = {"devices": 0}
 """Sizes that may differ where results are set against each other: more devices are another machine."""
@@ -35,7 +38,8 @@ class _Cell(NamedTuple):
     text: str
     value: float | None = None
     """Where it can be set against that of another run."""
-    of: CaseResult | None = None
+    params: Mapping[str, int | float | str] = {}
+    """Only values of the same sizes are set against each other."""
 
 
 def headlines(runs: Sequence[Run]) -> list[Headline]:
@@ -53,6 +57,10 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
             _cell(run, "rollout/hf", "new_tokens", count) or _cell(run, "rl/step", "new_tokens", count)
         ),
         "one train step": lambda run: _cell(run, "train/step", "time", seconds),
+        "matrix products, bfloat16": lambda run: _limit(run, "product/bfloat16"),
+        "memory, read and written": lambda run: _limit(run, "memory"),
+        "fastest peer, times our time": _ahead,
+        "bars met": _reached,
         "disturbed by": _disturbed,
     }
     found = []
@@ -68,8 +76,7 @@ def _beside(cell: _Cell | None, first: _Cell | None, name: str) -> str:
         return "not measured"
     if cell is first or cell.value is None or first is None or first.value is None:
         return cell.text
-    assert cell.of is not None and first.of is not None
-    is_same = cell.of.params | _ANY_NUMBER == first.of.params | _ANY_NUMBER
+    is_same = {**cell.params, **_ANY_NUMBER} == {**first.params, **_ANY_NUMBER}
     return f"{cell.text} ({f'{cell.value / first.value:.3g} times {name}' if is_same else 'of other sizes'})"
 
 
@@ -90,7 +97,14 @@ def _cell(run: Run, case: str, metric: str, form: Callable[[float], str], *, is_
     if result is None or not result.has(metric):
         return None
     value = median(result, metric)
-    return _Cell(form(value), value if is_compared else None, result)
+    return _Cell(form(value), value if is_compared else None, result.params)
+
+
+def find_step(record: Record) -> CaseResult | None:
+    """Of reinforcement learning, where it is told by phase and on how many devices, as ``rl/step`` does."""
+    step = find(record, "rl/step")
+    is_whole = step is not None and all(map(step.has, [*PHASES, "trained_tokens"]))
+    return step if is_whole and step is not None and isinstance(step.params.get("devices", 1), int) else None
 
 
 def _usd_per_s(run: Run, step: CaseResult) -> float | None:
@@ -98,23 +112,23 @@ def _usd_per_s(run: Run, step: CaseResult) -> float | None:
 
 
 def _steps_for_a_dollar(run: Run) -> _Cell | None:
-    step = find(run.record, "rl/step")
+    step = find_step(run.record)
     if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
         return None
     steps = 1 / (usd_per_s * median(step, "time"))
-    return _Cell(count(steps), steps, step)
+    return _Cell(count(steps), steps, step.params)
 
 
 def _cost(run: Run) -> _Cell | None:
-    step = find(run.record, "rl/step")
+    step = find_step(run.record)
     if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
         return None
     usd = usd_per_s / median(step, "trained_tokens") * 1e6
-    return _Cell(f"{usd:.3g} at {run.usd_per_hour:g} an hour and device", usd, step)
+    return _Cell(f"{usd:.3g} at {run.usd_per_hour:g} an hour and device", usd, step.params)
 
 
 def _limiter(run: Run) -> _Cell | None:
-    step = find(run.record, "rl/step")
+    step = find_step(run.record)
     if step is None:
         return None
     phases = {name: median(step, name) for name in PHASES}
@@ -122,9 +136,31 @@ def _limiter(run: Run) -> _Cell | None:
     return _Cell(f"{words(longest)}: {phases[longest] / median(step, 'time'):.0%} of a step")
 
 
+def _limit(run: Run, name: str) -> _Cell | None:
+    value = run.record.calibration.limits.get(name) if run.record.calibration else None
+    return None if value is None else _Cell(rate(value, unit(name)), value)
+
+
+def _ahead(run: Run) -> _Cell | None:
+    """Over all cases in which ours and others did the same work."""
+    found = sorted(advantages(run.record))
+    if not found:
+        return None
+    told = f"{len(found)} cases: {found[0]:.2f} to {found[-1]:.2f}" if len(found) > 1 else "1 case"
+    return _Cell(f"{statistics.geometric_mean(found):.2f} ({told})")
+
+
+def _reached(run: Run) -> _Cell | None:
+    words = Counter(verdict.word for verdict in verdicts(run.record))
+    measured = words["pass"] + words["miss"]
+    more = f", {words['not measured']} not measured" if words["not measured"] else ""
+    return _Cell(f"{words['pass']} of {measured}{more}") if words else None
+
+
 def _disturbed(run: Run) -> _Cell | None:
-    """Whether the numbers may be too bad for reasons that lie outside the machine, or in how it is cooled."""
+    """Whether the numbers may be too bad for reasons that lie outside the machine, or in how it is cooled; the caveats
+    say more."""
     passed = [result for result in run.record.cases if result.status == "pass"]
-    marks = Counter(mark for result in passed for mark in result.marks)
-    told = [f"{mark}, in {number} of {len(passed)} results" for mark, number in marks.items()]
+    marks = Counter(kind for result in passed for kind in {mark.partition(":")[0] for mark in result.marks})
+    told = [f"{kind}: {number} of {len(passed)} results" for kind, number in sorted(marks.items())]
     return _Cell("; ".join(told) or "nothing that was seen")

@@ -14,7 +14,7 @@ from typing import Any
 from rlcore.bench import charts, evidence
 from rlcore.bench.bars import verdicts
 from rlcore.bench.compare import compare, device_of, what_differs
-from rlcore.bench.headlines import PHASES, Run, find, headlines, words
+from rlcore.bench.headlines import PHASES, Run, find_step, headlines, words
 from rlcore.bench.limits import peak, unit
 from rlcore.bench.missing import missing
 from rlcore.bench.result import Record
@@ -35,11 +35,11 @@ def render(runs: Sequence[Run]) -> str:
     return template.render(
         runs=[_about(run) for run in runs],
         headlines=headlines(runs),
-        has_step=any(find(run.record, "rl/step") for run in runs),
+        has_step=any(find_step(run.record) for run in runs),
         steps=list(filter(None, map(evidence.step, runs))),
         phase_names=[(charts.square(i), name) for i, name in enumerate([*map(words, PHASES), "the rest"])],
         shares=list(filter(None, map(evidence.shares, runs))),
-        races=[race for run in runs for race in evidence.races(run, is_alone=len(runs) == 1)],
+        races=[race for run in runs for race in evidence.duels(run, is_alone=len(runs) == 1)],
         curves=evidence.curves(runs),
         versus=[_versus(runs[0], run) for run in runs[1:]],
         limits=_limits(runs),

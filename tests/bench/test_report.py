@@ -14,10 +14,10 @@ import pytest
 from records import STEP, a_record, result
 from typer.testing import CliRunner
 
-from rlcore.bench import charts
+from rlcore.bench import charts, evidence
 from rlcore.bench.headlines import Run
 from rlcore.bench.report import render
-from rlcore.bench.result import write
+from rlcore.bench.result import CaseResult, Record, write
 from rlcore.cli_bench import bench
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -44,7 +44,9 @@ def text_of(page: str) -> str:
         "bubble: neither sampling, scoring nor training 15% 15%",
         "USD for a million tokens trained not measured 0.0417 at 3 an hour and device",
         "what limits it generate: 46% of a step generate: 46% of a step",
-        "disturbed by shared: others used the host, in 1 of 21 results",
+        "matrix products, bfloat16 100 GFLOP/s 100 GFLOP/s (1 times host)",
+        "fastest peer, times our time 1.20 (1 case) 1.20 (1 case)",
+        "disturbed by shared: 1 of 21 results shared: 1 of 21 results",
         "standard run, 21 results, 1 fail, 1 blocked",
         "memory/bandwidth copy, of memory",
         "chunked 50 ms against a peer 1.0 with a long name, without entropy 60 ms: 1.20x",
@@ -82,6 +84,80 @@ def test_two_machines_are_compared_per_step_and_dollar_and_only_where_they_did_t
 def test_page_without_a_step_says_what_to_run() -> None:
     shown = text_of(render([Run("a", msgspec.structs.replace(a_record(), cases=a_record().cases[3:]))]))
     assert "No step of RL was measured" in shown and "rlcore bench run rl/step" in shown
+
+
+def of_cases(*cases: CaseResult) -> Record:
+    return msgspec.structs.replace(a_record(), cases=list(cases))
+
+
+def test_share_is_of_ours_and_never_of_what_computes_nothing() -> None:
+    needs = {"memory": 10**8}
+    record = of_cases(
+        result("kernels/gae", "scan", 0.05, limits=needs),
+        result("kernels/gae", "a peer", 0.04, limits=needs),
+        result("kernels/gae", "copy", 0.01, limits=needs),
+        result("host_memory/batch_to_host", "foreach", 0.02, limits=needs),
+        result("memory/bandwidth", "copy", 0.02, limits=needs),
+    )
+    group = evidence.shares(Run("a", record))
+    assert group is not None
+    found = [(bar.label, bar.detail, bar.value) for bar in group.bars]
+    assert found == [
+        ("host_memory/batch_to_host", "foreach, of memory", "50%"),
+        ("kernels/gae", "scan, of memory", "20%"),
+        ("memory/bandwidth", "copy, of memory", "50%"),
+    ]
+
+
+def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
+    record = of_cases(
+        result("host_memory/batch_to_host", "copy_batch", 0.3),
+        result("host_memory/batch_to_host", "foreach", 0.2),
+        result("host_memory/batch_to_host", "one_copy", 0.1),
+        result("kernels/linear_loss/8b", "chunked", 0.5),
+        result("kernels/linear_loss/8b", "bare products", 0.4),
+        result("dispatch/device", "registry", 1e-6),
+        result("dispatch/device", "registry, default", 2e-6),
+        result("memory/bandwidth", "copy", 0.02),
+        result("memory/bandwidth", "fill", 0.02),
+    )
+    shown = [(group.title, group.summary) for group in evidence.duels(Run("a", record), is_alone=True)]
+    assert shown == [
+        ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
+        ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),
+    ]
+    assert "fastest peer, times our time 0.67 (1 case)" in text_of(render([Run("a", record)]))
+
+
+def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() -> None:
+    sizes = {"bytes": 8, "K": "big", "L": 0}
+    shown = text_of(
+        render(
+            [
+                Run(
+                    "a",
+                    of_cases(
+                        result("rl/step", "theirs", 6.5, {"devices": "two"}, generate=1.0),
+                        result("product/sweep", "theirs", 1.0, sizes),
+                        result("attention/mine", "theirs", 1.0, {"L": 256}),
+                        result("collectives/mine", "theirs", 1.0, sizes),
+                        result("collectives/mine", "theirs", 1.0, sizes | {"bytes": 16}),
+                    ),
+                    usd_per_hour=2.0,
+                )
+            ]
+        )
+    )
+    assert "one step of RL 6.5 s" in shown and "for a dollar" not in shown
+    assert "Collectives, latency" in shown and "bus bandwidth" not in shown
+
+
+def test_bars_of_the_device_are_counted() -> None:
+    gpu = msgspec.structs.replace(
+        a_record(accelerator_model_name="NVIDIA H200"),
+        cases=[result("kernels/token_logprob", "triton", 1e-3), result("kernels/linear_loss/8b", "tiled", 1.0)],
+    )
+    assert re.search(r"bars met 1 of 2, \d not measured ", text_of(render([Run("gpu", gpu)])))
 
 
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
