@@ -26,20 +26,17 @@ from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_tas
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
-from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, token_values, weighted_sum
-from rlcore.kernels.losses.interface import LOSS, LossFn, sequence_level
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens
+from rlcore.kernels.losses.interface import LOSS, LossFn, check_not_held, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import (
     TENSOR,
     TENSORS,
-    check_constant,
-    check_float,
-    check_same_device,
-    check_tensor,
     is_debugging,
     unlowered,
 )
 from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.token_loss import loss_of_scores
 from rlcore.kernels.vocab_shard import partial_statistics_
 
 if TYPE_CHECKING:
@@ -52,10 +49,7 @@ def linear_loss_reference(
     """The definition."""
     scores = linear_logprob_reference(hidden_TH, weight_VH, bias_V, task)
     extra = sequence_entries(loss.cu_seqlens, loss.tokens)
-    value_T, stats = token_values(loss.loss_fn, *scores, loss.tokens, extra)
-    statistics = Statistics()
-    statistics.add(stats)
-    return LossOutput(weighted_sum(value_T, loss.tokens), statistics.result(loss.tokens))
+    return loss_of_scores(loss.loss_fn, *scores, loss.tokens, extra)
 
 
 class _HeadWork(SummingWork):
@@ -164,7 +158,7 @@ def linear_loss(
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
     inputs = head_inputs(hidden, weight, bias, targets, group)
-    _check_tokens(hidden, per_token, token_weight)
+    check_tokens("hidden", hidden, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
     task = head_task(
         inputs,
@@ -190,25 +184,6 @@ def linear_loss(
     return result
 
 
-def _check_tokens(hidden: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor) -> None:
-    check_float("token_weight", token_weight)
-    if token_weight.shape != hidden.shape[:1]:
-        raise InvalidInputError(
-            f"token_weight must be [T] = {[len(hidden)]}; got {list(token_weight.shape)}. See rlcore.ops.token_weights"
-        )
-    for name, values in per_token.items():
-        check_tensor(f"per_token[{name!r}]", values)
-        if values.shape[:1] != hidden.shape[:1]:
-            raise InvalidInputError(
-                f"per_token[{name!r}] must have one entry for each of the {len(hidden)} rows of hidden; "
-                f"got {list(values.shape)}. Repeat per-sequence values for each of their tokens"
-            )
-    named = {f"per_token[{name!r}]": values for name, values in per_token.items()}
-    check_same_device("hidden", hidden.device, token_weight=token_weight, **named)
-    for name, values in {"token_weight": token_weight, **named}.items():
-        check_constant(name, values)
-
-
 def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Tokens of weight 0 become ignored, and ignored tokens get weight 0."""
     is_left_out_T = (target_T == ignore_index) | (weight_T == 0)
@@ -218,9 +193,7 @@ def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Ten
 def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int) -> list[int]:
     if cu_seqlens is None:
         raise InvalidInputError("a sequence-level loss needs cu_seqlens, the boundaries of the sequences in hidden")
-    taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
-    if taken:
-        raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: linear_loss sets them; rename yours")
+    check_not_held(per_token, "linear_loss")
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
     edges: list[int] = cu_seqlens.tolist()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlcore.kernels.returns import masked_whiten as masked_whiten
     from rlcore.kernels.rows import Logprobs as Logprobs
     from rlcore.kernels.token_logprob import token_logprob as token_logprob
+    from rlcore.kernels.token_loss import token_loss as token_loss
     from rlcore.kernels.token_weights import token_weights as token_weights
 
 _HOME = {
@@ -80,6 +81,7 @@ _HOME = {
     "sequence_mean": "rlcore.kernels.losses.sequences",
     "tis": "rlcore.kernels.losses.importance",
     "token_logprob": "rlcore.kernels.token_logprob",
+    "token_loss": "rlcore.kernels.token_loss",
     "token_weights": "rlcore.kernels.token_weights",
     "unpack": "rlcore.kernels.packing",
     "value_loss": "rlcore.kernels.losses.value",

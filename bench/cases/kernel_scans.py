@@ -17,11 +17,12 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
 from rlcore.kernels.advantages import group_advantage
+from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.combine import combine
-from rlcore.kernels.losses.evaluate import TokenInputs, values_and_gradients, weighted_sum
 from rlcore.kernels.losses.penalty import entropy_bonus, kl
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns import discounted_return, gae
+from rlcore.kernels.token_loss import token_loss
 from rlcore.registry import registry
 
 _HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24
@@ -116,27 +117,30 @@ def _prepare_groups(device: Any) -> Work:
 
 
 def _prepare_loss(device: Any) -> Work:
-    """Its value, both gradients; plain, and compiled as its user may."""
+    """Its value, statistics and both gradients; plain, and compiled whole as its user may."""
     noise, advantages_T, drift_T, other_T = _tokens(device, 4)
-    logprob_T, entropy_T = -noise.abs(), noise.abs()
+    logprob_T, entropy_T = (-noise.abs()).requires_grad_(), noise.abs().requires_grad_()
+    # Some within and some beyond the clip range, none near its bounds, where rounding could switch a gradient off.
+    drift_T = 0.05 * drift_T.clamp(-1, 1) + 0.5 * other_T.clamp(-1, 1).round()
     per_token = {
-        "old_logprobs": logprob_T + 0.05 * drift_T.clamp(-1, 1),  # within the clip range, where it is smooth
-        "ref_logprobs": logprob_T + 0.05 * other_T,
+        "old_logprobs": logprob_T.detach() + drift_T,
+        "ref_logprobs": logprob_T.detach() + 0.05 * other_T,
         "advantages": advantages_T,
     }
     weight_T = torch.full_like(noise, 1 / len(noise))
-    tokens = TokenInputs.of(per_token, weight_T, torch.ones_like(noise, dtype=torch.bool))
-    plain = combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
+    loss_fn = combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
 
-    def call(loss_fn: Any) -> Sequence[Tensor]:
-        value_T, _, g_logprob_T, g_entropy_T = values_and_gradients(loss_fn, logprob_T, entropy_T, tokens, {})
-        assert g_logprob_T is not None and g_entropy_T is not None
-        return weighted_sum(value_T, tokens), g_logprob_T, g_entropy_T
+    def evaluated(logprob_T: Tensor, entropy_T: Tensor) -> LossOutput:
+        return token_loss(logprob_T, loss_fn, per_token=per_token, token_weight=weight_T, entropy=entropy_T)
 
-    calls: dict[str, Call] = {"plain": functools.partial(call, plain)}
+    def call(evaluated: Callable[[Tensor, Tensor], LossOutput]) -> Sequence[Tensor]:
+        loss, stats = evaluated(logprob_T, entropy_T)
+        return loss.detach(), *torch.autograd.grad(loss, (logprob_T, entropy_T)), *stats.values()
+
+    calls: dict[str, Call] = {"plain": functools.partial(call, evaluated)}
     if not device.spec.is_host:
-        calls["torch.compile"] = functools.partial(call, torch.compile(plain))
-    return _work(calls, 33, noise, {})
+        calls["torch.compile"] = functools.partial(call, torch.compile(evaluated, fullgraph=True))
+    return _work(calls, 32, noise, {})
 
 
 gae_case = Case(name="kernels/gae", description="generalised advantages of packed sequences", prepare=_prepare_gae)
@@ -148,6 +152,6 @@ groups_case = Case(
 )
 token_loss_case = Case(
     name="kernels/token_loss",
-    description="clipped policy loss with k3 and entropy terms of log-probabilities, with its gradients",
+    description="clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
     prepare=_prepare_loss,
 )

@@ -9,7 +9,7 @@ in them cannot matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, sequence_level
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor
 
 
 class TokenInputs(NamedTuple):
@@ -116,31 +117,62 @@ class Statistics:
         values = {name: torch.cat(parts).to(tokens.weight.dtype) for name, parts in self._values.items()}
         found: dict[str, Tensor] = {}
         for ending, reduced in _REDUCTIONS.items():
-            if names := [name for name in values if name.endswith(ending)]:
-                values_NT = torch.stack([values[name] for name in names])
-                found |= zip(names, reduced(values_NT, tokens), strict=True)
+            names = [name for name in values if name.endswith(ending)]
+            if torch.compiler.is_compiling():  # it fuses the reductions of vectors, but writes a stack of them
+                found |= {name: reduced(values[name], tokens) for name in names}
+            elif names:
+                found |= zip(names, reduced(torch.stack([values[name] for name in names]), tokens), strict=True)
         return {name: found[name] for name in values}
 
 
-def _mean(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
-    kept_NT = torch.where(tokens.is_counted, values_NT, 0.0)
-    return (kept_NT * tokens.weight).sum(1) / tokens.weight.sum()
+def _mean(values: Tensor, tokens: TokenInputs) -> Tensor:
+    return (torch.where(tokens.is_counted, values, 0.0) * tokens.weight).sum(-1) / tokens.weight.sum()
 
 
-def _sum(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
-    return torch.where(tokens.is_counted, values_NT, 0.0).sum(1)
+def _sum(values: Tensor, tokens: TokenInputs) -> Tensor:
+    return torch.where(tokens.is_counted, values, 0.0).sum(-1)
 
 
-def _min(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
-    kept_NT = torch.where(tokens.is_counted, values_NT, math.inf)
-    return torch.nn.functional.pad(kept_NT, (0, 1), value=math.inf).amin(1)  # one more, so that no token is no error
+def _min(values: Tensor, tokens: TokenInputs) -> Tensor:
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], math.inf)
+    return torch.where(tokens.is_counted, values, math.inf).amin(-1)
 
 
-def _max(values_NT: Tensor, tokens: TokenInputs) -> Tensor:
-    return -_min(-values_NT, tokens)
+def _max(values: Tensor, tokens: TokenInputs) -> Tensor:
+    return -_min(-values, tokens)
 
 
-_REDUCTIONS = {"_mean": _mean, "_sum": _sum, "_min": _min, "_max": _max}
+_REDUCTIONS: dict[str, Callable[[Tensor, TokenInputs], Tensor]] = {
+    "_mean": _mean,
+    "_sum": _sum,
+    "_min": _min,
+    "_max": _max,
+}
+
+
+def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor) -> None:
+    """``rows``, of that name, are what the tokens' log-probabilities are or are made of.
+
+    Raises:
+        InvalidInputError: other numbers of tokens, devices or dtypes, or what would silently get no gradient.
+    """
+    check_float("token_weight", token_weight)
+    if token_weight.shape != rows.shape[:1]:
+        raise InvalidInputError(
+            f"token_weight must be [T] = {[len(rows)]}; got {list(token_weight.shape)}. See rlcore.ops.token_weights"
+        )
+    for entry, values in per_token.items():
+        check_tensor(f"per_token[{entry!r}]", values)
+        if values.shape[:1] != rows.shape[:1]:
+            raise InvalidInputError(
+                f"per_token[{entry!r}] must have one entry for each of the {len(rows)} rows of {name}; "
+                f"got {list(values.shape)}. Repeat per-sequence values for each of their tokens"
+            )
+    named = {f"per_token[{entry!r}]": values for entry, values in per_token.items()}
+    check_same_device(name, rows.device, token_weight=token_weight, **named)
+    for entry, values in {"token_weight": token_weight, **named}.items():
+        check_constant(entry, values)
 
 
 def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:

@@ -88,6 +88,13 @@ def needed(per_token: PerToken, name: str, loss: str) -> Tensor:
     return per_token[name]
 
 
+def check_not_held(per_token: PerToken, operator: str) -> None:
+    """What sequence-level losses are given by ``operator``."""
+    taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
+    if taken:
+        raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: {operator} sets them; rename yours")
+
+
 def joined_statistics(one: dict[str, Tensor], other: dict[str, Tensor], loss: str) -> dict[str, Tensor]:
     clash = sorted(one.keys() & other.keys())
     if clash:

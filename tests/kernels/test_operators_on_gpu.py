@@ -13,7 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.linear_head import LinearHead
-from rlcore.ops import combine, entropy_bonus, keep_mask, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
+from rlcore.ops import (
+    combine,
+    entropy_bonus,
+    keep_mask,
+    kl,
+    linear_logprob,
+    linear_loss,
+    ppo_clip,
+    token_logprob,
+    token_loss,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +84,30 @@ def test_bfloat16_products_are_not_widened_by_a_copy_of_the_weight() -> None:
     assert head.weight_VH.data_ptr() == weight.data_ptr()
     logits = head.logits(torch.randn(8, 16, device="cuda", dtype=torch.bfloat16))
     assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute of a Tensor")
+def test_a_loss_of_log_probabilities_waits_for_nothing(is_compiled: bool, request: pytest.FixtureRequest) -> None:
+    *_, tokens = random_inputs(2**21, 1, 2, torch.float32)
+
+    def evaluated(logprob: Tensor, entropy: Tensor, tokens: dict[str, Any]) -> tuple[Tensor, ...]:
+        loss, stats = token_loss(logprob, policy_loss(), entropy=entropy, **tokens)
+        return loss, *stats.values()
+
+    run = torch.compile(evaluated, fullgraph=True) if is_compiled else evaluated
+    old = tokens["per_token"]["old_logprobs"]
+    leaves = [(old + 0.01).requires_grad_(), (-old).requires_grad_()]
+    for _ in range(2):  # what is built and compiled at the first call may wait
+        found = run(*leaves, tokens)
+        gradients = torch.autograd.grad(found[0], leaves)
+        request.getfixturevalue("no_waiting")
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    entries = {name: x.double() for name, x in tokens["per_token"].items()}
+    want = evaluated(*wide, {"per_token": entries, "token_weight": tokens["token_weight"].double()})
+    torch.cuda.set_sync_debug_mode("default")
+    for got, expected in zip((*found, *gradients), (*want, *torch.autograd.grad(want[0], wide)), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
