@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from rlcore.arguments import Kind
@@ -64,6 +65,8 @@ class sequence_level:  # noqa: N801 (a decorator)
 def _takes_three(function: object) -> bool:
     if not callable(function):
         return False
+    if torch.compiler.is_compiling():  # a function that was made in compiled code has no signature to ask
+        return True
     try:
         inspect.signature(function).bind(None, None, None)
     except TypeError:
