@@ -28,3 +28,11 @@ def quantity(value: float, unit: str) -> str:
     if unit == "1":
         return f"{value:.3g}"
     return rate(value, unit) if unit == "B" or "/s" in unit else f"{count(value)} {unit}"
+
+
+def size(nbytes: int) -> str:
+    """Exactly, in KiB and the like, where that is short."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale and nbytes % scale == 0:
+            return f"{nbytes // scale} {unit}"
+    return rate(nbytes, "B") if nbytes >= 2**20 else f"{nbytes} B"

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from records import a_record as full_record
 
+from rlcore.bench import readme
 from rlcore.bench.readme import main, report, rewritten
 from rlcore.bench.result import CaseResult, Metric, Record, read, write
 from rlcore.bench.results_page import page
+from rlcore.bench.text import size
 from rlcore.errors import BenchError
 from rlcore.settings import VARIABLES
 
@@ -70,8 +72,50 @@ def test_results_page_shows_what_has_no_number_with_the_reason(tmp_path: Path) -
     failed = CaseResult(name="b", implementation="x", status="oom", params={}, reason="too | large\nby far")
     write(a_record(cases=[passed("a", 1.0, 2.0, 3.0), failed]), tmp_path / "mine.json")
     lines = page(tmp_path).splitlines()
-    assert "| a | x |  | 2 s | 1.2 s to 2.8 s | 3 | n/a |  |" in lines
+    assert "| a | x | 2 s | 1.2 s to 2.8 s | 3 |" in lines  # no sizes, shares or other metrics: no columns for them
     assert "| oom | x | too / large | b |" in lines
+
+
+def test_results_page_says_once_what_is_the_same_and_folds_long_tables_of_the_machine(tmp_path: Path) -> None:
+    write(full_record(), tmp_path / "mine.json")
+    text = page(tmp_path)
+    assert "Marks: shared: others used the host.\n" in text and text.count("others used the host") == 1
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert any(line.startswith("| collectives/all_gather | gloo | 8 B | 100 µs |") for line in rows)
+    assert any(line.startswith("|  |  | 16 MiB | 16.9 ms |") for line in rows)
+    (step,) = (line for line in rows if line.startswith("| rl/step | "))
+    assert step.startswith("| rl/step | fsdp2+hf | model qwen2-tiny, prompts 4, samples 4, devices 1 | 6.5 s |")
+    cases = [
+        msgspec.structs.replace(passed("ours/x", 1.0), implementation=name, params={"T": 4, "kind": "x", "n": n})
+        for name, n in (("a", 1), ("a", 2), ("b", 2))
+    ]
+    other = msgspec.structs.replace(passed("ours/y", 1.0), params={"T": 4, "n": 3})
+    write(a_record(cases=[*cases, other]), tmp_path / "mine.json")
+    lines = page(tmp_path).splitlines()
+    start = lines.index("### ours")
+    assert lines[start + 2 : start + 10] == [
+        "All: T 4.",
+        "",
+        "| case | implementation | sizes | median | p10 to p90 | n |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| ours/x | a | n 1 | 1 s | 1 s to 1 s | 1 |",
+        "|  |  | n 2 | 1 s | 1 s to 1 s | 1 |",
+        "|  | b | n 2 | 1 s | 1 s to 1 s | 1 |",
+        "| ours/y | x | n 3 | 1 s | 1 s to 1 s | 1 |",
+    ]
+    sweep = [msgspec.structs.replace(passed("product/x", 1.0), params={"K": K}) for K in range(12)]
+    write(a_record(cases=sweep[1:]), tmp_path / "mine.json")
+    assert "<details>" not in page(tmp_path)
+    write(a_record(cases=sweep), tmp_path / "mine.json")
+    assert "\n<details><summary>12 results</summary>\n\n| case |" in page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(8, "8 B"), (1000, "1000 B"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB"), (1306484588, "1.31 GB")],
+)
+def test_sizes_are_exact_where_that_is_short(nbytes: int, shown: str) -> None:
+    assert size(nbytes) == shown
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/architecture.md", "docs/bench.md", "docs/results.md"])
@@ -140,8 +184,29 @@ def test_case_that_did_not_pass_makes_no_table(tmp_path: Path) -> None:
 
 def test_unknown_table_and_missing_record_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        BenchError, match=r"^no table 'speed' for the README; known: full, quickstart, startup, workers$"
+        BenchError, match=r"^no table 'speed' for the README; known: full, kernels, quickstart, startup, workers$"
     ):
         rewritten(EMPTY.replace("startup", "speed"), tmp_path)
     with pytest.raises(BenchError, match=r"^no record startup-\*\.json in .*; make one with: rlcore bench run -o$"):
         rewritten(EMPTY, tmp_path)
+
+
+def test_operators_stand_beside_the_best_of_the_others_that_passed(tmp_path: Path) -> None:
+    def result(case: str, implementation: str, value: float) -> CaseResult:
+        names = {"time": "s", "logprob_error": "1", "peaked_logprob_error": "1"}
+        metrics = [Metric(name=name, unit=unit, samples=[value] * 3) for name, unit in names.items()]
+        return CaseResult(name=case, implementation=implementation, status="pass", params={}, metrics=metrics)
+
+    cases = sorted({case for case, _ in readme._RACES.values()})
+    slow = CaseResult(name=cases[0], implementation="broken", status="fail", params={}, reason="no")
+    found = [
+        result(case, *side) for case in cases for side in [("rows", 2e-3), ("tiled", 1e-3), ("a", 4e-3), ("b", 3e-3)]
+    ]
+    write(a_record(cases=[slow, *found]), tmp_path / "kernels-gpu.json")
+    lines = rewritten(EMPTY.replace("startup", "kernels"), tmp_path).splitlines()
+    assert lines[3].endswith(" | rlcore | best of the others | ratio |")
+    assert lines[5].endswith(" | 1 ms, tiled | 3 ms, b | 3.00 |")
+    assert lines[5 + len(readme._RACES) - 1].endswith(" | 1.0e-03, tiled | 3.0e-03, b | 3.00 |")
+    write(a_record(cases=[one for one in found if one.implementation in "ab"]), tmp_path / "kernels-gpu.json")
+    with pytest.raises(BenchError, match=rf"^{cases[0]}|kernels/.* passed for one side alone in the record of "):
+        rewritten(EMPTY.replace("startup", "kernels"), tmp_path)
