@@ -1,7 +1,8 @@
 """The tables of README.md, made from the records in ``bench/results``, the pages and the schema: ``make results``.
 
 A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and has a column for each record
-``NAME-<machine>.json``; nothing in it is typed by hand. The records ``full-<machine>.json`` make docs/report.html.
+``NAME-<machine>.json``, or that of the operators a part for each; nothing in it is typed by hand. The records
+``full-<machine>.json`` make docs/report.html.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 
 from rlcore.bench.compare import device_of
 from rlcore.bench.headlines import Run
-from rlcore.bench.limits import unit
+from rlcore.bench.limits import times, unit
 from rlcore.bench.report import render
 from rlcore.bench.result import CaseResult, Record, json_schema, read
 from rlcore.bench.results_page import page
+from rlcore.bench.rivals import is_ours
 from rlcore.bench.text import rate
 from rlcore.errors import BenchError
 
@@ -37,15 +39,41 @@ def rewritten(text: str, results: Path) -> str:
 
 
 def _table(name: str, results: Path) -> str:
-    if name not in _ROWS:
-        raise BenchError(f"no table {name!r} for the README; known: {', '.join(_ROWS)}")
+    if name not in (_BESIDE_PEERS, *_ROWS):
+        raise BenchError(f"no table {name!r} for the README; known: {', '.join(sorted((_BESIDE_PEERS, *_ROWS)))}")
     paths = sorted(results.glob(f"{name}-*.json"))
     if not paths:
         raise BenchError(f"no record {name}-*.json in {results}; make one with: rlcore bench run -o")
     records = [read(path) for path in paths]
-    lines = [["", *map(_machine, records)], ["---"] * (len(records) + 1)]
-    lines += [[label, *map(cell, records)] for label, cell in _ROWS[name].items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if name == _BESIDE_PEERS:
+        return "\n".join(map(_beside_peers, records))
+    lines = [[label, *map(cell, records)] for label, cell in _ROWS[name].items()]
+    return _lines(["", *map(_machine, records)], lines)
+
+
+def _lines(header: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *lines))
+
+
+def _beside_peers(record: Record) -> str:
+    lines = [[label, *_ours_and_best(record, *what)] for label, what in _RACES.items()]
+    lines += [[label, cell(record), "", ""] for label, cell in _MADE_WITH.items()]
+    return _lines([_machine(record), "rlcore", "best of the others", "ratio"], lines)
+
+
+def _ours_and_best(record: Record, case: str, metric: str) -> list[str]:
+    """The least of each, with the name of the contender, and how many times as much as ours the other is."""
+    sides: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
+    for one in record.cases:
+        if one.name == case and one.status == "pass":
+            samples = times(one) if metric == "time" else one.samples(metric)
+            sides[is_ours(one)].append((statistics.median(samples), one.implementation))
+    if not all(sides.values()):
+        _case(record, case)
+        raise BenchError(f"{case} passed for one side alone in the record of {_machine(record)}")
+    ours, other = min(sides[True]), min(sides[False])
+    form = _seconds if metric == "time" else "{:.1e}".format
+    return [*(f"{form(value)}, {name}" for value, name in (ours, other)), f"{other[0] / ours[0]:.2f}"]
 
 
 def _machine(record: Record) -> str:
@@ -133,6 +161,18 @@ def report(results: Path) -> str | None:
     return render(runs) if runs else None
 
 
+_BESIDE_PEERS = "kernels"
+_RACES = {
+    "`token_logprob`, 16k x 152k, forward": ("kernels/token_logprob_forward", "time"),
+    "`token_logprob`, forward and backward": ("kernels/token_logprob", "time"),
+    "`linear_logprob`, 8B, forward": ("kernels/linear_logprob_forward/8b", "time"),
+    "`linear_logprob`, 8B, forward and backward": ("kernels/linear_logprob/8b", "time"),
+    "`linear_logprob`, 0.5B, forward": ("kernels/linear_logprob_forward/0.5b", "time"),
+    "`linear_logprob`, 0.5B, forward and backward": ("kernels/linear_logprob/0.5b", "time"),
+    "`linear_loss`, 8B, forward and backward": ("kernels/linear_loss/8b", "time"),
+    "greatest error of a log-prob, logits of unit scale": ("kernels/linear_logprob_accuracy", "logprob_error"),
+    "greatest error of a log-prob, logits up to 80": ("kernels/linear_logprob_accuracy", "peaked_logprob_error"),
+}
 _LEARNS = "quickstart/learns"
 _PRODUCT = "matrix product attained, {}"
 _MADE_WITH: dict[str, Cell] = {"made with": _software, "commit": Record.commits}

@@ -139,7 +139,7 @@ def _prepare_loss(device: Any) -> Work:
 
     calls: dict[str, Call] = {"plain": functools.partial(call, evaluated)}
     if not device.spec.is_host:
-        calls["torch.compile"] = functools.partial(call, torch.compile(evaluated, fullgraph=True))
+        calls["plain, compiled whole"] = functools.partial(call, torch.compile(evaluated, fullgraph=True))
     return _work(calls, 32, noise, {})
 
 
