@@ -208,5 +208,5 @@ def test_operators_stand_beside_the_best_of_the_others_that_passed(tmp_path: Pat
     assert lines[5].endswith(" | 1 ms, tiled | 3 ms, b | 3.00 |")
     assert lines[5 + len(readme._RACES) - 1].endswith(" | 1.0e-03, tiled | 3.0e-03, b | 3.00 |")
     write(a_record(cases=[one for one in found if one.implementation in "ab"]), tmp_path / "kernels-gpu.json")
-    with pytest.raises(BenchError, match=rf"^{cases[0]}|kernels/.* passed for one side alone in the record of "):
+    with pytest.raises(BenchError, match=r"^kernels/\S+ passed for one side alone in the record of "):
         rewritten(EMPTY.replace("startup", "kernels"), tmp_path)
