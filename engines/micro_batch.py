@@ -10,7 +10,8 @@ Letters: T tokens, N sequences, R scored rows.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,26 +132,42 @@ def _select(
     sequence_T = torch.arange(len(sequences)).repeat_interleave(lengths_N)
     rows_N = torch.bincount(sequence_T[target_R], minlength=len(sequences))
     positions_R = token_T[target_R]
+    names = [name for name in packed if name not in NOT_PER_TOKEN]
+    per_token = [packed[name][positions_R] for name in names]
+    ids_T = packed["input_ids"]
+    input_ids, rows_R, targets_R, *per_token = on_device(
+        [ids_T[token_T], target_R - 1, ids_T[positions_R], *per_token], device
+    )
 
     return MicroBatch(
-        tokens={
-            "input_ids": on_device(packed["input_ids"][token_T], device),
-            "cu_seqlens": cu_local.to(torch.int32),
-        },
-        rows_R=on_device(target_R - 1, device),
-        targets_R=on_device(packed["input_ids"][positions_R], device),
-        per_token={name: on_device(packed[name][positions_R], device) for name in packed if name not in NOT_PER_TOKEN},
+        tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32)},
+        rows_R=rows_R,
+        targets_R=targets_R,
+        per_token=dict(zip(names, per_token, strict=True)),
         cu_rows=_offsets(rows_N).to(torch.int32),
         positions_R=positions_R,
     )
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that nobody waits for: out of pageable memory it would begin when the device has done all its work."""
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Parts of one copy, which costs the host what each of them would, and for which nobody waits: out of pageable
+    memory it would begin when the device has done all its work."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    is_pinned = accelerator is not None and accelerator.type == device.type
+    starts = list(itertools.accumulate((-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors), initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
+    for tensor, part in zip(tensors, _parts(buffer, starts, tensors), strict=True):
+        part.copy_(tensor)
+    return _parts(buffer.to(device, non_blocking=True), starts, tensors)
+
+
+_ALIGNMENT = 64
+"""Bytes: of what kernels read, the start is a multiple of 16, as of tensors of their own."""
+
+
+def _parts(buffer: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    parts = zip(starts, like, strict=False)  # the last start is the end
+    return [buffer[start : start + x.nbytes].view(x.dtype).view(x.shape) for start, x in parts]
 
 
 def _tokens_of(cu_seqlens: Tensor, sequences: Tensor) -> Tensor:

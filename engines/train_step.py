@@ -281,7 +281,7 @@ def score(module: TrainModule, device: Any, share: Share, options: ScoreOptions)
     with _evaluating(module):
         for part in micro_batches(share, share.packed[SCORED], options.max_tokens_per_micro_batch, place):
             with device.profiler.range("forward_logprobs: forward"):
-                position_R = on_device(share.positions_T[part.positions_R], place)
+                (position_R,) = on_device([share.positions_T[part.positions_R]], place)
                 logprob_T[position_R] = _logprobs(module, part, options).float()
     if _num_workers() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one worker, and 0 on the others

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore.engines import train_step
-from rlcore.engines.micro_batch import MicroBatch, micro_batches, shares
+from rlcore.engines.micro_batch import MicroBatch, micro_batches, on_device, shares
 from rlcore.engines.sharding import Sharding, shard
 from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
 from rlcore.nn import HuggingFaceTrainModule
@@ -52,6 +52,30 @@ def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) 
         assert part.cu_rows[-1] == len(part.rows_R) == len(part.targets_R)
         there = [part.tokens["input_ids"], part.rows_R, part.targets_R, *part.per_token.values()]
         assert all(tensor.device == device.torch_device for tensor in there)
+
+
+def test_every_kind_of_tensor_arrives_by_one_copy(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [
+        torch.arange(5),
+        torch.tensor([True, False, True]),
+        torch.empty(0),
+        torch.linspace(0, 1, 7, dtype=torch.float64).view(7, 1),
+        torch.arange(12).view(3, 4).T,
+        torch.ones(1, dtype=torch.bfloat16),
+    ]
+    copies, to = [], Tensor.to
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        copies.append(args)
+        return to(*args, **options)
+
+    monkeypatch.setattr(Tensor, "to", counted)
+    found = on_device(tensors, device.torch_device)
+    assert len(copies) == 1
+    for there, tensor in zip(found, tensors, strict=True):
+        assert there.device == device.torch_device and there.dtype == tensor.dtype
+        assert there.data_ptr() % 16 == 0 or not there.numel()
+        assert torch.equal(there.cpu(), tensor)
 
 
 @pytest.mark.parametrize(

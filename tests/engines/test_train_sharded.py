@@ -421,14 +421,28 @@ def test_a_checkpoint_of_gpus_resumes_on_the_host(build: Build, tmp_path: Path) 
         assert_same_metrics(found, one, rel=1e-3)
 
 
-@pytest.mark.multigpu
-def test_compiled_and_recomputed_blocks_train_on_gpus(build: Build) -> None:
-    options = {"compute_dtype": "bfloat16", "activation_checkpointing": True, "compile": True}
-    plain, sharded = build(1, "cuda", compute_dtype="bfloat16"), build(2, "cuda", **options)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, when it compiles
+@pytest.mark.timeout(900)  # the compiler takes minutes where ten others want the processor
+@pytest.mark.parametrize("recomputes", [False, True, "selective"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(Place("cpu", 2), marks=pytest.mark.slow),
+        pytest.param(Place("cuda", 1), marks=pytest.mark.gpu),
+        pytest.param(Place("cuda", 2), marks=pytest.mark.multigpu),
+    ],
+    ids=lambda place: f"{place.workers} {place.device}",
+)
+def test_compiled_blocks_train_as_in_float32(build: Build, place: Place, recomputes: Any) -> None:
+    exact = build(place.workers, place.device)
+    options = {"compute_dtype": "bfloat16", "activation_checkpointing": recomputes, "compile": True}
+    compiled = build(place.workers, place.device, **options)
     for seed in range(3):
-        expected = plain.train_batch(packed_batch(seed=seed), ppo_clip())
-        assert_same_metrics(sharded.train_batch(packed_batch(seed=seed), ppo_clip()), expected, rel=0.05)
-    assert sharded.state_dict().keys() == plain.state_dict().keys()
+        expected = exact.train_batch(packed_batch(seed=seed), ppo_clip())
+        found = compiled.train_batch(packed_batch(seed=seed), ppo_clip())
+        assert_same_metrics(found, expected, rel=0.15)  # uncompiled bfloat16 is off by 0.05 in the norm of gradients
+        compiled.load_state_dict(exact.state_dict())  # roundings would add up
+    assert compiled.state_dict().keys() == exact.state_dict().keys()
 
 
 def test_replicas_write_a_part_once(build: Build, tmp_path: Path) -> None:
