@@ -7,6 +7,7 @@ compares what it returned with a reference, in the run that is timed.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -117,6 +118,9 @@ def load_cases() -> dict[str, Case]:
     return dict(sorted(cases.items()))
 
 
+_NAME = re.compile(r"[^\s/]+(/[^\s/]+)*")
+
+
 def _case(path: str) -> Case:
     try:
         case = resolve(path)
@@ -124,6 +128,8 @@ def _case(path: str) -> Case:
         raise BenchError(f"cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(case, Case):
         raise BenchError(f"is no bench.case.Case: {case!r}")
+    if not _NAME.fullmatch(case.name):
+        raise BenchError(f"has the name {case.name!r}; a name is words with slashes between, such as 'mine/add'")
     return case
 
 

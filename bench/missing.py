@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from rlcore.bench.result import CaseResult
 
-_CLASS_NAME = re.compile(r"^(?:\w+\.)*[A-Z]\w+: ")
+_CLASS_NAME = re.compile(r"^(?:\w+\.)*[A-Z]\w+: (?=.* )")
+"""Before a sentence; "KeyError: 'T'" would say nothing without it."""
 _UNSUPPORTED = " is not supported: "
 _LONGEST = 110
 

@@ -108,7 +108,7 @@ def run(
                 durations.keep(running.record)
     except KeyboardInterrupt:
         if path.exists():
-            print(path, file=sys.stderr)
+            print(f"interrupted; with --continue the same command does the rest\n{path}", file=sys.stderr)
         raise
     if as_json:
         sys.stdout.write(encode(done).decode())

@@ -116,6 +116,12 @@ def print_comparison(found: Comparison) -> None:
         print(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
 
 
+def _noise(share: float) -> str:
+    if not math.isfinite(share):
+        return "unknown"
+    return f"{share:.1%}" if share <= 1 else "over 100%"
+
+
 def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
     from rlcore.bench.missing import shortened
     from rlcore.bench.text import seconds
@@ -138,7 +144,7 @@ def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
         seconds(row.median_b),
         f"{found.ratio:.3f}",
         f"{found.low:.3f} to {found.high:.3f}",
-        f"{found.noise:.1%}" if math.isfinite(found.noise) else "unknown",
+        _noise(found.noise),
         f"{found.p:.1g}",
         f"{row.verdict}: {row.reason}" if row.reason else row.verdict,
         *costs * has_prices,

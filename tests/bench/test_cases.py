@@ -165,6 +165,7 @@ def test_unknown_case_is_told_what_is_close(name: str, hint: str) -> None:
     assert str(refused.value).startswith(f"no benchmark case {name!r}; {hint}")
 
 
+no_name = Case(name="my case", description="", prepare=lambda device: Work(contenders=(), params={}))
 same_name = Case(name="dispatch/op", description="", prepare=lambda device: Work(contenders=(), params={}))
 
 
@@ -179,12 +180,14 @@ same_name = Case(name="dispatch/op", description="", prepare=lambda device: Work
         ("rlcore.bench.case:load_cases", "is no bench.case.Case: <function load_cases"),
         ("rlcore.bench.cases.dispatch.again:op_choice_case", "cannot be imported: ModuleNotFoundError: "),
         ("rlcore.bench.cases.dispatch:again", "repeats the name 'dispatch/op'"),
+        ("rlcore.bench.cases.dispatch:spaced", "has the name 'my case'; a name is words with slashes between"),
     ],
 )
 def test_case_that_cannot_be_had_fails_and_the_others_are_there(
     monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.setattr(dispatch, "again", same_name, raising=False)
+    monkeypatch.setattr(dispatch, "spaced", no_name, raising=False)
     monkeypatch.setitem(registry().benchmarks, path, "acme")
     cases = load_cases()
     assert "dispatch/op" in cases and cases[path].effort == "quick"  # it is in every run, for somebody counts on it

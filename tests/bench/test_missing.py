@@ -19,7 +19,8 @@ from rlcore.bench.result import CaseResult, Metric
         ),
         ("torch.OutOfMemoryError: no room\nat all", "x", "no room"),
         ("its process was killed by SIGKILL", "", "its process was killed by SIGKILL"),
-        ("AssertionError: " + "9" * 200, "x", "9" * 109 + "…"),
+        ("AssertionError: " + "9 " * 200, "x", "9 " * 54 + "9…"),
+        ("KeyError: 'T'", "x", "KeyError: 'T'"),
     ],
 )
 def test_a_reason_is_cut_to_what_the_reader_needs(reason: str, implementation: str, told: str) -> None:
