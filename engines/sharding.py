@@ -171,7 +171,7 @@ def _compiled(forward: Callable[..., Any], code: CodeType) -> Callable[..., Any]
     call = _caller(forward)
     call.__code__ = code
     limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
-    if not limit:
+    if not limit:  # older torch has one for all that a process compiles
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     compiled: Callable[..., Any] = torch.compile(functools.wraps(forward)(call), **limit)
     return compiled
