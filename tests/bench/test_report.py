@@ -45,7 +45,7 @@ def text_of(page: str) -> str:
         "USD for a million tokens trained not measured 0.0417 at 3 an hour and device",
         "what limits it generate: 46% of a step generate: 46% of a step",
         "matrix products, bfloat16 100 GFLOP/s 100 GFLOP/s (1 times host)",
-        "fastest peer, times our time 1.20 (1 case) 1.20 (1 case)",
+        "fastest peer's time over ours 1.20 (1 case) 1.20 (1 case)",
         "disturbed by shared: 1 of 21 results shared: 1 of 21 results",
         "standard run, 21 results, 1 fail, 1 blocked",
         "memory/bandwidth copy, of memory",
@@ -126,7 +126,7 @@ def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
         ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
         ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),
     ]
-    assert "fastest peer, times our time 0.67 (1 case)" in text_of(render([Run("a", record)]))
+    assert "fastest peer's time over ours 0.67 (1 case)" in text_of(render([Run("a", record)]))
 
 
 def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() -> None:
@@ -157,7 +157,9 @@ def test_bars_of_the_device_are_counted() -> None:
         a_record(accelerator_model_name="NVIDIA H200"),
         cases=[result("kernels/token_logprob", "triton", 1e-3), result("kernels/linear_loss/8b", "tiled", 1.0)],
     )
-    assert re.search(r"bars met 1 of 2, \d not measured ", text_of(render([Run("gpu", gpu)])))
+    shown = text_of(render([Run("host", a_record()), Run("gpu", gpu)]))
+    assert re.search(r"bars met none set for it 1 of 2, \d not measured ", shown)
+    assert "bars met" not in text_of(render([Run("host", a_record())]))
 
 
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
