@@ -32,6 +32,7 @@ from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.loss_in_chunks import ChunkWork, KnownGradients, LossOutput, LossTask, SummingWork, loss_in_chunks
 from rlcore.kernels.rows import Rows
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.triton_scaled import scaled
 from rlcore.kernels.triton_tiles import (
     TILE_T,
     TILE_V,
@@ -41,7 +42,6 @@ from rlcore.kernels.triton_tiles import (
     dlogits_from_product,
     pitched,
     rows_of_a_wave,
-    scaled,
     tile_statistics,
 )
 
@@ -237,9 +237,9 @@ class _KeptWork(ChunkWork):
         def times(tensors: Sequence[Any], factor: Tensor) -> Gradients:
             nonlocal spare
             last, spare = scores._replace(spare=spare), ()
-            scaled = Upstream(*(None if g_T is None else g_T * factor for g_T in upstream))
+            whole = Upstream(*(None if g_T is None else g_T * factor for g_T in upstream))
             hidden_TH, weight_VH, bias_V = tensors
-            return _backward(hidden_TH, weight_VH, bias_V, task, needs=needs, scores=last, upstream=scaled)
+            return _backward(hidden_TH, weight_VH, bias_V, task, needs=needs, scores=last, upstream=whole)
 
         return KnownGradients(inputs, times)
 

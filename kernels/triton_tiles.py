@@ -52,7 +52,6 @@ TILE_T, TILE_V, TILE_H = 128, 256, 64
 # On one H200 the product and its statistics take 13.5 to 14 ms for 8192 x 4096 x 151936, within 5 % of the product
 # alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
-_SCALED_BLOCK = 4096
 _IN_PLACE = {"BV": TILE_V, "TILES": 16, "num_warps": 4}
 _TARGET_ROWS = _SLOPE_ROWS = 256
 _BUSY = 0.95
@@ -237,13 +236,6 @@ def _slopes_kernel(
     tl.store(slant + t, -g, mask=is_row)
 
 
-@triton.jit
-def _scaled_kernel(x, factor, out, num_elements, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + i, mask=i < num_elements) * tl.load(factor)
-    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < num_elements)
-
-
 class TileStatistics(NamedTuple):
     logprob: Tensor
     entropy: Tensor | None
@@ -362,15 +354,6 @@ def dlogits_from_product(
         NUM_PROGRAMS=programs, **_PRODUCT,
     )  # fmt: skip
     _set_target(out, columns.start, rows, statistics, slopes)
-    return out
-
-
-def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total``, dense, times a scalar of its dtype, rounded once; torch takes three times as long to change dtype."""
-    out = torch.empty_like(total, dtype=dtype)
-    _scaled_kernel[(triton.cdiv(total.numel(), _SCALED_BLOCK),)](
-        total, factor.to(total.dtype), out, total.numel(), BLOCK=_SCALED_BLOCK, num_warps=8
-    )
     return out
 
 

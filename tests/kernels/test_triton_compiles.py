@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from rlcore.kernels import triton_tiles  # noqa: E402
+from rlcore.kernels import triton_scaled, triton_tiles  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
     NONE,
     OPTIONS,
@@ -66,7 +66,7 @@ KERNELS = PORTABLE | TILED | {
         fixed(**triton_tiles._IN_PLACE),
     ),
     "scaled": Case(
-        triton_tiles._scaled_kernel, {"out": "*bf16"}, fixed(BLOCK=triton_tiles._SCALED_BLOCK, num_warps=8)
+        triton_scaled._scaled_kernel, {"out": "*bf16"}, fixed(BLOCK=triton_scaled._BLOCK, num_warps=8)
     ),
     "slopes of logits": Case(triton_tiles._slopes_kernel, {"is_ignored": "*i1"}, fixed(BT=triton_tiles._SLOPE_ROWS)),
     "gradient of targets": Case(
