@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,6 @@ def test_its_losses_are_those_of_the_modules_own_norms(
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_compiled_blocks_keep_their_own(qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn: compiled(fn, backend="eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     assert train(qwen2_folder, compile=True)[1] == 0
     torch.compiler.reset()
