@@ -180,7 +180,7 @@ def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) 
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InvalidInputError(
             f"{loss_name(loss_fn)}: {what} must be a vector like logprob, {list(logprob_T.shape)}; got {got}. "
-            "Return the loss of each token; linear_loss weights and sums it"
+            "Return the loss of each token; the operator weights and sums it"
         )
 
 

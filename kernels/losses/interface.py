@@ -1,4 +1,4 @@
-"""What a loss is: any plain PyTorch function of log-probabilities.
+"""What a loss is: any plain PyTorch function of log-probabilities, for ``linear_loss`` and ``token_loss``.
 
     value, stats = loss_fn(logprob, entropy, per_token)
 
@@ -22,10 +22,10 @@ The entries that the terms of this folder read, all natural logarithms and witho
                       (the behaviour policy)
     ref_logprobs      under the reference policy      kl
     advantages        the advantage of the token      all but kl and entropy_bonus
-    cu_seqlens        [n + 1] int64: where the n      sequence-level terms; ``linear_loss`` sets them
+    cu_seqlens        [n + 1] int64: where the n      sequence-level terms; the operator sets them
                       sequences of the chunk begin,
                       then t
-    token_mask        bool: the token counts          sequence-level terms; ``linear_loss`` sets them
+    token_mask        bool: the token counts          sequence-level terms; the operator sets them
 """
 
 from __future__ import annotations

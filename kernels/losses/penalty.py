@@ -85,13 +85,15 @@ def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
 
 @takes("entropy_bonus", coef=NUMBER)
 def entropy_bonus(*, coef: float) -> LossFn:
-    """``-coef * entropy``; ``linear_loss`` reports ``entropy_mean``."""
+    """``-coef * entropy``; the operator reports ``entropy_mean``."""
 
     check_finite("entropy_bonus: coef", coef)
 
     def entropy_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         if entropy is None:
-            raise InvalidInputError("entropy_bonus needs the entropy; call linear_loss with with_entropy=True")
+            raise InvalidInputError(
+                "entropy_bonus needs the entropy: linear_loss has it by with_entropy=True, token_loss by entropy="
+            )
         return -coef * entropy, {}
 
     return entropy_term

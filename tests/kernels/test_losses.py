@@ -129,7 +129,7 @@ def test_the_entropy_bonus_rewards_entropy_and_needs_it() -> None:
     value, _ = entropy_bonus(coef=0.1)(torch.zeros(2), entropy, {})
     assert torch.equal(value, -0.1 * entropy)
     with pytest.raises(
-        InvalidInputError, match="entropy_bonus needs the entropy; call linear_loss with with_entropy=True"
+        InvalidInputError, match="entropy_bonus needs the entropy: linear_loss has it by with_entropy=True"
     ):
         entropy_bonus(coef=0.1)(torch.zeros(2), None, {})
 

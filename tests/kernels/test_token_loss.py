@@ -163,7 +163,7 @@ def test_inductor_makes_one_pass_forward_and_one_backward_and_writes_only_the_gr
         torch.testing.assert_close(got, expected)
     forward, backward = codes
     assert [len(re.findall(r"^cpp_fused\w* = ", code, re.MULTILINE)) for code in (forward, backward)] == [1, 1]
-    assert "empty_strided_cpu((4096, )" not in forward
+    assert re.findall(r"= empty_strided_cpu\(\(\d.*", forward) == []  # all that it writes are scalars
     assert backward.count("= empty_strided_cpu((4096, )") == 2
 
 
