@@ -31,6 +31,8 @@ class Row:
     verdict: Verdict
     reason: str = ""
     """Why it is not comparable."""
+    is_of_one: bool = False
+    """Only one of the runs has it."""
     is_regression: bool = False
     """Slower, or it passed before."""
     median_a: float | None = None
@@ -177,7 +179,7 @@ def _row(
     assert one is not None
     if a is None or b is None:
         where = "the second" if a is None else "the first"
-        return Row(one.name, one.implementation, one.params, "not comparable", f"only in {where}")
+        return Row(one.name, one.implementation, one.params, "not comparable", f"only in {where}", is_of_one=True)
     if a.status != "pass" or b.status != "pass":
         if a.status == b.status:
             return None  # neither has a number; nothing has changed

@@ -96,9 +96,11 @@ def print_comparison(found: Comparison) -> None:
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
     print(found.statement + "\n")
+    both = {row.case for row in found.rows if not row.is_of_one}
     by_case: dict[str, list[Row]] = {}
     for row in found.rows:
-        by_case.setdefault(row.case, []).append(row)
+        if row.case in both:
+            by_case.setdefault(row.case, []).append(row)
     header = ["case", "implementation", "sizes", "clock", found.name_a, found.name_b]
     header += ["ratio", "99 % interval", "noise", "p", "verdict"]
     prices = any(row.cost_ratio for row in found.rows)
@@ -109,9 +111,12 @@ def print_comparison(found: Comparison) -> None:
     ]
     print_table(header + ["cost ratio", "USD/M tokens"] * prices, rows)
     counts = Counter(row.verdict for row in found.rows)
-    shown = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
+    told = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print(", ".join(dict.fromkeys(shown)) + mean)
+    print(", ".join(dict.fromkeys(told)) + mean)
+    if left_out := [row.case for row in found.rows if row.case not in both]:
+        folders = ", ".join(dict.fromkeys(case.partition("/")[0] for case in left_out))
+        print(f"Not shown: {len(left_out)} results of cases, or of sizes, that one run alone has ({folders}).")
     if noises := [row.difference.noise for row in found.compared if row.difference]:
         print(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
 

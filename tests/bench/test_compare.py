@@ -310,6 +310,18 @@ def test_command_prints_ratios_and_what_they_compare(command: Callable[..., Any]
     assert [row["verdict"] for row in rows] == ["slower", "about equal"]
 
 
+def test_command_counts_what_one_run_alone_has_and_shows_contenders_that_are_gone(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(3)
+    theirs = msgspec.structs.replace(timed("a", generator), implementation="a peer")
+    write(record(timed("a", generator), theirs, timed("new/x", generator)), tmp_path / "more.json")
+    shown = command("before.json", "more.json").stdout
+    assert re.search(r"^a +a peer +.*not comparable: only in the second$", shown, re.M)
+    assert not re.search("^(b|new/x) ", shown, re.M)
+    assert "\nNot shown: 2 results of cases, or of sizes, that one run alone has (b, new).\n" in shown
+
+
 def test_command_gates_on_a_regression_of_the_same_device(command: Callable[..., Any]) -> None:
     assert command("before.json", "after.json", "--fail-on-regression").exit_code == 1
     assert command("after.json", "before.json", "--fail-on-regression").exit_code == 0
@@ -321,8 +333,8 @@ def test_command_gates_on_a_regression_of_the_same_device(command: Callable[...,
 def test_gate_does_not_open_where_nothing_could_be_compared(command: Callable[..., Any], tmp_path: Path) -> None:
     write(record(timed("c", np.random.default_rng(1))), tmp_path / "other.json")
     write(record(timed("a", np.random.default_rng(1), rounds=1, n=1)), tmp_path / "short.json")
-    for name, word in (("other.json", "only in the"), ("short.json", "unknown")):
-        shown = command(name, "before.json" if word.startswith("only") else name, "--fail-on-regression")
+    for name, word in (("other.json", "Not shown: 3 results"), ("short.json", "unknown")):
+        shown = command(name, "before.json" if name == "other.json" else name, "--fail-on-regression")
         assert shown.exit_code == 1 and word in shown.stdout
         assert str(shown.exception).startswith("--fail-on-regression found no result that both runs have")
 

@@ -97,6 +97,7 @@ def test_share_is_of_ours_and_never_of_what_computes_nothing() -> None:
         result("kernels/gae", "a peer", 0.04, limits=needs),
         result("kernels/gae", "copy", 0.01, limits=needs),
         result("host_memory/batch_to_host", "foreach", 0.02, limits=needs),
+        result("host_memory/batch_to_host", "one_copy", 0.01, limits=needs),
         result("memory/bandwidth", "copy", 0.02, limits=needs),
     )
     group = evidence.shares(Run("a", record))
@@ -149,6 +150,8 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
         )
     )
     assert "one step of RL 6.5 s" in shown and "for a dollar" not in shown
+    odd = result("rl/step", "theirs", 6.5, {"devices": "two"}, **STEP, trained_tokens=10.0)
+    assert "for a dollar" not in text_of(render([Run("a", of_cases(odd), usd_per_hour=2.0)]))
     assert "Collectives, latency" in shown and "bus bandwidth" not in shown
 
 
