@@ -1,8 +1,8 @@
 """The tables of README.md, made from the records in ``bench/results``, the pages and the schema: ``make results``.
 
 A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and has a column for each record
-``NAME-<machine>.json``, or that of the operators a part for each; nothing in it is typed by hand. The records
-``full-<machine>.json`` make docs/report.html.
+``NAME-<machine>.json``, or that of the operators a part for each; nothing in it is typed by hand. The records of full
+runs and of the operators make docs/report.html.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rlcore.bench.rivals import is_ours
 from rlcore.bench.text import rate
 from rlcore.errors import BenchError
 
+_REPORTED = "full", "kernels"
 _BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 Cell = Callable[[Record], str]
@@ -156,8 +157,9 @@ def _gigabytes(per_second: float) -> str:
 
 
 def report(results: Path) -> str | None:
-    """docs/report.html of the records ``full-<machine>.json``; None while there are none."""
-    runs = [Run(path.stem.removeprefix("full-"), read(path)) for path in sorted(results.glob("full-*.json"))]
+    """docs/report.html of the records ``<_REPORTED>-<machine>.json``; None while there are none."""
+    paths = [path for name in _REPORTED for path in sorted(results.glob(f"{name}-*.json"))]
+    runs = [Run(path.stem.removeprefix("full-"), read(path)) for path in paths]
     return render(runs) if runs else None
 
 

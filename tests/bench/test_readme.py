@@ -47,7 +47,7 @@ def test_results_page_is_what_the_records_say() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == page(RESULTS), "run: make results"
 
 
-def test_report_is_what_the_records_of_full_runs_say() -> None:
+def test_report_is_what_its_records_say() -> None:
     made = ROOT / "docs" / "report.html"
     assert (made.read_text() if made.exists() else None) == report(RESULTS), "run: make results"
 
@@ -58,8 +58,10 @@ def test_full_runs_make_a_report_and_a_table_in_which_what_was_not_measured_is_s
     two = full_record(20.0, accelerator_model_name="a GPU", accelerators_per_node=2)
     links = [case for case in two.cases if case.name.startswith("collectives/")]
     write(msgspec.structs.replace(two, cases=links), tmp_path / "full-gpu.json")
+    write(a_record(), tmp_path / "kernels-gpu.json")
     html = report(tmp_path)
-    assert html is not None and "<title>rlcore bench: cpu, gpu</title>" in html
+    assert html is not None and "<title>rlcore bench: cpu, gpu, kernels-gpu</title>" in html
+    (tmp_path / "kernels-gpu.json").unlink()
     lines = rewritten(EMPTY.replace("startup", "full"), tmp_path).splitlines()
     assert lines[3].endswith(" | 2 x a GPU |")
     assert "| tokens trained a second, whole step | 1,000 | not measured |" in lines
