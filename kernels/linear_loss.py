@@ -27,7 +27,7 @@ from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
 from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens
-from rlcore.kernels.losses.interface import LOSS, LossFn, check_not_held, sequence_level
+from rlcore.kernels.losses.interface import LOSS, LossFn, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import (
     TENSOR,
@@ -191,12 +191,7 @@ def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Ten
 
 
 def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int) -> list[int]:
-    if cu_seqlens is None:
-        raise InvalidInputError("a sequence-level loss needs cu_seqlens, the boundaries of the sequences in hidden")
-    check_not_held(per_token, "linear_loss")
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-        raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
-    edges: list[int] = cu_seqlens.tolist()
-    if not edges or edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
+    edges: list[int] = checked_edges(cu_seqlens, per_token, "linear_loss", "hidden").tolist()
+    if edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
         raise InvalidInputError(f"cu_seqlens must rise from 0 to the {num_rows} rows of hidden; got {edges}")
     return edges

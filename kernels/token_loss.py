@@ -19,7 +19,7 @@ from rlcore.arguments import optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, check_tokens, token_values, weighted_sum
-from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, check_not_held, sequence_level
+from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, checked_edges, sequence_level
 from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_same_device, check_shape, check_values
 from rlcore.kernels.rows import wide_dtype
 
@@ -72,8 +72,8 @@ def token_loss(
 
     extra: Mapping[str, Tensor] = {}
     if isinstance(loss_fn, sequence_level):
-        check_not_held(per_token, "token_loss")
-        extra = {"cu_seqlens": _edges(cu_seqlens, logprob), "token_mask": tokens.is_counted}
+        edges = _rising(checked_edges(cu_seqlens, per_token, "token_loss", "logprob"), logprob)
+        extra = {"cu_seqlens": edges, "token_mask": tokens.is_counted}
     entropy_T = None if entropy is None else counted(entropy)
     return loss_of_scores(loss_fn, counted(logprob), entropy_T, tokens, extra)
 
@@ -88,11 +88,7 @@ def loss_of_scores(
     return LossOutput(weighted_sum(value_T, tokens), statistics.result(tokens))
 
 
-def _edges(cu_seqlens: Tensor | None, logprob_T: Tensor) -> Tensor:
-    if cu_seqlens is None:
-        raise InvalidInputError("a sequence-level loss needs cu_seqlens, the boundaries of the sequences in logprob")
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-        raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
+def _rising(cu_seqlens: Tensor, logprob_T: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         ok = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(logprob_T)) & (cu_seqlens.diff() >= 0).all()
         check_values(

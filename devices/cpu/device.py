@@ -27,6 +27,8 @@ def _bytes_of(path: str, *fields: str) -> list[int]:
     if not Path(path).exists():
         raise UnsupportedError("reading memory figures of the cpu device", f"they are read from {path} of Linux")
     lines = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
+    if missing := [field for field in fields if field not in lines]:
+        raise RuntimeError(f"{path} has no field {', '.join(map(repr, missing))}")
     return [int(lines[field].split()[0]) * 1024 for field in fields]
 
 

@@ -91,11 +91,20 @@ def needed(per_token: PerToken, name: str, loss: str) -> Tensor:
     return per_token[name]
 
 
-def check_not_held(per_token: PerToken, operator: str) -> None:
-    """What sequence-level losses are given by ``operator``."""
+def checked_edges(cu_seqlens: Tensor | None, per_token: PerToken, operator: str, rows: str) -> Tensor:
+    """``cu_seqlens``, but for its values, of ``operator``'s sequence-level loss over ``rows``.
+
+    Raises:
+        InvalidInputError: there are none, they are no [N + 1] integers, or ``per_token`` has what ``operator`` sets.
+    """
     taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
     if taken:
         raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: {operator} sets them; rename yours")
+    if cu_seqlens is None:
+        raise InvalidInputError(f"a sequence-level loss needs cu_seqlens, the boundaries of the sequences in {rows}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
+        raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
+    return cu_seqlens
 
 
 def joined_statistics(one: dict[str, Tensor], other: dict[str, Tensor], loss: str) -> dict[str, Tensor]:
