@@ -228,9 +228,9 @@ class _Plain:
         weight = torch.ones(len(rows))
         weight[ends - 1] = 0.0  # nothing follows
         given = {
-            "input_ids": batch["input_ids"][rows],
+            "input_ids": batch["input_ids"].index_select(0, rows),  # [rows] would wake every thread of the host
             "weight": weight / (bounds[-1] - len(bounds) + 1),
-            **{name: batch[name][rows].roll(-1) for name in ("old_logprobs", "advantages")},
+            **{name: batch[name].index_select(0, rows).roll(-1) for name in ("old_logprobs", "advantages")},
         }
         given["targets"] = given["input_ids"].roll(-1)
         cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)

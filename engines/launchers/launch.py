@@ -93,7 +93,7 @@ def _start_processes(  # noqa: PLR0917
     worker_class: Any, engine: str, shares: list[tuple[str, ...]], timeout_s: float, owns_process: bool, python: str
 ) -> WorkerGroup:
     store, number = str(new_store()), next(_numbers)
-    environment = _environment([name for share in shares for name in share]) | os.environ
+    environment = _environment([name for share in shares for name in share], owns_process=owns_process) | os.environ
     group = WorkerGroup(engine, timeout_s, store)
     started = []
     try:
@@ -113,12 +113,14 @@ def _start_processes(  # noqa: PLR0917
     return group
 
 
-def _environment(device_names: list[str]) -> dict[str, str]:
+def _environment(device_names: list[str], *, owns_process: bool) -> dict[str, str]:
     """Of a worker process, where the user's own does not say otherwise."""
     environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
-    on_host = [name for name in device_names if launch(name).spec.is_host]
-    if on_host:  # they divide its processors: each with as many threads as there are would hold the others up
-        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(on_host)))
+    on_host = all(launch(name).spec.is_host for name in device_names)
+    if on_host or not owns_process:  # vLLM sets its own beside an accelerator
+        # They divide the host's processors: each with as many threads as there are would hold the others up, also
+        # those that only feed an accelerator.
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(device_names)))
     return environment
 
 

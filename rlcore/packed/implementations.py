@@ -123,8 +123,13 @@ def attend_flex(
         scaling=options["scaling"],
         softcap=options.get("softcap"),
         s_aux=options.get("s_aux"),
+        kernel_options=_WHOLE_SEQUENCES,
     )[0]
     return result
+
+
+_WHOLE_SEQUENCES = {"BACKEND": "TRITON"}
+"""Below 128 tokens torch would take its kernel for decoding, and torch 2.11 finds no form of that in float32."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over lengths would compile for every batch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -170,3 +173,36 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
     monkeypatch.setattr(train_step._Metrics, "result", lambda self: (_ for _ in ()).throw(ended))
     with pytest.raises(RuntimeError, match="all is launched"):
         train_step.train_step(module, device, share, ppo_clip(), options=options)
+
+
+CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """
+import os, torch
+from rlcore.engines.micro_batch import micro_batches, shares
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+cu_seqlens = torch.arange(0, 8192 + 1, 1024, dtype=torch.int32)
+packed = {"input_ids": torch.zeros(8192, dtype=torch.int64), "advantages": torch.zeros(8192), "cu_seqlens": cu_seqlens}
+before = num_threads()
+for share in shares(packed, 2, 2048):
+    scored_T = torch.ones(4096, dtype=torch.bool)
+    assert len(list(micro_batches(share, scored_T, 2048, torch.device("cpu")))) == 2
+after = num_threads()
+packed["input_ids"][torch.arange(8192)]
+print(after - before, num_threads() - after)
+"""
+
+
+def test_cutting_wakes_no_other_thread_of_the_host() -> None:
+    """On a busy host each time took 10 ms, and the device waited."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CUTTING_IN_A_PROCESS_OF_FOUR_THREADS],
+        env=os.environ | {"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours, of_indexing = map(int, found.stdout.split())
+    assert of_indexing > 0, "torch has changed: nothing is shown here any more"
+    assert ours == 0

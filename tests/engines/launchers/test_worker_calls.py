@@ -276,8 +276,10 @@ def test_workers_share_the_processors(start_group: Start, monkeypatch: pytest.Mo
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     processors = len(os.sched_getaffinity(0))
-    assert _environment(["cpu:0", "cpu:1"])["OMP_NUM_THREADS"] == str(max(1, processors // 2))
-    assert "OMP_NUM_THREADS" not in _environment(["cuda:0"])
+    half = str(max(1, processors // 2))
+    assert _environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
+    assert _environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
+    assert "OMP_NUM_THREADS" not in _environment(["cuda:0"], owns_process=True), "vLLM decides"
     with start_group(Worker) as group:
         assert ask(group, "threads") == 1, "the user's own setting wins"
 
