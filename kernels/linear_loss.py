@@ -144,8 +144,9 @@ def linear_loss(
         logit_scale: > 0; multiplies the logits.
         ignore_index: marks targets that do not count.
         group: a process group over which the vocabulary is split.
-        memory_budget_bytes: limit for temporaries of the logits; None is ``chunks.DEFAULT_BUDGET_BYTES``. A
-            sequence longer than it allows is still taken whole by a sequence-level loss.
+        memory_budget_bytes: limit of memory beyond the gradients and their float32 accumulators; None is
+            ``chunks.DEFAULT_BUDGET_BYTES``. A sequence longer than it allows is still taken whole by a
+            sequence-level loss.
         implementation: run this one or raise; None chooses.
 
     Returns:

@@ -17,6 +17,8 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels import linear_tiled, triton_rows, triton_tiles
 from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.head_task import HeadTask
+from rlcore.kernels.rows import Rows
 from rlcore.ops import (
     Logprobs,
     combine,
@@ -356,6 +358,21 @@ def test_linear_loss_in_tiles_matches_float64(
         got = torch.autograd.grad(found.loss * 3, narrow, retain_graph=True)
         assert_gradients_close(got, true)
         assert not got[0][2].any()
+
+
+@pytest.mark.parametrize(
+    ("asked", "beside"), [("hw", (4000 + 2000) * 80 * 4), ("h", 4000 * 80 * 4), ("w", 2000 * 80 * 4), ("", 0)]
+)
+def test_chunks_have_the_budget_and_the_room_of_the_gradients_asked_for(
+    asked: str, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = torch.empty(4000, 80, requires_grad="h" in asked)
+    weight = torch.empty(2000, 80, requires_grad="w" in asked)
+    task = HeadTask(Rows(torch.zeros(4000, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
+    monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: rows)
+    rows = linear_tiled.linear_loss_tiled(hidden, weight, None, task, None)
+    row_bytes = 2 * 2000 + 8 * 12
+    assert rows * row_bytes <= 600_000 + beside < (rows + 128) * row_bytes  # in whole tiles
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "rows"])
