@@ -28,7 +28,7 @@ from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
 _GRACE_S = 3.0
-"""Between the stack trace of what is late and its end."""
+"""Between asking what is late for its stack trace and its end."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +60,8 @@ def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     os.dup2(2, 1)
     # BLAS has threads by now; it handles forks, which Python cannot know.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    # Grandchildren inherit the answer. Of other threads nothing is told: walking their frames while they run crashes.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     known = cases()
     while line := sys.stdin.buffer.readline():
         answer = _forked(msgspec.json.decode(line, type=Job), known)
@@ -90,8 +92,8 @@ def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
     try:
         os.setsid()
         faulthandler.enable()
-        faulthandler.dump_traceback_later(job.timeout_s)
         _write_all(writing, _result(job, cases))
+        os.close(writing)  # it has ended in time, however long the system takes to unpin its memory
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -110,8 +112,12 @@ def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
 
 
 def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
-    """What the grandchild wrote, if it ended well; ends it when it is late, or when the parent has gone."""
-    deadline = time.monotonic() + job.timeout_s + _GRACE_S
+    """What the grandchild wrote, if it ended well and in time; ends it when it is late, or when the parent has gone.
+
+    It is asked where it is before that. It may crash at that, as frames that are just being made cannot be walked, or
+    go on, as a sleep ends by a signal: it is late all the same.
+    """
+    deadline, is_late = time.monotonic() + job.timeout_s, False
     body, parent = bytearray(), sys.stdin.fileno()
     while True:
         ready, _, _ = select.select([reading, parent, ended], [], [], max(0.0, deadline - time.monotonic()))
@@ -120,13 +126,18 @@ def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
             continue
         if reading in ready or ended in ready:  # a process it left behind may hold the pipe open
             break
+        if not ready and not is_late:
+            deadline, is_late = time.monotonic() + _GRACE_S, True
+            signal.pidfd_send_signal(ended, signal.SIGUSR1)
+            continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        if parent in ready:  # only the end of the input comes here while a job runs
-            sys.exit(0)
-        return Answer(is_late=True)
+        break
     _, status = os.waitpid(pid, 0)
+    if parent in ready:  # only the end of the input comes here while a job runs
+        sys.exit(0)
+    if is_late:
+        return Answer(is_late=True)
     if os.WIFSIGNALED(status):
         return Answer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)

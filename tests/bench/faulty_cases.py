@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +38,15 @@ def _case(name: str, run: Callable[[], Any], timeout_s: float = 60.0) -> Case:
 
 
 def _hang() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()  # is elsewhere, and nobody's concern
     subprocess.Popen(["sleep", SLEEP_S])  # its end is the child's business too
     ctypes.PyDLL(None).sleep(1000)  # keeps Python's lock, as a driver that hangs does
+
+
+def _crash_when_asked() -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+    while True:
+        pass
 
 
 def _leave_behind() -> int:
@@ -93,6 +101,7 @@ CASES = {
         _case("compute", _compute),
         _case("wrong", lambda: 5),
         _case("hangs", _hang, timeout_s=HANGS_S),
+        _case("crashes_when_asked", _crash_when_asked),
         _case("killed", lambda: os.kill(os.getpid(), signal.SIGKILL)),
         _case("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
         _case("exits", _say_and_exit),

@@ -139,6 +139,11 @@ def test_case_that_the_end_of_the_runs_time_cuts_is_skipped_and_one_that_hangs_f
     assert hung.status == "fail" and hung.reason.startswith("it hung")
 
 
+def test_case_that_crashes_when_it_is_asked_where_it_is_was_late_before(isolated: Isolated) -> None:
+    (cut,) = isolated.run_case(CASES["faulty/crashes_when_asked"], ONCE, left_s=1.0)
+    assert (cut.status, cut.reason) == ("skipped", "the time that the run had (--within) ended 1 s into it")
+
+
 def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:
     assert isolated.run_case(CASES["faulty/right"], ONCE)[0].status == "pass"
     assert isolated._child is not None
