@@ -20,6 +20,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
+_LOW_ADDRESS = 1 << 40
+"""A tensor of freed memory begins at its offset, 0 or little more; where memory may be as low, each is asked."""
+
 
 class Side:
     """The destinations of a batch, or its sources."""
@@ -50,13 +53,15 @@ class Batch:
     """Copies that have been checked.
 
     Raises:
-        InvalidInputError: pairs differ, are elsewhere, or their memory overlaps.
+        InvalidInputError: pairs differ, are elsewhere, were freed, or their memory overlaps.
     """
 
     def __init__(self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], device: torch.device) -> None:
         _check_pairs(dst, src)
         self.dst, self.src = Side(dst), Side(src)
         _check_devices({*self.dst.devices, *self.src.devices}, device)
+        _check_memory(self.dst, "destination")
+        _check_memory(self.src, "source")
         for where in set(self.dst.devices):
             _check_overlap(self.dst, self.src, where)
 
@@ -90,6 +95,17 @@ def _check_devices(found: set[torch.device], device: torch.device) -> None:
     others = sorted(str(other) for other in found if other.type not in (device.type, "cpu"))
     if others:
         raise InvalidInputError(f"copy_batch of {device} takes tensors there and in host memory, got {others}")
+
+
+def _check_memory(side: Side, what: str) -> None:
+    """A copy of a freed storage would end the process."""
+    for position in np.flatnonzero((side.start < _LOW_ADDRESS) & (side.nbytes > 0)):
+        tensor = side.tensors[position]
+        if not tensor.untyped_storage().data_ptr():
+            raise InvalidInputError(
+                f"copy_batch takes tensors that hold memory; that of the {what} of pair {position}, "
+                f"{_words(tensor)} on {tensor.device}, was freed: bring it back first, as onload() does"
+            )
 
 
 def _check_overlap(dst: Side, src: Side, device: torch.device) -> None:

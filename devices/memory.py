@@ -145,7 +145,7 @@ class Memory(Part):
         checked. Host memory is read and written after the call has returned: wait for the stream before using it.
 
         Raises:
-            InvalidInputError: lists of unequal length, pairs that differ, or overlap.
+            InvalidInputError: lists of unequal length, pairs that differ, were freed, or overlap.
         """
         batch = Batch(dst, src, self._torch_device)
         if batch.dst.tensors:

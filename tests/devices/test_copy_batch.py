@@ -137,6 +137,21 @@ def test_pairs_that_differ_are_refused(device: Any) -> None:
         assert all(not tensor.any() for tensor in dst)
 
 
+@pytest.mark.parametrize("offset", [0, 100])
+def test_tensors_whose_memory_was_freed_are_refused(device: Any, offset: int) -> None:
+    there, away = (torch.zeros(200, device=device.torch_device) for _ in range(2))
+    views = [tensor[offset:][:50] for tensor in (there, away)]
+    away.untyped_storage().resize_(0)
+    for dst, src, what in ((*views, "source"), (*views[::-1], "destination")):
+        message = rf"that of the {what} of pair 1, float32 \[50\] on {away.device}, was freed: bring it back first"
+        with pytest.raises(InvalidInputError, match=message):
+            device.memory.copy_batch([torch.ones(3), dst], [torch.ones(3), src])
+    away.untyped_storage().resize_(there.nbytes)
+    device.memory.copy_batch([away], [there.add_(1)])
+    device.synchronize()
+    assert away.eq(1).all()
+
+
 def test_overlap_is_refused(device: Any) -> None:
     memory = torch.zeros(100, device=device.torch_device)
     other = torch.ones(20, device=device.torch_device)
