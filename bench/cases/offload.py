@@ -280,7 +280,7 @@ def _prepare_five(device: Any) -> Work:
     return Work(
         contenders=tuple(_contender(name, play, *sets) for name, play in contenders.items()),
         params={"bytes_trained": nbytes, "bytes_frozen": nbytes // 3},
-        num_runs=_NUM_RUNS,
+        num_runs=3,  # of five changes of place each
     )
 
 
@@ -304,14 +304,17 @@ first_case = Case(
     name="offload/first",
     description="the first offload of a process: with and without reserved host memory, beside torch's pin_memory",
     prepare=_prepare_first,
+    estimate_s=30.0,
 )
 swap_case = Case(
     name="offload/swap",
     description="two modules with Adam states change places: both directions at once, and one after the other",
     prepare=_prepare_swap,
+    estimate_s=30.0,
 )
 five_case = Case(
     name="offload/five_engines",
     description="actor, critic, reference, reward and rollout in turns on a device: a round of five changes of place",
     prepare=_prepare_five,
+    estimate_s=50.0,
 )
