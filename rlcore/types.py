@@ -6,6 +6,7 @@ No torch here: a plugin's registration must import in milliseconds on a machine 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -329,6 +330,8 @@ class SyncReport:
     """Bytes that went through the engine's own loader instead of planned copies."""
     handles_opened: int
     seconds: float
+    calls_s: Mapping[str, float]
+    """Of them by each call to the two sides, by its method, such as "pull"; calls may run side by side."""
     slabs_wait_by: str = ""
     """How the two sides of slabs wait for each other: "event", their devices by interprocess events; "host", each
     process for its own device; "" where no slab was used."""

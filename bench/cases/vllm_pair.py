@@ -204,13 +204,18 @@ class VllmPair:
         for kind, reserved in (("cold", 0), ("reserved", self.nbytes + (self.nbytes >> 6)), ("later", None)):
             if reserved is not None:
                 self.ask("reserve_again", reserved)
-            reports = [_joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
+            reports = [joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
             found[kind] = reports[0].seconds, reports[1].seconds
         self.moved_bytes = reports[0].moved_bytes
         self.infer.meta("weights")
         self.ask("reserve_again", 0)  # the trainer's weights need it as well
         self.infer.onload("weights")
         return found
+
+    def bare_s(self, tag: str) -> tuple[float, int]:
+        """Seconds that the memory of a released tag of vLLM's alone takes to come back, and the pieces it is in."""
+        found = [one for replica in self.infer._call("bare", tag) for one in replica]
+        return max(seconds for seconds, _ in found), max(pieces for _, pieces in found)
 
     def step(self) -> None:
         """The trainer gets new weights."""
@@ -227,7 +232,7 @@ class VllmPair:
         self._files.cleanup()
 
 
-def _joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
+def joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
     """Of one tag: devices move side by side."""
     (of_devices,) = reports.values()
     return OffloadReport(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
+from rlcore.engines.executors.vllm.share import Share
 from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.storages import bytes_of
 from rlcore.engines.sync.proof import checksums
 from rlcore.errors import UnsupportedError
 from rlcore.registry import registry
@@ -36,6 +42,13 @@ class MeasuredVllmWorker(VllmWorker):
             arena.reserve(nbytes)
             arena.wait()
 
+    def bare(self, tag: str) -> list[tuple[float, int]]:
+        """Of a tag that was released: the seconds that its memory alone takes to come back, and in how many pieces.
+
+        It is gone again afterwards. By vLLM's ranks.
+        """
+        return self._on_vllms_workers(_bare, tag)
+
     def sums(self) -> list[dict[str, int]]:
         """Of each parameter's bytes, by vLLM's ranks."""
         return self._on_vllms_workers(_sums)
@@ -60,6 +73,24 @@ def _sums(worker: Any) -> dict[str, int]:
     return dict(zip(own, checksums(parameter.detach() for parameter in own.values()), strict=True))
 
 
+def _bare(worker: Any, tag: str) -> tuple[float, int]:
+    """As many pieces as vLLM's allocator has, at the same addresses; a KV cache is set to zero besides."""
+    share: Share = worker._rlcore_share
+    device = share.device
+    parts = [part for parcel in share._residents[tag]._cargo.parcels for part in parcel.ranges]
+    device.synchronize()
+    started = time.perf_counter()
+    for part in parts:
+        part.storage.resize_(part.storage_bytes)
+        if tag == "kv_cache":
+            bytes_of(part.storage, 0, part.storage_bytes).zero_()
+    seconds = time.perf_counter() - started
+    device.synchronize()
+    for part in parts:
+        part.storage.resize_(0)
+    return seconds, len(parts)
+
+
 def _load(worker: Any, name: str, tensor: Tensor) -> None:
     worker.model_runner.get_model().load_weights([(name, tensor)])
 
@@ -68,11 +99,10 @@ def _transfer(worker: Any, method: str, argument: Any) -> None:
     engine = getattr(worker, "_rlcore_measured", None)
     if engine is None:
         from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
         config = WeightTransferConfig(backend="ipc")
-        model = worker.model_runner.get_model()
-        engine = worker._rlcore_measured = IPCWeightTransferEngine(config, worker.vllm_config, worker.device, model)
+        arguments = config, worker.vllm_config, worker.device, worker.model_runner.get_model()
+        engine = worker._rlcore_measured = _vllms_ipc().IPCWeightTransferEngine(*arguments)
     match method:
         case "start":
             engine.start_weight_update()
@@ -80,6 +110,23 @@ def _transfer(worker: Any, method: str, argument: Any) -> None:
             engine.update_weights(argument)
         case "finish":
             engine.finish_weight_update()
+
+
+def _vllms_ipc() -> Any:
+    """vLLM's module of its back end ``ipc``.
+
+    It imports Ray, for another way to reach workers than the one that is driven here: where Ray is not installed, an
+    empty module stands in for it during the import.
+    """
+    is_absent = "ray" not in sys.modules and importlib.util.find_spec("ray") is None
+    if is_absent:
+        sys.modules["ray"] = types.ModuleType("ray")
+    try:
+        from vllm.distributed.weight_transfer import ipc_engine
+    finally:
+        if is_absent:
+            del sys.modules["ray"]
+    return ipc_engine
 
 
 # ------------------------------------------------------------------------------------------- the trainer's side
@@ -109,7 +156,7 @@ class VllmIpcSender:
         if device.spec.is_host:
             raise UnsupportedError("vLLM's own ipc engine", "it takes CUDA devices")
         try:
-            from vllm.distributed.weight_transfer import ipc_engine
+            ipc_engine = _vllms_ipc()
         except ImportError as error:
             raise UnsupportedError("vLLM's own ipc engine", f"it cannot be imported: {error}") from error
         if not hasattr(ipc_engine.IPCWeightTransferEngine, "trainer_send_weights"):

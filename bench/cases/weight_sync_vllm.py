@@ -19,7 +19,7 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases import vllm_worker
 from rlcore.bench.cases.offload import Link
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
+from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair, joined
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
@@ -53,9 +53,9 @@ class _Limits(NamedTuple):
     to_device: float
     """Bytes a second."""
     weights_s: float
-    """To allocate as many bytes as vLLM's weights have."""
+    """To allocate as many bytes as vLLM's weights have, in one piece."""
     kv_cache_s: float
-    """To allocate, and set to zero, as many as its KV cache has."""
+    """To allocate in one piece, and set to zero, as many as its KV cache has."""
     copy_s: float
     """To copy as many bytes as the weights have, within the device."""
     peer: float | None
@@ -118,38 +118,49 @@ class _Ways:
         self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
 
     def turn(self) -> _Done:
-        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it."""
-        train, infer, limits = self._pair.train, self._pair.infer, self._limits
-        self._pair.step()
+        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it.
+
+        The limit of vLLM's tags is what their memory alone takes to come back just before: as many pieces, at the same
+        addresses, as captured graphs need them.
+        """
+        pair, limits = self._pair, self._limits
+        train, infer = pair.train, pair.infer
+        train.offload()
+        train.onload()  # as after the turn before: its memory is not where vLLM knew it
+        pair.step()
         infer.meta()
-        steps: dict[str, Callable[[], Any]] = {
-            "wake_weights": lambda: infer.onload("weights"),
-            "sync": lambda: train.sync_weights(infer),
-            "trainer_offload": train.offload,
-            "wake_kv_cache": lambda: infer.onload("kv_cache"),
-        }
-        seconds, found = {}, {}
-        for name, step in steps.items():
+        pieces: dict[str, int] = {}
+
+        def bare_s(tag: str) -> float:
+            seconds, pieces[tag] = pair.bare_s(tag)
+            return seconds
+
+        phases = (
+            _Phase("wake_weights", lambda: infer.onload("weights"), lambda: bare_s("weights")),
+            _Phase("sync", lambda: train.sync_weights(infer), lambda: limits.copy_s),
+            _Phase("trainer_offload", train.offload, lambda: pair.nbytes / limits.to_host),
+            _Phase("wake_kv_cache", lambda: infer.onload("kv_cache"), lambda: bare_s("kv_cache")),
+        )
+        seconds, found, least = {}, {}, {}
+        for phase in phases:
+            least[phase.name] = phase.limit()
             started = time.perf_counter()
-            found[name] = step()
-            seconds[name] = time.perf_counter() - started
+            found[phase.name] = phase.step()
+            seconds[phase.name] = time.perf_counter() - started
         train.onload()
-        least = {
-            "wake_weights": limits.weights_s,
-            "sync": limits.copy_s,
-            "trainer_offload": self._pair.nbytes / limits.to_host,
-            "wake_kv_cache": limits.kv_cache_s,
-        }
         report: SyncReport = found["sync"]
         quantities = {
-            **{name: Quantity(one, "s") for name, one in seconds.items()},
+            **_named("{}", seconds),
+            **_named("{}_limit", least),
             **{f"{name}_of_limit": Quantity(one / least[name], "1") for name, one in seconds.items()},
+            **_named("{}_moving", {name: joined(found[name]).seconds for name in ("wake_weights", "wake_kv_cache")}),
+            "wake_weights_of_allocation": Quantity(seconds["wake_weights"] / limits.weights_s, "1"),
+            "wake_kv_cache_of_allocation": Quantity(seconds["wake_kv_cache"] / limits.kv_cache_s, "1"),
+            **{f"pieces_of_{tag}": Quantity(count, "piece") for tag, count in pieces.items()},
             "turn": Quantity(sum(seconds.values()), "s"),
             "read_amplification": Quantity(report.moved_bytes / report.needed_bytes, "1"),
             **self._first_moves(),
         }
-        if report.handles_opened:
-            quantities["handles_opened"] = Quantity(report.handles_opened, "handle")
         if limits.peer is not None:
             bound = 2 * report.needed_bytes / self._num_receivers / limits.peer + 0.020
             quantities["sync_of_bound"] = Quantity(seconds["sync"] / bound, "1")
@@ -171,6 +182,7 @@ class _Ways:
 
     def again(self) -> _Done:
         """Nothing else was moved since the last sync."""
+        self._pair.train.sync_weights(self._pair.infer)
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
 
     def packed(self) -> _Done:
@@ -217,7 +229,31 @@ class _Ways:
 
     def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> _Done:
         sums = [one for replica in self._pair.infer._call("sums") for one in replica]
-        return _Done(seconds, self._pair.state, sums, quantities, report)
+        parts = {} if report is None else _parts(report)
+        return _Done(seconds, self._pair.state, sums, {**quantities, **parts}, report)
+
+
+class _Phase(NamedTuple):
+    """Of a turn."""
+
+    name: str
+    step: Callable[[], Any]
+    limit: Callable[[], float]
+    """Seconds; asked for just before the step."""
+
+
+def _parts(report: SyncReport) -> dict[str, Quantity]:
+    """Where the time of a sync went."""
+    found = {**_named("call_{}", report.calls_s), f"route_{report.route}": Quantity(1, "1")}
+    if report.handles_opened:
+        found["handles_opened"] = Quantity(report.handles_opened, "handle")
+    if report.slabs_wait_by:
+        found[f"waits_by_{report.slabs_wait_by}"] = Quantity(1, "1")
+    return found
+
+
+def _named(pattern: str, seconds: Mapping[str, float]) -> dict[str, Quantity]:
+    return {pattern.format(name): Quantity(one, "s") for name, one in seconds.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- the cases

@@ -193,6 +193,9 @@ class Transfer:
                 f"{self._device.name} has no memory for {way.needed_bytes} bytes that come back: "
                 f"{str(error).partition(chr(10))[0]}; offload something else first"
             ) from error
+        if parcel.block is None:  # there is nothing to copy or to wait for
+            self._has_moved(way, parcel)
+            return True
         on_host, on_device = parcel.pairs()
         self._copy(way, parcel, on_device, on_host)
         return True
@@ -213,12 +216,15 @@ class Transfer:
         oldest = self._queue.popleft()
         oldest.done.synchronize()
         oldest.keep = None
-        if isinstance(oldest.way, Departure):
-            oldest.way.has_left(oldest.parcel)
+        self._has_moved(oldest.way, oldest.parcel)
+
+    def _has_moved(self, way: Departure | Arrival, parcel: Parcel) -> None:
+        if isinstance(way, Departure):
+            way.has_left(parcel)
         else:
-            oldest.way.has_arrived(oldest.parcel, self._arena)
-        if oldest.way.is_over:
-            self._ended[oldest.way] = time.perf_counter()
+            way.has_arrived(parcel, self._arena)
+        if way.is_over:
+            self._ended[way] = time.perf_counter()
 
     def _num_queued(self, kind: type) -> int:
         return sum(isinstance(queued.way, kind) for queued in self._queue)

@@ -10,13 +10,14 @@ import contextlib
 import functools
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.engines.sync.options import Clock, RoundOptions
-from rlcore.engines.sync.parties import Parties
+from rlcore.engines.sync.parties import Parties, TimedParties
 from rlcore.engines.sync.place import Place, decoded, is_unwise, refusal
 from rlcore.engines.sync.planned import Summary
 from rlcore.engines.sync.routes import PATHS, Direct, Local, Packed, PackedOnHost, Path
@@ -77,6 +78,9 @@ class Rounds:
     def __init__(self, senders: Parties, receivers: Parties) -> None:
         self.senders = senders
         self.receivers = receivers
+        self.calls_s: Counter[str] = Counter()
+        """Of the last round."""
+        self.timed = TimedParties(senders, self.calls_s), TimedParties(receivers, self.calls_s)
         self.name = uuid.uuid4().hex
         """By which receivers know these senders from others."""
         self.agreement: Agreement | None = None
@@ -100,6 +104,7 @@ class Rounds:
             UnsupportedError: the route that was asked for, or any, cannot be taken; says why.
             SyncError: what went wrong; a note says what the receivers hold.
         """
+        self.calls_s.clear()
         round_ = _Round(self, options)
         try:
             return round_.run(poisoned)
@@ -123,7 +128,7 @@ class Rounds:
 class _Round:
     def __init__(self, rounds: Rounds, options: RoundOptions) -> None:
         self._rounds = rounds
-        self._senders, self._receivers = rounds.senders, rounds.receivers
+        self._senders, self._receivers = rounds.timed
         self._options = options
         self._clock = Clock(options.timeout_s)
         self.is_agreed = False
@@ -152,6 +157,7 @@ class _Round:
             fallback_bytes=self._loaded,
             handles_opened=self._opened,
             slabs_wait_by=self._slabs_wait_by(),
+            calls_s=dict(self._rounds.calls_s),
             seconds=self._clock.seconds,
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -99,6 +101,26 @@ def test_vllms_own_sender_is_driven_as_vllm_has_it(monkeypatch: pytest.MonkeyPat
     assert asked == [("start",), *updates, ("finish",)]
 
 
+@pytest.mark.parametrize("has_ray", [True, False])
+def test_vllms_own_sender_needs_no_ray(has_ray: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's module imports it for another way to reach workers."""
+    package = tmp_path / "vllm" / "distributed" / "weight_transfer"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "ipc_engine.py").write_text("import ray\n")
+    if has_ray:
+        (tmp_path / "ray.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_ray else None)
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "ray")]:
+            del sys.modules[name]
+        found = vllm_worker._vllms_ipc()
+        assert hasattr(found.ray, "value") == has_ray
+        assert ("ray" in sys.modules) == has_ray, "others would take the stand-in for Ray"
+
+
 # ------------------------------------------------------------------------------------------------- with real vLLM
 
 
@@ -141,6 +163,12 @@ def test_every_way_leaves_the_same_bytes_in_vllm(whole: Work) -> None:
     phases = {"wake_weights", "sync", "trainer_offload", "wake_kv_cache"}
     moves = {f"{kind}_{way}" for kind in ("cold", "reserved", "later") for way in ("to_host", "to_device")}
     assert found.keys() >= phases | {f"{phase}_of_limit" for phase in phases} | moves | {"turn", "first_sync"}
+    for tag in ("weights", "kv_cache"):
+        wake = f"wake_{tag}"
+        assert found[f"{wake}_moving"].value < found[wake].value
+        assert found[f"{wake}_of_limit"].value == found[wake].value / found[f"{wake}_limit"].value
+    assert found["pieces_of_weights"].value > 10 > found["pieces_of_kv_cache"].value > 0
+    assert found.keys() >= {"call_begin", "call_commit", f"route_{turn.run().report.route}"}
     assert found["read_amplification"].value == 1
     assert all(quantity.value > 0 for quantity in found.values())
     assert msgspec.json.encode(whole.params)

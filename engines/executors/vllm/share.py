@@ -49,16 +49,21 @@ class Share:
 
     # -------------------------------------------------------------------------------------------- residency
 
-    def move(self, move: str, tag: str) -> OffloadReport:
-        """The KV cache is never copied: what leaves is lost, and what comes back is zero."""
+    def move(self, move: str, tag: str) -> tuple[OffloadReport, bool]:
+        """The KV cache is never copied: what leaves is lost, and what comes back is zero.
+
+        Returns:
+            the report, and whether the tag is away now.
+        """
         resident = self._residents[tag]
         if move == Move.ONLOAD:
             was_away = resident.is_away
             report = resident.onload()
             if tag == "kv_cache" and was_away:
                 versions.after_kv_cache_is_back(self.runner)
-            return report
-        return resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
+        else:
+            report = resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
+        return report, resident.is_away
 
     def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         arena = arena_of(self.device)
@@ -76,7 +81,6 @@ class Share:
             },
             "stats": dataclasses.asdict(memory.stats()),
             "info": dataclasses.asdict(memory.info()),
-            "is_away": {tag: resident.is_away for tag, resident in self._residents.items()},
         }
 
     def _kept(self) -> Iterator[Tensor]:

@@ -146,8 +146,7 @@ class VllmWorker(Worker):
                 self._replica.forget_cached()
             elif move is Move.META:
                 self._replica.hold(_VALUES)
-        found = self._call("move", move, tag)
-        is_away = [memory["is_away"][tag] for memory in self._call("memory")]
+        found, is_away = zip(*self._call("move", move, tag), strict=True)
         if any(away is (move is Move.ONLOAD) for away in is_away):
             raise RlcoreError(f"{move.value}({tag!r}) left {sum(is_away)} of {len(is_away)} vLLM workers without it")
         if move is Move.ONLOAD:

@@ -92,6 +92,8 @@ def test_every_byte_by_every_route(make: Make, route: Route, shards: int) -> Non
         world.module.add(0.5)
         report = world.sync(route=route, version=number, is_verified=number == 1, checksums="always")
         assert report.route == route
+        assert report.calls_s.keys() >= {"begin", "unpack" if route == "packed" else "pull", "ready", "end", "commit"}
+        assert 0 < max(report.calls_s.values()) < report.seconds
         assert (report.handles_opened == 0) == (number == 1 or route != "packed"), "in one process"
         check(world, sizes)
     assert [worker.versions for worker in world.workers] == [[0, 1]] * shards
