@@ -17,6 +17,8 @@ Verdict = Literal["about equal", "faster", "slower", "too few samples", "too noi
 _WORSE = ("fail", "oom")
 _USELESS = 1.0
 """A noise from which on nobody may say that two runs are equal: twice the time would not be seen."""
+NOTES = ("hw_notes", "sw_notes")
+"""Facts that whoever ran it gave: they may explain a difference, and make none."""
 _OTHERS = 0.15
 """By how much the shares of the host that others used may differ between two runs that are compared by its clocks."""
 
@@ -169,6 +171,7 @@ def _facts(record: Record) -> dict[str, str]:
         "host threads": str(record.num_threads),
         "kind of run": record.effort,
         **{f"${name}": value for name, value in sorted(record.environment.items())},
+        **{name: note for name in NOTES if (note := getattr(system, name))},
     }
 
 

@@ -8,6 +8,7 @@ several runs; how many is recorded. Single runs find a cold cache. A case of min
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def _expect_distinct(work: Work) -> None:
 
 
 def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
-    flush = Flush(device, is_host=is_on_host(work, device))
+    began_at, flush = time.time(), Flush(device, is_host=is_on_host(work, device))
     trials = [Trial(contender, work, device, sampling, flush) for contender in work.contenders]
     for trial in trials:
         if work.num_runs is None:
@@ -60,7 +61,7 @@ def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: M
         trial.attempt(trial.check_last)
         if sampling.energy_s and work.num_runs is None:
             trial.attempt(functools.partial(trial.measure_energy, monitor))
-    return [_result(case, work, trial, monitor) for trial in trials]
+    return [_result(case, work, trial, monitor, began_at) for trial in trials]
 
 
 def _in_turns(trials: list[Trial]) -> Iterator[Trial]:
@@ -68,7 +69,7 @@ def _in_turns(trials: list[Trial]) -> Iterator[Trial]:
         yield from active
 
 
-def _result(case: Case, work: Work, trial: Trial, monitor: Monitor) -> CaseResult:
+def _result(case: Case, work: Work, trial: Trial, monitor: Monitor, began_at: float) -> CaseResult:
     name, params = trial.contender.implementation, {**work.params, **trial.contender.params}
     if trial.failure is not None:
         return _not_measured(case.name, name, params, trial.failure)
@@ -83,6 +84,7 @@ def _result(case: Case, work: Work, trial: Trial, monitor: Monitor) -> CaseResul
         runs_per_sample=trial.runs_per_sample,
         flops=work.flops,
         bytes=work.bytes,
+        rounds_at=[began_at],
         limits=_limits(work) if trial.contender.limits is None else dict(trial.contender.limits),
         cache="cold" if trial.is_cold else "warm",
         telemetry=telemetry,

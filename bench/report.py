@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore.bench import charts, evidence
 from rlcore.bench.bars import verdicts
-from rlcore.bench.compare import compare, device_of, what_differs
+from rlcore.bench.compare import NOTES, compare, device_of, what_differs
 from rlcore.bench.headlines import PHASES, Run, find_step, headlines, words
 from rlcore.bench.limits import peak, unit
 from rlcore.bench.missing import missing
@@ -66,6 +66,7 @@ def _about(run: Run) -> dict[str, Any]:
                 ]
             ),
             "rlcore": f"{record.rlcore}, commit {record.commits()}",
+            **{name.replace("_", " "): note for name in NOTES if (note := getattr(system, name))},
             "measured": f"{record.started_at[:16].replace('T', ' ')} UTC, {record.effort} run, {_counts(record)}",
         },
     }

@@ -16,6 +16,7 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.bench.locate import line_of
+from rlcore.bench.text import short_commit
 from rlcore.errors import BenchError
 
 SCHEMA: Final = "rlcore.bench/1"
@@ -86,6 +87,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What one run needs of each measured limit, by its name in ``Calibration.limits``."""
     rounds: list[int] = []
     """How many samples each process took, in order; empty: one process took all."""
+    rounds_at: list[float] = []
+    """When each process began to measure, in seconds since 1970 (UTC); empty: not recorded."""
     cache: Literal["", "cold", "warm"] = ""
     """Whether the device's cache was overwritten before each sample."""
     telemetry: Telemetry | None = None
@@ -99,6 +102,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"two metrics of a result are called {twice[0]!r}")
         if self.rounds and sum(self.rounds) != (count := len(self.samples("time")) if self.metrics else 0):
             raise ValueError(f"rounds of {sum(self.rounds)} samples in all, and {count} samples of the time")
+        if self.rounds_at and len(self.rounds_at) != (count := len(self.rounds) or 1):
+            raise ValueError(f"times of {len(self.rounds_at)} rounds, and {count} rounds")
         if self.status != "pass" and (self.metrics or not self.reason):
             raise ValueError(f"a result with status {self.status!r} must have a reason and no metrics")
 
@@ -146,6 +151,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     other_software_stack: dict[str, str] = {}
     """Driver and libraries that no Python package brings."""
     hw_notes: str = ""
+    """What ``--note`` said, such as that others use the machine."""
     sw_notes: str = ""
 
 
@@ -194,10 +200,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def commits(self) -> str:
         """Of all that its results were measured with, shortened."""
         calls = [call.commit for call in self.calls if call.rounds] or [self.commit]
-        parts = [(commit or "unknown").partition("-") for commit in calls]
-        return ", ".join(
-            dict.fromkeys(f"{commit[:12]}{' with changes' if changes else ''}" for commit, _, changes in parts)
-        )
+        return ", ".join(dict.fromkeys(map(short_commit, calls)))
 
 
 def encode(record: Record) -> bytes:

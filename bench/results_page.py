@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlcore.bench.bars import HEADER, verdicts
-from rlcore.bench.compare import device_of
+from rlcore.bench.compare import NOTES, device_of
 from rlcore.bench.headlines import words
 from rlcore.bench.limits import share_of_limit, times
 from rlcore.bench.missing import missing
@@ -48,6 +48,7 @@ def _section(name: str, record: Record) -> str:
         f"host: {system.host_processor_model_name}, "
         f"{system.host_processor_core_count} cores.\n",
     ]
+    lines += [f"Notes: {note}.\n" for name in NOTES if (note := getattr(system, name))]
     marks = dict.fromkeys(mark for result in passed for mark in result.marks)
     lines += [f"Marks: {'; '.join(marks)}.\n"] if marks else []
     by_folder: dict[str, list[CaseResult]] = {}

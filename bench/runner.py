@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rlcore.bench.case import Case
-from rlcore.bench.compare import what_differs
+from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.result import Call, CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.bench.trial import Sampling
@@ -171,12 +171,19 @@ def continued(earlier: Record, now: Record) -> Record:
     Raises:
         BenchError: they are not of one kind of machine, software and run; says what differs.
     """
-    found = {name: pair for name, pair in what_differs(earlier, now).items() if name != "commit"}
+    found = {name: pair for name, pair in what_differs(earlier, now).items() if name not in ("commit", *NOTES)}
     if found:
         told = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
         raise BenchError(f"the record was not made like this run, which cannot go on with it: {told}")
     calls = earlier.calls or [_call_of(earlier)]
-    return msgspec.structs.replace(earlier, calls=[*calls, _call_of(now)])
+    return noted(msgspec.structs.replace(earlier, calls=[*calls, _call_of(now)]), now.system.hw_notes)
+
+
+def noted(record: Record, note: str | None) -> Record:
+    """With ``note`` beside those that it has."""
+    notes = [one for one in (record.system.hw_notes, note) if one]
+    system = msgspec.structs.replace(record.system, hw_notes="; ".join(dict.fromkeys(notes)))
+    return msgspec.structs.replace(record, system=system)
 
 
 def _is_open(results: list[CaseResult]) -> bool:
@@ -213,5 +220,10 @@ def _joined(first: CaseResult, second: CaseResult) -> CaseResult:
     rounds = [*(first.rounds or [len(first.samples("time"))]), len(second.samples("time"))]
     told = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
     return msgspec.structs.replace(
-        first, metrics=metrics, rounds=rounds, telemetry=told, marks=marks(told) if told else []
+        first,
+        metrics=metrics,
+        rounds=rounds,
+        rounds_at=first.rounds_at + second.rounds_at if first.rounds_at and second.rounds_at else [],
+        telemetry=told,
+        marks=marks(told) if told else [],
     )

@@ -36,3 +36,9 @@ def size(nbytes: int) -> str:
         if nbytes >= scale and nbytes % scale == 0:
             return f"{nbytes // scale} {unit}"
     return rate(nbytes, "B") if nbytes >= 2**20 else f"{nbytes} B"
+
+
+def short_commit(name: str | None) -> str:
+    """Shortened; None is unknown."""
+    found, _, changes = (name or "unknown").partition("-")
+    return f"{found[:12]}{' with changes' if changes else ''}"

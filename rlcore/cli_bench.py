@@ -54,6 +54,9 @@ def run(
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Measure the limits of this machine again.")
     ] = False,
+    note: Annotated[
+        str | None, typer.Option(help="What to know of the machine: kept in the record, shown with its results.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run benchmark cases (all when none is named) and write the record as JSON.
@@ -68,7 +71,7 @@ def run(
     from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
     from rlcore.bench.result import encode, read
-    from rlcore.bench.runner import PLANS, Run, check_can_write, continued
+    from rlcore.bench.runner import PLANS, Run, check_can_write, continued, noted
     from rlcore.registry import get_device
 
     if quick and full:
@@ -90,7 +93,7 @@ def run(
     print(f"{len(chosen)} cases on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
     try:
         with Isolated(on.name) as isolated, progress(durations, chosen, plan.rounds) as report:
-            record = isolated.new_record(effort)
+            record = noted(isolated.new_record(effort), note)
             record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
             running = Run(
                 record=record,

@@ -117,6 +117,9 @@ def print_comparison(found: Comparison) -> None:
     if left_out := [row.case for row in found.rows if row.case not in both]:
         folders = ", ".join(dict.fromkeys(case.partition("/")[0] for case in left_out))
         print(f"Not shown: {len(left_out)} results of cases, or of sizes, that one run alone has ({folders}).")
+    turns = [row.difference.turns for row in found.compared if row.difference and row.difference.turns]
+    if turns:
+        print(f"Both took turns at {len(turns)} results ({min(turns)} or more): the ratio is the mean of each turn's.")
     if noises := [row.difference.noise for row in found.compared if row.difference]:
         print(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
 

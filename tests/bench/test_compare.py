@@ -57,15 +57,26 @@ def test_equal_runs_are_about_equal_in_at_least_95_percent_whatever_the_noise(dr
     assert sum(found) <= 0.05 * len(found)
 
 
+def by_device(result: CaseResult) -> CaseResult:
+    metric = Metric(name="device_time", unit="s", samples=result.samples("time"))
+    return msgspec.structs.replace(result, metrics=[*result.metrics, metric])
+
+
 @pytest.mark.parametrize(("slowdown", "drift"), [(1.10, 0.02), (1.03, 0.003)])
 def test_planted_slowdown_is_found_with_30_samples(slowdown: float, drift: float) -> None:
-    """10 % under the noise of a quiet host, 3 % under that of an accelerator."""
+    """10 % under the noise of a quiet host, 3 % under that of an accelerator by its own clock."""
     generator = np.random.default_rng(2)
-    found = [
-        difference(timed("a", generator, drift=drift), timed("a", generator, drift=drift, median=0.01 * slowdown))
-        for _ in range(100)
-    ]
+    pairs = [[timed("a", generator, drift=drift, median=0.01 * factor) for factor in (1, slowdown)] for _ in range(100)]
+    found = [difference(*(map(by_device, pair) if slowdown < 1.1 else pair)) for pair in pairs]
     assert sum(one.is_significant and one.low <= slowdown <= one.high for one in found) >= 90
+
+
+def test_whole_runs_on_a_host_differ_though_their_rounds_agree() -> None:
+    generator = np.random.default_rng(25)
+    a, shifted = (timed("a", generator, drift=0.002, median=0.01 * factor) for factor in (1.0, 1.045))
+    assert not difference(a, shifted).is_significant
+    assert difference(by_device(a), by_device(shifted)).is_significant
+    assert 0.05 <= difference(a, shifted).noise < 0.06
 
 
 def test_many_samples_of_one_process_do_not_outvote_noise_between_processes() -> None:
@@ -102,6 +113,76 @@ def test_rounds_that_a_neighbour_fell_on_hide_no_slowdown_and_make_none(slowdown
     generator = np.random.default_rng(13)
     found = [difference(interrupted(generator), interrupted(generator, median=0.01 * slowdown)) for _ in range(100)]
     assert low <= sum(one.is_significant for one in found) <= high
+
+
+def in_turns(
+    generator: np.random.Generator, *, slowdown: float, walk: float, rounds: int = 15, n: int = 2, per_turn: int = 1
+) -> tuple[CaseResult, CaseResult]:
+    """Both on one machine that gets slower or faster by ``walk`` meanwhile; samples and processes scatter by 0.5 %.
+
+    Who begins alternates, ``per_turn`` rounds at a time.
+    """
+    order = [side for turn in range(rounds // per_turn) for side in ((0, 1), (1, 0))[turn % 2] for _ in range(per_turn)]
+    drift = np.cumsum(generator.normal(0, walk / math.sqrt(2 * rounds), len(order)))
+    samples: tuple[list[float], list[float]] = ([], [])
+    for side, now in zip(order, drift, strict=True):
+        centre = now + generator.normal(0, 0.005) + side * math.log1p(slowdown)
+        samples[side].extend((0.01 * np.exp(centre + generator.normal(0, 0.005, n))).tolist())
+    found = [
+        CaseResult(
+            name="a",
+            implementation="x",
+            status="pass",
+            params={},
+            metrics=[Metric(name="time", unit="s", samples=samples[side])],
+            rounds=[n] * rounds,
+            rounds_at=[float(at) for at, taken in enumerate(order) if taken == side],
+        )
+        for side in (0, 1)
+    ]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("walk", [0.0, 0.02, 0.05])
+@pytest.mark.parametrize(("rounds", "n"), [(10, 3), (15, 2), (30, 1)])
+def test_in_turns_3_percent_are_found_with_30_samples_while_the_machine_drifts_by_more(
+    walk: float, rounds: int, n: int
+) -> None:
+    generator = np.random.default_rng(21)
+    same, slower = (
+        [difference(*in_turns(generator, slowdown=slowdown, walk=walk, rounds=rounds, n=n)) for _ in range(60)]
+        for slowdown in (0.0, 0.03)
+    )
+    assert {one.turns for one in [*same, *slower]} == {rounds}
+    assert sum(one.is_significant for one in same) <= 1
+    assert sum(one.is_significant and one.low <= 1.03 <= one.high for one in slower) >= 54
+
+
+def test_without_the_times_of_its_rounds_a_drifting_machine_hides_3_percent() -> None:
+    """What taking turns is worth."""
+    generator = np.random.default_rng(22)
+    pairs = [in_turns(generator, slowdown=0.03, walk=0.05) for _ in range(40)]
+    untold = [[msgspec.structs.replace(side, rounds_at=[]) for side in pair] for pair in pairs]
+    assert sum(difference(*pair).is_significant for pair in untold) <= 12
+    assert {difference(*pair).turns for pair in untold} == {0}
+
+
+@pytest.mark.parametrize(("per_turn", "turns"), [(1, 20), (2, 10), (4, 0)])
+def test_turns_are_of_as_many_rounds_of_both_and_fewer_than_8_are_none(per_turn: int, turns: int) -> None:
+    a, b = in_turns(np.random.default_rng(23), slowdown=0.1, walk=0.0, rounds=20, per_turn=per_turn)
+    found = difference(a, b)
+    assert (found.turns, found.is_significant) == (turns, True)
+    assert found.ratio == pytest.approx(1.1, abs=0.01)
+    back = difference(b, a)
+    assert (back.turns, back.ratio) == (turns, pytest.approx(1 / found.ratio))
+
+
+def test_runs_one_after_the_other_took_no_turns_and_a_run_is_equal_to_itself() -> None:
+    a, b = in_turns(np.random.default_rng(24), slowdown=0.0, walk=0.0, rounds=20)
+    later = msgspec.structs.replace(b, rounds_at=[at + 1000.0 for at in b.rounds_at])
+    assert (difference(a, b).turns, difference(a, later).turns) == (20, 0)
+    itself = difference(a, a)
+    assert (itself.ratio, itself.p, itself.is_significant) == (1.0, 1.0, False)
 
 
 def test_processes_differ_and_one_a_side_does_not_tell_by_how_much() -> None:
@@ -308,6 +389,16 @@ def test_command_prints_ratios_and_what_they_compare(command: Callable[..., Any]
     assert re.search(r"^What is less than the noise was not seen: .*% at best, .*% at worst\.$", shown.stdout, re.M)
     rows = json.loads(command("before.json", "after.json", "--json").stdout)[0]["rows"]
     assert [row["verdict"] for row in rows] == ["slower", "about equal"]
+
+
+def test_command_says_that_both_took_turns_and_what_was_noted(command: Callable[..., Any], tmp_path: Path) -> None:
+    a, b = in_turns(np.random.default_rng(26), slowdown=0.0, walk=0.02)
+    write(record(a, hw_notes="three other jobs"), tmp_path / "a.json")
+    write(record(b), tmp_path / "b.json")
+    shown = command("a.json", "b.json").stdout
+    assert "\nBoth took turns at 1 results (15 or more): the ratio is the mean of each turn's.\n" in shown
+    assert re.search(r"^hw_notes +three other jobs +absent *$", shown, re.M)
+    assert "took turns" not in command("before.json", "after.json").stdout
 
 
 def test_command_counts_what_one_run_alone_has_and_shows_contenders_that_are_gone(

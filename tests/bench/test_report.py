@@ -35,6 +35,12 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(plain))
 
 
+def test_what_whoever_ran_it_noted_is_shown_beside_the_machine() -> None:
+    page = text_of(render([Run("host", a_record(hw_notes="three other jobs")), Run("other", a_record())]))
+    assert "hw notes three other jobs measured" in page and page.count("hw notes") == 1
+    assert "host / other differ in: hw_notes three other jobs / absent" in page
+
+
 @pytest.mark.parametrize(
     "sentence",
     [

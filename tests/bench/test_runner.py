@@ -15,7 +15,7 @@ import pytest
 
 from rlcore.bench.case import Case
 from rlcore.bench.result import CaseResult, Metric, Telemetry, read
-from rlcore.bench.runner import PLANS, Run, continued
+from rlcore.bench.runner import PLANS, Run, continued, noted
 from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
@@ -188,6 +188,15 @@ def test_continued_run_keeps_what_has_a_number_and_runs_the_rest(tmp_path: Path)
     assert ran == ["b", "d", "e", "f"]
     assert (found["a"].samples("time"), found["c"].status, found["b"].samples("time")) == ([1.0], "blocked", [2.0])
     assert [sorted(call.rounds) for call in read(path).calls] == [["a", "b", "c"], ["b", "d", "e", "f"]]
+
+
+def test_notes_are_gathered_and_keep_no_run_from_going_on() -> None:
+    first = noted(new_record(get_device("cpu")), "three other jobs")
+    assert first.system.hw_notes == "three other jobs"
+    now = new_record(get_device("cpu"))
+    again = continued(first, noted(now, None))
+    assert again.system.hw_notes == continued(first, first).system.hw_notes == "three other jobs"
+    assert continued(first, noted(now, "now alone")).system.hw_notes == "three other jobs; now alone"
 
 
 def test_continued_run_adds_rounds_of_the_same_commit_alone(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_path: Path, cache: dict[str, str]) -> None:
     arguments = ["bench", "run", "dispatch", "-o", "out.json", "--device", "cpu", "--json", "--quick"]
+    arguments += ["--note", "others use it"]
     result = rlcore_command(*arguments, cwd=tmp_path, env=cache)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out.json").read_text() == result.stdout
@@ -237,6 +238,7 @@ def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_pat
     record = read(tmp_path / "out.json")
     names = ("dispatch/device", "dispatch/op", "dispatch/op_new")
     assert {(case.name, case.status) for case in record.cases} == {(name, "pass") for name in names}
+    assert record.system.hw_notes == "others use it"
 
 
 def test_bench_run_without_a_file_names_one_after_device_and_time(
