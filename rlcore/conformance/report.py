@@ -14,6 +14,7 @@ import torch
 
 import rlcore
 from rlcore.atomic import write_file
+from rlcore.bench.system import source_commit
 from rlcore.types import Capability
 
 SCHEMA = "rlcore.conformance/1"
@@ -72,6 +73,7 @@ class Report:
         own = {"rlcore": rlcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
         return {
             "schema": SCHEMA,
+            "commit": source_commit(),
             "device": {"name": device.name, "vendor": device.vendor, "product": device.properties().name},
             "simulation": None if simulation is None else simulation.counted(),
             "versions": own | device.versions(),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.atomic import write_file
+from rlcore.bench.text import short_commit
 from rlcore.conformance.report import SCHEMA
 from rlcore.errors import InvalidInputError
 
@@ -73,6 +74,8 @@ def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
 def _provenance(report: dict[str, Any]) -> str:
     results = [member["result"] for member in report["members"].values()]
     versions = [f"{name} {version}" for name, version in report["versions"].items() if name not in ("rlcore", "python")]
+    if report.get("commit") is not None:  # reports from before it was recorded have none
+        versions.append(f"commit {short_commit(report['commit'])}")
     evidence = sorted({member["evidence"] for member in report["members"].values()})
     return (
         f"* {report['device']['name']}: {report['device']['product']}, {', '.join(versions)}, "

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rlcore.bench.system import source_commit
+
 REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
 pytestmark = pytest.mark.timeout(900)  # a test waits for its run, and that for those before it
@@ -108,6 +110,8 @@ def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> No
     assert report["device"]["name"] == f"{run.device}:0"
     assert report["simulation"] is None  # nothing says that it stands in for a vendor's libraries
     assert set(report["versions"]) == {"rlcore", "torch", "python"}
+    assert report["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-modified)?", report["commit"])
+    assert (report["commit"] is None) == (source_commit() is None)
     for member, found in report["members"].items():
         assert found["support"] in ("native", "emulated", "unsupported"), member
         assert found["evidence"] == ("simulated" if run.device == "simdev" else "hardware"), member

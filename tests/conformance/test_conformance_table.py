@@ -66,6 +66,12 @@ def test_what_lies_below_torch_is_told_by_the_names_that_the_device_gave() -> No
     assert "product, torch 2.13.0, torch-npu 2.13.0, driver 25.3.rc1, evidence" in lines[-1]
 
 
+def test_the_commit_is_told_where_the_report_has_one() -> None:
+    lines = table([REPORTS[0] | {"commit": None}, REPORTS[1] | {"commit": f"{'0123456789' * 4}-modified"}]).splitlines()
+    assert "product, torch 2.13.0, evidence" in lines[-2]
+    assert "product, torch 2.13.0, commit 012345678901 with changes, evidence" in lines[-1]
+
+
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
     document = tmp_path / "devices.md"
     document.write_text("# Devices\n<!-- members -->\nold\n<!-- /members -->\nend\n")
