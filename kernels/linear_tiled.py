@@ -1,8 +1,9 @@
 """``linear_logprob`` and ``linear_loss`` whose logits stay in the tiles of the product: see ``triton_tiles``.
 
-The log-probability's forward is one product. Its backward, where the memory budget held the exponentials, turns
-them into the gradient of the logits: three products in all. Otherwise it computes the logits again, a strip of
-vocabulary rows at a time, so that each strip's gradient of the weight is one product over all rows, rounded once.
+The log-probability's forward is one product, and keeps the exponentials that the memory budget holds: all, or those of
+a first strip of the vocabulary. Its backward turns them into the gradient of the logits, three products in all. Of the
+rest it computes the logits again, in the same room, a strip at a time, so that each strip's gradient of the weight is
+one product over all rows, rounded once.
 A loss is taken in chunks of rows, as in ``linear_loss``, with the exponentials of a chunk as its only large
 temporary. They may take the budget and the bytes of the gradients, which are made in the backward, when the chunks are
 gone: each chunk fewer is one pass fewer over the accumulator of the weight's gradient, on one H200 0.4 ms at 151936 x
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
+from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.loss_in_chunks import ChunkWork, KnownGradients, LossOutput, LossTask, SummingWork, loss_in_chunks
@@ -73,11 +74,9 @@ def _tile_rows(rows: Rows) -> Rows:
 def _forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
 ) -> Scores:
-    """Keeps three numbers a row, and the exponentials if the backward may use them up."""
+    """Keeps three numbers a row, and the exponentials that fit if the backward may use them up."""
     rows = _tile_rows(task.rows)
-    exponentials_TV = None
-    if for_backward and len(hidden_TH) <= _rows_fitting(_budget(task), len(weight_VH)):
-        exponentials_TV = pitched(len(hidden_TH), len(weight_VH), hidden_TH, torch.float16)
+    exponentials_TV = _strip_room(hidden_TH, len(weight_VH), _budget(task)) if for_backward else None
     found = tile_statistics(
         _aligned(rows.known(hidden_TH)),
         _aligned(weight_VH),
@@ -86,8 +85,11 @@ def _forward(
         with_entropy=task.with_entropy,
         exponentials_TV=exponentials_TV,
     )
-    spare = () if exponentials_TV is None or found.peak_JT is None else (found.peak_JT, exponentials_TV)
-    return Scores(found.logprob, found.entropy, (found.normaliser,), spare)
+    if exponentials_TV is None:
+        return Scores(found.logprob, found.entropy, (found.normaliser,))
+    kept = math.ceil(exponentials_TV.shape[1] / TILE_V)
+    peak_JT = found.peak_JT if kept == len(found.peak_JT) else found.peak_JT[:kept].clone()  # the others' are let go
+    return Scores(found.logprob, found.entropy, (found.normaliser,), (peak_JT, exponentials_TV))
 
 
 def _backward(
@@ -106,14 +108,16 @@ def _backward(
     statistics = TileStatistics(scores.logprob, scores.entropy, scores.residuals[0], peak_JT)  # type: ignore[arg-type]
     slopes = LogitSlopes.of(rows, statistics, *upstream)
     gradients = _StripGradients(known_TH, weight_VH, bias_V, Needs(*needs))
-    if exponentials_TV is not None:
-        dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, statistics, slopes)
-        gradients.add(slice(0, len(weight_VH)), dlogits_TV)
+    room_TV, done = exponentials_TV, 0
+    if room_TV is None:
+        room_TV = _strip_room(known_TH, len(weight_VH), _budget(task))
     else:
-        wide_bias_V = _widened(bias_V)
-        for columns, out in _strips(known_TH, len(weight_VH), _budget(task)):
-            dlogits_from_product(known_TH, weight_VH, wide_bias_V, columns, rows, statistics, slopes, out=out)
-            gradients.add(columns, out)
+        done = room_TV.shape[1]
+        gradients.add(slice(0, done), dlogits_from_exponentials(room_TV, rows, statistics, slopes))
+    wide_bias_V = _widened(bias_V)
+    for columns, out in _strips(room_TV.view(torch.bfloat16), done, len(weight_VH)):
+        dlogits_from_product(known_TH, weight_VH, wide_bias_V, columns, rows, statistics, slopes, out=out)
+        gradients.add(columns, out)
     return gradients.totals()
 
 
@@ -149,7 +153,7 @@ class _StripGradients:
 
 
 linear_logprob_tiled = Scorer(_forward, _backward, num_residuals=1)
-"""No logits: their exponentials where the budget holds those of all rows, else a strip of their gradient."""
+"""No logits: their exponentials in as many columns as the budget holds, and a strip of their gradient in that room."""
 
 
 class _TiledWork(SummingWork):
@@ -294,20 +298,29 @@ def _rows_of_chunks(num_rows: int, fitting: int) -> int:
     return fitting // TILE_T * TILE_T or even
 
 
-def _strips(known_TH: Tensor, vocab_size: int, budget_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of the vocabulary, and room for the gradient of their logits: the same, so use one before the next."""
-    num_rows = max(len(known_TH), 1)
+def _strip_room(hidden_TH: Tensor, vocab_size: int, budget_bytes: int) -> Tensor:
+    """For the exponentials of all rows, in all columns or as many whole tiles as the budget holds."""
+    num_rows = max(len(hidden_TH), 1)
+    if num_rows <= _rows_fitting(budget_bytes, vocab_size):
+        return pitched(len(hidden_TH), vocab_size, hidden_TH, torch.float16)
     fitting = budget_bytes // (_ITEM_BYTES * num_rows * TILE_V) * TILE_V
     if fitting == 0:
         raise InvalidInputError(
             f"memory_budget_bytes={budget_bytes} does not hold a strip of {TILE_V} logits of each of {num_rows} rows; "
             f"the least is {_ITEM_BYTES * num_rows * TILE_V}. implementation='chunked' needs less"
         )
-    even = math.ceil(vocab_size / math.ceil(vocab_size / fitting))
-    width = min(math.ceil(even / TILE_V) * TILE_V, vocab_size)
-    room_TV = pitched(len(known_TH), width, known_TH, torch.bfloat16)
-    for columns in row_chunks(vocab_size, width):
-        yield columns, room_TV[:, : columns.stop - columns.start]
+    return pitched(len(hidden_TH), min(fitting, vocab_size), hidden_TH, torch.float16)
+
+
+def _strips(room_TV: Tensor, first_v: int, vocab_size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of the vocabulary from ``first_v`` on, nearly equal, all in the same room: use one before the next."""
+    num_strips = math.ceil((vocab_size - first_v) / room_TV.shape[1])
+    if num_strips == 0:
+        return
+    width = math.ceil(math.ceil((vocab_size - first_v) / num_strips) / TILE_V) * TILE_V
+    for start in range(first_v, vocab_size, width):
+        stop = min(start + width, vocab_size)
+        yield slice(start, stop), room_TV[:, : stop - start]
 
 
 def _aligned(x_TH: Tensor) -> Tensor:

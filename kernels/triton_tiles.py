@@ -24,6 +24,7 @@ Order of this file: the product, its epilogues, the small kernels, what launches
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -288,6 +289,7 @@ def tile_statistics(
 ) -> TileStatistics:
     """Statistics of the rows; ``exponentials_TV``, float16 and ``pitched``, also gets 2^(15 + c).
 
+    It has all columns or the first ones, whole tiles of them.
     ``hidden_TH`` and ``weight_VH`` are bfloat16, contiguous, their rows multiples of 16 bytes; ``rows.sharpness`` is a
     tensor, here and below.
     """
@@ -302,13 +304,14 @@ def tile_statistics(
         return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
     tiles = _tiles(hidden_TH, TILE_T), _tiles(weight_VH, TILE_V)
     edge = V // TILE_V * TILE_V  # masking the columns beyond V costs time in every tile, so those tiles go apart
-    for first_v, end_v in ((0, edge), (edge, V)):
-        if first_v < end_v:
-            programs = _num_programs(T, end_v - first_v, hidden_TH.device)
-            _statistics_kernel[(programs,)](
-                *tiles, bias_V, rows.sharpness, peak_JT, total_JT, moment_JT, _stored(exponentials_TV),
-                first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=programs, **_PRODUCT,
-            )  # fmt: skip
+    stored = 0 if exponentials_TV is None else exponentials_TV.shape[1]
+    for first_v, end_v in itertools.pairwise(sorted({0, min(stored, edge), edge, V})):
+        programs = _num_programs(T, end_v - first_v, hidden_TH.device)
+        _statistics_kernel[(programs,)](
+            *tiles, bias_V, rows.sharpness, peak_JT, total_JT, moment_JT,
+            _stored(exponentials_TV) if end_v <= stored else None,
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=programs, **_PRODUCT,
+        )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.is_ignored, rows.sharpness, peak_JT, total_JT, moment_JT,
         logprob_T, entropy_T, normaliser_T, hidden_TH.stride(0), weight_VH.stride(0), T, J, H,

@@ -243,8 +243,8 @@ def test_linear_operators_of_rows_match_float64(dtype: torch.dtype, softcap: flo
     assert not gradients[0][0][2].any()
 
 
-# all exponentials kept; strips of 256 columns
-@pytest.mark.parametrize("budget", [None, 100_000])
+# exponentials kept of all columns, of 512, of 256
+@pytest.mark.parametrize("budget", [None, 160_000, 100_000])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.usefixtures("_tiles_on_cpu")
 def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: bool) -> None:
@@ -269,6 +269,34 @@ def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: 
     assert not got[0][2].any()
     # The exponentials are used up: a second backward computes them again.
     assert_gradients_close(torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar]), true)
+
+
+@pytest.mark.parametrize(
+    ("budget", "first", "again"),
+    [
+        (None, [], [(0, 700)]),
+        (160_000, [(512, 700)], [(0, 512), (512, 700)]),
+        (100_000, [(256, 512), (512, 700)], [(0, 256), (256, 512), (512, 700)]),
+    ],
+)
+@pytest.mark.usefixtures("_tiles_on_cpu")
+def test_only_logits_whose_exponentials_were_not_kept_are_made_again(
+    budget: int | None, first: list[tuple[int, int]], again: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        made.append((args[3].start, args[3].stop))
+        return triton_tiles.dlogits_from_product(*args, **kwargs)
+
+    monkeypatch.setattr(linear_tiled, "dlogits_from_product", recorded)
+    (hidden, weight, _), targets, _ = head_inputs()
+    hidden = hidden.nan_to_num().requires_grad_()
+    total = scored_in_tiles(hidden, weight, targets, memory_budget_bytes=budget).logprob.sum()
+    for columns in (first, again):
+        total.backward(retain_graph=True)
+        assert made == columns
+        made.clear()
 
 
 @pytest.mark.usefixtures("_tiles_on_cpu")
@@ -434,6 +462,5 @@ def test_what_tiles_cannot_do_is_refused_with_the_reason(query: Query, reason: s
 def test_a_budget_below_one_strip_is_an_error_that_says_the_least() -> None:
     (hidden, weight, _), targets, _ = head_inputs()
     hidden = hidden.nan_to_num().requires_grad_()
-    found = scored_in_tiles(hidden, weight, targets, memory_budget_bytes=5_000)
     with pytest.raises(InvalidInputError, match=r"does not hold a strip of 256 logits of each of 150 rows; .* 76800"):
-        found.logprob.sum().backward()
+        scored_in_tiles(hidden, weight, targets, memory_budget_bytes=5_000)
