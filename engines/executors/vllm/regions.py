@@ -31,7 +31,6 @@ class MappedRegion:
     def __init__(self, allocation: Allocation, device: Any) -> None:
         self._allocation = allocation
         self.device: torch.device = device.torch_device
-        self._synchronize = device.synchronize
         _, self._size, self.address, *_ = allocation.handle
 
     @property
@@ -42,11 +41,10 @@ class MappedRegion:
         return 0 if self._allocation.is_asleep else int(self._size)
 
     def resize_(self, nbytes: int) -> None:
-        """0 gives the memory to the driver; anything else takes as much as there was."""
+        """0 gives the memory to the driver, when nothing uses it; anything else takes as much as there was."""
         if nbytes and self._allocation.is_asleep:
             _memory().map_memory(self._allocation)
         elif not nbytes and not self._allocation.is_asleep:
-            self._synchronize()
             _memory().unmap_memory(self._allocation)
 
 
@@ -77,12 +75,12 @@ class MappedResident(Resident):
         return sum(region.nbytes() for region in self._storages())
 
     def departure(self) -> Departure:
-        self._keep()
+        self._prepare_to_leave()
         return super().departure()
 
     def meta(self) -> OffloadReport:
         if not self.is_away:
-            self._keep()
+            self._prepare_to_leave()
         return super().meta()
 
     def has_arrived(self) -> None:
@@ -90,5 +88,7 @@ class MappedResident(Resident):
         for tensor, copy in self._copies:
             tensor.copy_(copy)
 
-    def _keep(self) -> None:
-        self._copies = [(tensor, tensor.cpu()) for tensor in self._kept()]
+    def _prepare_to_leave(self) -> None:
+        """Wait for what uses the memory: to unmap it waits for nothing, and a wait for each piece would stop copies."""
+        self.device.synchronize()
+        self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._kept()]
