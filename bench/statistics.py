@@ -5,8 +5,8 @@ noise is estimated from rounds (``CaseResult.rounds``), as the spread of their m
 however many samples say so. A slow drift makes a round like the one before it: what they have in common does not get
 less by taking more of them. Rounds that a neighbour fell on lie far out; of many they do not count by how far.
 
-Where both sides took turns, what drifts meets both: then the ratios of neighbours in time are what is looked at, and
-their spread is the noise.
+Where both sides took turns, what drifts meets both: then the ratios of neighbours in time are looked at, where these
+scatter less than the rounds do. What falls on single rounds spoils more turns than rounds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Difference:
     can_tell: bool
     """There are samples enough for the test to find anything; with three against three there are not."""
     turns: int = 0
-    """That both took, each some rounds; 0: they did not, or the records do not say when rounds were."""
+    """That were compared, one by one; 0: all rounds of one side with all of the other."""
 
     @property
     def is_significant(self) -> bool:
@@ -80,9 +80,11 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
     clock = _clock(a, b)
     all_a, all_b = a.samples(clock), b.samples(clock)
     rounds_a, rounds_b = _rounds(a, all_a), _rounds(b, all_b)
-    turns = _log_ratios(a, b, _log_medians(rounds_a), _log_medians(rounds_b))
-    if len(turns) >= _LEAST_TURNS:
-        return _difference_in_turns(clock, turns)
+    logs = [_log_medians(rounds_a), _log_medians(rounds_b)]
+    turns, noise = _log_ratios(a, b, *logs), _noise(logs, may_last=True)
+    took_turns = len(turns) >= _LEAST_TURNS
+    if took_turns and _noise([turns], may_last=False) < noise:
+        return _by_turns(clock, turns)
     low, high = _interval(rounds_a, rounds_b)
     return Difference(
         clock=clock,
@@ -90,12 +92,12 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
         low=low,
         high=high,
         p=float(_scipy_stats().mannwhitneyu(all_a, all_b).pvalue),
-        noise=_between_runs(a, b, clock, _noise([_log_medians(rounds_a), _log_medians(rounds_b)], may_last=True)),
+        noise=max(_LEAST, noise) if took_turns else _between_runs(a, b, clock, noise),
         can_tell=2 / math.comb(len(all_a) + len(all_b), len(all_a)) < ALPHA,
     )
 
 
-def _difference_in_turns(clock: str, log_ratios: Any) -> Difference:
+def _by_turns(clock: str, log_ratios: Any) -> Difference:
     generator, count = np.random.default_rng(0), len(log_ratios)
     drawn = log_ratios[generator.integers(count, size=(_RESAMPLES, count))]
     low, high = np.exp(np.quantile(_trimmed_means(drawn), [ALPHA / 2, 1 - ALPHA / 2]))

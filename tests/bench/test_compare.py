@@ -153,7 +153,7 @@ def test_in_turns_3_percent_are_found_with_30_samples_while_the_machine_drifts_b
         [difference(*in_turns(generator, slowdown=slowdown, walk=walk, rounds=rounds, n=n)) for _ in range(60)]
         for slowdown in (0.0, 0.03)
     )
-    assert {one.turns for one in [*same, *slower]} == {rounds}
+    assert sum(one.turns == rounds for one in [*same, *slower]) >= (100 if walk else 0)
     assert sum(one.is_significant for one in same) <= 1
     assert sum(one.is_significant and one.low <= 1.03 <= one.high for one in slower) >= 54
 
@@ -169,16 +169,26 @@ def test_without_the_times_of_its_rounds_a_drifting_machine_hides_3_percent() ->
 
 @pytest.mark.parametrize(("per_turn", "turns"), [(1, 20), (2, 10), (4, 0)])
 def test_turns_are_of_as_many_rounds_of_both_and_fewer_than_8_are_none(per_turn: int, turns: int) -> None:
-    a, b = in_turns(np.random.default_rng(23), slowdown=0.1, walk=0.0, rounds=20, per_turn=per_turn)
+    a, b = in_turns(np.random.default_rng(23), slowdown=0.1, walk=0.05, rounds=20, per_turn=per_turn)
     found = difference(a, b)
-    assert (found.turns, found.is_significant) == (turns, True)
-    assert found.ratio == pytest.approx(1.1, abs=0.01)
+    assert found.turns == turns
+    if turns:
+        assert found.is_significant and found.ratio == pytest.approx(1.1, abs=0.01)
     back = difference(b, a)
-    assert (back.turns, back.ratio) == (turns, pytest.approx(1 / found.ratio))
+    assert back.turns == turns and back.ratio == pytest.approx(1 / found.ratio)
+
+
+@pytest.mark.parametrize(("slowdown", "low", "high"), [(1.0, 0, 2), (1.1, 50, 60)])
+def test_turns_that_a_neighbour_fell_on_hide_no_slowdown_and_make_none(slowdown: float, low: int, high: int) -> None:
+    generator = np.random.default_rng(27)
+    pairs = [[interrupted(generator, median=0.01 * factor) for factor in (1.0, slowdown)] for _ in range(60)]
+    at = [[2.0 * round_ + side for round_ in range(30)] for side in (0, 1)]
+    pairs = [[msgspec.structs.replace(side, rounds_at=at[n]) for n, side in enumerate(pair)] for pair in pairs]
+    assert low <= sum(difference(*pair).is_significant for pair in pairs) <= high
 
 
 def test_runs_one_after_the_other_took_no_turns_and_a_run_is_equal_to_itself() -> None:
-    a, b = in_turns(np.random.default_rng(24), slowdown=0.0, walk=0.0, rounds=20)
+    a, b = in_turns(np.random.default_rng(24), slowdown=0.0, walk=0.05, rounds=20)
     later = msgspec.structs.replace(b, rounds_at=[at + 1000.0 for at in b.rounds_at])
     assert (difference(a, b).turns, difference(a, later).turns) == (20, 0)
     itself = difference(a, a)
