@@ -185,6 +185,7 @@ class VllmPair:
             max_model_len=1024,
             max_num_seqs=16,
             kv_cache_memory_bytes=self.kv_bytes,
+            reserve_host_bytes=self.nbytes + (self.nbytes >> 6) if layout.devices == 1 else None,
             timeout_s=_TIMEOUT_S,
         )
         if layout.devices == 1:
@@ -199,16 +200,16 @@ class VllmPair:
         self.first_s = time.perf_counter() - started
 
     def _leave_first(self) -> dict[str, tuple[float, float]]:
-        """Seconds out and back: when no host memory is ready, when it is, and when it was used before."""
+        """Seconds out and back: with what the build reserved, when no host memory is ready, and when it was used."""
         found = {}
-        for kind, reserved in (("cold", 0), ("reserved", self.nbytes + (self.nbytes >> 6)), ("later", None)):
-            if reserved is not None:
-                self.ask("reserve_again", reserved)
+        for kind in ("reserved", "cold", "later"):
+            if kind == "cold":
+                self.ask("give_host_memory_back")
             reports = [joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
             found[kind] = reports[0].seconds, reports[1].seconds
         self.moved_bytes = reports[0].moved_bytes
         self.infer.meta("weights")
-        self.ask("reserve_again", 0)  # the trainer's weights need it as well
+        self.ask("give_host_memory_back")  # the trainer's weights need it as well
         self.infer.onload("weights")
         return found
 

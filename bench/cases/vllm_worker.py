@@ -32,15 +32,11 @@ def register() -> None:
 
 
 class MeasuredVllmWorker(VllmWorker):
-    """``reserve_again``, ``take`` and ``transfer`` are for a replica of one device, whose worker is in this process."""
+    """What gives host memory back, takes or transfers is for a replica of one device: its worker is in this process."""
 
-    def reserve_again(self, nbytes: int) -> None:
-        """Give all host memory back, and have so much of it ready: nothing for 0."""
-        arena = arena_of(self.device)
-        arena.trim()
-        if nbytes:
-            arena.reserve(nbytes)
-            arena.wait()
+    def give_host_memory_back(self) -> None:
+        """All that nothing is in."""
+        arena_of(self.device).trim()
 
     def bare(self, tag: str) -> list[tuple[float, int]]:
         """Of a tag that was released: the seconds that its memory alone takes to come back, and in how many pieces.

@@ -160,8 +160,14 @@ class VllmWorker(Worker):
         )
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
-        """As ``Worker.reserve_host_memory``, of each of the replica's devices, when it is built."""
-        self._host_memory = host_memory_bytes, reserve_host_bytes
+        """As ``Worker.reserve_host_memory``, of each of the replica's devices.
+
+        Processes that vLLM starts for them hear of it when they have loaded the model.
+        """
+        if self._num_shares == 1:  # vLLM's worker is in this process: it loads while the memory is allocated
+            super().reserve_host_memory(host_memory_bytes, reserve_host_bytes)
+        else:
+            self._host_memory = host_memory_bytes, reserve_host_bytes
 
     def memory_report(self) -> MemoryReport:
         """Of all devices of the replica together."""

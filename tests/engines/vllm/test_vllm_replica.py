@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlcore.engines.executors import worker
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.replica import Replica
+from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling_params import SamplingParams
@@ -60,3 +62,15 @@ def test_what_fails_in_generate_leaves_no_request(replica: Replica, engine: Fail
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         replica.run([[1, 2]], [SamplingParams(n=3)], 0, lambda number: None)
     assert engine.requests == [] and replica.progress() == {}
+
+
+def test_host_memory_is_reserved_while_vllm_loads_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that vLLM has yet to start are told later."""
+    asked: list[Any] = []
+    arena = SimpleNamespace(set_limit=lambda nbytes: asked.append(("limit", nbytes)), reserve=asked.append)
+    monkeypatch.setattr(worker, "arena_of", lambda device: arena)
+    alone, several = (VllmWorker(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",) * count)) for count in (1, 2))
+    several.reserve_host_memory(1 << 20, 4096)
+    assert (asked, several._host_memory) == ([], (1 << 20, 4096))
+    alone.reserve_host_memory(1 << 20, 4096)
+    assert (asked, alone._host_memory) == ([("limit", 1 << 20), 4096], None)

@@ -37,8 +37,10 @@ class StockLLM:
             "PYTHONPATH": os.pathsep.join([str(entry_points), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
+            "TRITON_F32_DEFAULT": "ieee",  # on a GPU vLLM's attention would take TF32, and the tokens are compared
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the start, and greedy completions need none
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
