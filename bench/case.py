@@ -86,6 +86,9 @@ class Case:
     """The least kind of run that has it: "quick" are seconds, "full" minutes."""
     estimate_s: float = 10.0
     """A round of it, before anybody has measured that here."""
+    device_estimate_s: float | None = None
+    """The same on an accelerator, where it takes much longer: sizes are larger, and what compiles does so in the first
+    round."""
     timeout_s: float = 600.0
     """After which a round of it counts as hung."""
 

@@ -38,11 +38,13 @@ class Durations:
         self._path = Settings.from_env().cache / f"bench-rounds-{name}-{plan.effort}.json"
         self._plan = plan
         self._known = _read(self._path)
-        self._on_device_s = 0.0 if device.spec.is_host else _ON_DEVICE_S
+        self._is_host = device.spec.is_host
 
     def of_round(self, case: Case) -> float:
         known = self._known.get(case.name)
-        return known.round_s if known else case.estimate_s + self._on_device_s
+        if known:
+            return known.round_s
+        return case.estimate_s if self._is_host else case.device_estimate_s or case.estimate_s + _ON_DEVICE_S
 
     def of(self, case: Case) -> float:
         """All its rounds."""

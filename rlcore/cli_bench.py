@@ -28,11 +28,15 @@ def list_cases(as_json: AsJson = False) -> None:
 
     cases = load_cases().values()
     if as_json:
-        names = ("name", "effort", "estimate_s", "description")
+        names = ("name", "effort", "estimate_s", "device_estimate_s", "description")
         print_json([{name: getattr(case, name) for name in names} for case in cases])
     else:
-        rows = [[case.name, case.effort, f"{case.estimate_s:g} s", case.description] for case in cases]
-        print_table(["case", "in runs from", "a round, about", "what is measured"], rows)
+        seconds = [[case.estimate_s, case.device_estimate_s or case.estimate_s] for case in cases]
+        rows = [
+            [case.name, case.effort, *(f"{one:g} s" for one in pair), case.description]
+            for case, pair in zip(cases, seconds, strict=True)
+        ]
+        print_table(["case", "in runs from", "a round, about", "on a device", "what is measured"], rows)
 
 
 @bench.command("run")

@@ -135,25 +135,25 @@ to_device_case = Case(
     description="256 MiB from the host to the device, from pinned and from pageable memory",
     prepare=functools.partial(_prepare_host_copies, True),
     effort="quick",
-    estimate_s=5.0,
+    estimate_s=1.0,
 )
 to_host_case = Case(
     name="copies/to_host",
     description="256 MiB from the device to the host, to pinned and to pageable memory",
     prepare=functools.partial(_prepare_host_copies, False),
     effort="quick",
-    estimate_s=5.0,
+    estimate_s=1.0,
 )
 both_ways_case = Case(
     name="copies/both_ways",
     description="256 MiB each way between device and pinned memory at once",
     prepare=_prepare_both_ways,
-    estimate_s=5.0,
+    estimate_s=1.0,
 )
 peers_case = Case(
     name="copies/peers",
     description="256 MiB from each device to each other one, and both ways at once: a rate for each pair",
     prepare=_prepare_peers,
     effort="quick",
-    estimate_s=5.0,
+    estimate_s=1.0,
 )

@@ -143,15 +143,28 @@ def _prepare_loss(device: Any) -> Work:
     return _work(calls, 32, noise, {})
 
 
-gae_case = Case(name="kernels/gae", description="generalised advantages of packed sequences", prepare=_prepare_gae)
+gae_case = Case(
+    name="kernels/gae",
+    description="generalised advantages of packed sequences",
+    prepare=_prepare_gae,
+    estimate_s=2.0,
+)
 return_case = Case(
-    name="kernels/discounted_return", description="discounted returns of packed sequences", prepare=_prepare_return
+    name="kernels/discounted_return",
+    description="discounted returns of packed sequences",
+    prepare=_prepare_return,
+    estimate_s=2.0,
 )
 groups_case = Case(
-    name="kernels/group_advantage", description="advantages within groups of rewards", prepare=_prepare_groups
+    name="kernels/group_advantage",
+    description="advantages within groups of rewards",
+    prepare=_prepare_groups,
+    estimate_s=1.0,
 )
 token_loss_case = Case(
     name="kernels/token_loss",
     description="clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
     prepare=_prepare_loss,
+    estimate_s=1.0,
+    device_estimate_s=8.0,
 )

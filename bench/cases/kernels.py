@@ -95,11 +95,15 @@ token_logprob_case = Case(
     name="kernels/token_logprob",
     description="log-probabilities of the targets and entropies from logits, forward and backward",
     prepare=functools.partial(_prepare_token_logprob, backward=True),
+    estimate_s=2.0,
+    device_estimate_s=27.0,
 )
 token_logprob_forward_case = Case(
     name="kernels/token_logprob_forward",
     description="log-probabilities of the targets and entropies from logits, forward",
     prepare=functools.partial(_prepare_token_logprob, backward=False),
+    estimate_s=1.0,
+    device_estimate_s=17.0,
 )
 
 
@@ -144,6 +148,10 @@ def _prepare_linear_logprob(device: Any, *, size: Size, backward: bool) -> Work:
     )
 
 
+_FIRST_ROUND_S = {"0.5b": 85.0, "1.7b": 110.0, "8b": 55.0, "14b": 50.0}
+"""On an H200; most of it is compiling, that of the peers too."""
+
+
 def _linear_logprob_case(head: str, *, backward: bool) -> Case:
     prepare = functools.partial(_prepare_linear_logprob, size=HEADS[head], backward=backward)
     name = "linear_logprob" if backward else "linear_logprob_forward"
@@ -153,7 +161,8 @@ def _linear_logprob_case(head: str, *, backward: bool) -> Case:
         description=f"log-probabilities and entropies from hidden states of a {head.upper()} model, {passes}",
         prepare=prepare,
         effort="quick" if head == "8b" and backward else "standard",
-        estimate_s=50.0 if backward and head in ("0.5b", "1.7b") else 12.0,  # most of it is compiling, on an H200
+        estimate_s=3.0,
+        device_estimate_s=_FIRST_ROUND_S[head] if backward else 30.0,
     )
 
 
@@ -232,4 +241,6 @@ accuracy_case = Case(
     name="kernels/linear_logprob_accuracy",
     description="errors against float64: log-probability (also of logits up to 80), entropy, both gradients",
     prepare=_prepare_accuracy,
+    estimate_s=5.0,
+    device_estimate_s=42.0,
 )

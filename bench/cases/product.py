@@ -125,7 +125,8 @@ sweep_case = Case(
     description="matrix products by size and dtype, one at a time",
     prepare=_prepare_sweep,
     effort="quick",
-    estimate_s=4.0,
+    estimate_s=1.0,
+    device_estimate_s=13.0,
 )
 sustained_case = Case(
     name="product/sustained",

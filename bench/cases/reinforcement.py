@@ -220,7 +220,8 @@ train_step_case = Case(
     name="train/step",
     description="one optimizer step of a Qwen2 on uneven completions, through the train engine",
     prepare=_prepare_train_step,
-    estimate_s=6.0,
+    estimate_s=3.0,
+    device_estimate_s=25.0,
 )
 rollout_case = Case(
     name="rollout/hf",
@@ -233,5 +234,6 @@ step_case = Case(
     description="a step with trainer and sampler on one device, by phase, and the share that is neither",
     prepare=_prepare_step,
     effort="quick",
-    estimate_s=10.0,
+    estimate_s=4.0,
+    device_estimate_s=72.0,
 )

@@ -258,7 +258,7 @@ trainer_case = Case(
     description="a 7B train engine with Adam states leaves and comes back: first with reserved memory, then steadily",
     prepare=_prepare_trainer,
     effort="full",
-    estimate_s=90.0,
+    estimate_s=60.0,
 )
 training_case = Case(
     name="offload/training",

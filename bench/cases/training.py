@@ -339,12 +339,12 @@ dense_1_5b_case = Case(
     description="a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
     prepare=functools.partial(_prepare, QWEN_1_5B),
     effort="full",
-    estimate_s=130.0,
+    estimate_s=90.0,
 )
 dense_7b_case = Case(
     name="train/dense_7b",
     description="a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
     prepare=functools.partial(_prepare, QWEN_7B),
     effort="full",
-    estimate_s=150.0,
+    estimate_s=70.0,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,10 @@ def test_estimate_is_the_authors_until_it_was_measured(tmp_path: Path) -> None:
     assert second.of(FAST) == 1.0 * PLAN.rounds
     assert Durations(CPU, PLANS["quick"]).of(SLOW) == 40.0 * PLANS["quick"].rounds
     assert Durations(GPU, PLAN).of_round(SLOW) > 40.0  # a process needs time to get at an accelerator
+    compiling = replace(SLOW, device_estimate_s=90.0)
+    assert [Durations(on, PLAN).of_round(compiling) for on in (GPU, CPU)] == [90.0, second.of_round(SLOW)]
+    compiling = replace(compiling, name="compiling")
+    assert [Durations(on, PLAN).of(compiling) for on in (GPU, CPU)] == [90.0 * PLAN.rounds, 40.0 * PLAN.rounds]
 
 
 def test_damaged_or_missing_cache_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
