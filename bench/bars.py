@@ -63,19 +63,23 @@ class Verdict:
 
     def cells(self) -> list[str]:
         """Of ``HEADER``."""
-        params = [f"{key} {value}" for key, value in self.bar.what.items() if key != "implementation"]
         known = {"time": "s"} if self.result is None else {one.name: one.unit for one in self.result.metrics}
         unit = "1" if self.bar.times else known.get(self.bar.metric, "1")
         sense = "at most" if self.bar.at_least is None else "at least"
-        other = f" times that of {self.bar.times['implementation']}" if self.bar.times else ""
+        other = f" times that of {_named(self.bar.times)}" if self.bar.times else ""
         return [
             self.bar.case,
-            ", ".join([str(self.bar.what["implementation"]), *params]),
+            _named(self.bar.what),
             f"{self.bar.metric} {sense} {quantity(self.bar.limit, unit)}{other}",
             "" if self.value is None else quantity(self.value, unit),
             self.word,
             self.bar.source,
         ]
+
+
+def _named(what: Selector) -> str:
+    params = [f"{key} {value}" for key, value in what.items() if key != "implementation"]
+    return ", ".join([str(what["implementation"]), *params])
 
 
 HEADER = ("case", "implementation", "bar", "measured", "", "source")

@@ -85,6 +85,29 @@ def test_bars_are_of_cases_that_there_are_and_have_one_limit() -> None:
     assert all(bar.device and bar.source and "implementation" in bar.what for bar in bars())
 
 
+def test_bars_of_training_find_what_the_case_measures_on_one_device() -> None:
+    rows = [
+        ("torch FSDP2", "equal", "False"),
+        ("engine", "equal", "False"),
+        ("torch FSDP2", "uneven", "False"),
+        ("engine", "uneven", "False"),
+        ("engine", "equal", "selective"),
+    ]
+    cases = [
+        result(
+            "train/dense_1.5b",
+            implementation,
+            0.2,
+            {"lengths": lengths, "recompute": recompute, "devices": 1},
+            tokens_a_device=4e4,
+            peak_memory=4e10,
+        )
+        for implementation, lengths, recompute in rows
+    ]
+    unmeasured = [verdict.cells() for verdict in verdicts(on_a_gpu(cases)) if verdict.word == "not measured"]
+    assert [cells[2] for cells in unmeasured] == ["tokens_a_device at least 0.97 times that of engine on one device"]
+
+
 def test_terminal_page_and_report_show_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [result("kernels/linear_logprob_forward/8b", "tiled", 0.0150)]
     write(on_a_gpu(cases), tmp_path / "mine.json")
