@@ -117,7 +117,8 @@ def _prepare_groups(device: Any) -> Work:
 
 
 def _prepare_loss(device: Any) -> Work:
-    """Its value, statistics and both gradients; plain, and compiled whole as its user may."""
+    """Its value, statistics and both gradients; plain, compiled whole as its user may, and that captured: what the
+    device does for it, without the host's time for autograd and a dozen launches."""
     noise, advantages_T, drift_T, other_T = _tokens(device, 4)
     logprob_T, entropy_T = (-noise.abs()).requires_grad_(), noise.abs().requires_grad_()
     # Some within and some beyond the clip range, none near its bounds, where rounding could switch a gradient off.
@@ -139,8 +140,26 @@ def _prepare_loss(device: Any) -> Work:
 
     calls: dict[str, Call] = {"plain": functools.partial(call, evaluated)}
     if not device.spec.is_host:
-        calls["plain, compiled whole"] = functools.partial(call, torch.compile(evaluated, fullgraph=True))
+        compiled = functools.partial(call, torch.compile(evaluated, fullgraph=True))
+        calls["plain, compiled whole"] = compiled
+        calls["compiled whole, captured"] = _captured(device.type, compiled)
     return _work(calls, 32, noise, {})
+
+
+def _captured(device_type: str, call: Call) -> Call:
+    """``call`` as one replay of a graph of its launches."""
+    vendor = torch.get_device_module(device_type)
+    for _ in range(2):  # compiles, and takes the memory that it needs
+        call()
+    graph = getattr(vendor, f"{device_type.upper()}Graph")()
+    with vendor.graph(graph):
+        output = call()
+
+    def replay() -> Sequence[Tensor]:
+        graph.replay()
+        return output
+
+    return replay
 
 
 gae_case = Case(
