@@ -181,7 +181,8 @@ class _Ways:
         return self._pair.layout.tensor_parallel * self._pair.layout.replicas
 
     def again(self) -> _Done:
-        """Nothing else was moved since the last sync."""
+        """Nothing else was moved since the last sync, which had new weights too, or it would have opened nothing."""
+        self._pair.step()
         self._pair.train.sync_weights(self._pair.infer)
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
 
