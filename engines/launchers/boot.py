@@ -26,7 +26,9 @@ def main(descriptor: int, stack_descriptor: int, parent: int, *, is_parents_pyth
     Of a parent with another interpreter nothing is unpickled: its calls are plain data.
     """
     faulthandler.enable(stack_descriptor)
-    faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=True)
+    # Of the main thread, which serves the calls. Walking the frames of others while they run can end the process by
+    # SIGSEGV (python/cpython#116008, #131580).
+    faulthandler.register(signal.SIGUSR1, file=stack_descriptor, all_threads=False)
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _QUIET_TRACKERS)))
     _leave_guard(parent)
     sys.breakpointhook = _refuse_breakpoint

@@ -265,7 +265,7 @@ class DeviceProcess:
     # ----------------------------------------------------------------------------------------- end, health
 
     def stack(self) -> str:
-        """What every thread of the process is doing, or why that cannot be seen."""
+        """What the thread of the process that serves calls is doing, or why that cannot be seen."""
         with self._lock:  # the file is open until the process has been seen to end
             try:
                 return "the process has ended" if self._is_gone else self._stack()
