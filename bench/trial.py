@@ -21,6 +21,8 @@ from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _NEGLIGIBLE = 0.01
 """Of a run's time: how long the host may take to queue it for ``device_time`` to be the device's all the same."""
+_LEAST_WARMUP = 2
+"""However long they take: the run after the first may compile once more, for sizes that change, or fill a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,8 @@ class Trial:
 
     @property
     def _has_warmed_up_long_enough(self) -> bool:
-        return self.num_warmup >= self.sampling.max_warmup or self._spent_s > self.sampling.budget_s
+        is_over = self.num_warmup >= _LEAST_WARMUP and self._spent_s > self.sampling.budget_s
+        return is_over or self.num_warmup >= self.sampling.max_warmup
 
     def _is_stable(self, recent: list[float]) -> bool:
         if len(recent) < 3:
