@@ -45,24 +45,28 @@ class Ipc:
     def export_tensors(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
         for tensor in tensors:
             _check_exportable(tensor, self._device.torch_device)
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        blocks: dict[int, list[torch.UntypedStorage]] = {}
-        for storage in storages.values():
-            blocks.setdefault(self._sharing.block_of(storage) if storage.nbytes() else 0, []).append(storage)
+        of_tensors = [tensor.untyped_storage() for tensor in tensors]
+        storages = {storage._cdata: storage for storage in of_tensors}
+        empty = [storage for storage in storages.values() if not storage.nbytes()]
+        blocks = [empty] if empty else []
+        blocks += self._sharing.blocks([storage for storage in storages.values() if storage.nbytes()])
         exports: dict[int, Export] = {}
         before = {row.export_id for row in exporter().ledger()}
         try:
-            for block in blocks.values():
+            for block in blocks:
                 found = exporter().export(block, self.uuid, self._share)
                 exports |= zip((storage._cdata for storage in block), found, strict=True)
         except BaseException:  # all or none: the caller has no handle by which to revoke some
             for export_id in {export.export_id for export in exports.values()} - before:
                 exporter().revoke(export_id, timeout_s=0.0)
             raise
-        return [self._handle(tensor, exports[tensor.untyped_storage()._cdata]) for tensor in tensors]
+        return [
+            self._handle(tensor, storage, exports[storage._cdata])
+            for tensor, storage in zip(tensors, of_tensors, strict=True)
+        ]
 
-    def _handle(self, tensor: torch.Tensor, export: Export) -> IpcHandle:
-        storage_at = tensor.untyped_storage().data_ptr() - export.address
+    def _handle(self, tensor: torch.Tensor, storage: torch.UntypedStorage, export: Export) -> IpcHandle:
+        first = storage.data_ptr() - export.address
         return IpcHandle(
             device=self._device.spec.name,
             device_uuid=self.uuid,
@@ -71,7 +75,7 @@ class Ipc:
             export_id=export.export_id,
             payload=export.memory.payload,
             storage_bytes=export.nbytes,
-            storage_offset_bytes=storage_at + int(tensor.storage_offset()) * tensor.element_size(),
+            storage_offset_bytes=first + int(tensor.storage_offset()) * tensor.element_size(),
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),

@@ -59,6 +59,9 @@ class Export:
     """From the first byte of the first of them."""
     ranges: list[tuple[int, int]] = field(init=False)
     """Address and bytes of each when it was exported."""
+    address: int = field(init=False)
+    nbytes: int = field(init=False)
+    """Of all of them, with what lies between."""
     is_revoked: bool = False
     """Nobody new may open it."""
     claims: collections.Counter[_Importer] = field(default_factory=collections.Counter)
@@ -67,15 +70,8 @@ class Export:
 
     def __post_init__(self) -> None:
         self.ranges = [_range_of(storage) for storage in self.storages]
-
-    @property
-    def address(self) -> int:
-        return self.ranges[0][0]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of them, with what lies between."""
-        return max(address + nbytes for address, nbytes in self.ranges) - self.address
+        self.address = self.ranges[0][0]
+        self.nbytes = max(address + nbytes for address, nbytes in self.ranges) - self.address
 
     def storage_at(self, offset_bytes: int) -> tuple[torch.UntypedStorage, int]:
         """The storage that holds this byte, and where it begins; both counted from the first storage."""

@@ -6,6 +6,7 @@ Everything else of IPC (handles, the ledger, who has what open, revocation) is t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,13 @@ class Sharing(ABC):
             UnsupportedError: this memory cannot be shared; says what kind can.
         """
 
-    def block_of(self, storage: torch.UntypedStorage) -> int:
-        """The same number for storages that lie in one block of memory, which others open as a whole.
+    def blocks(self, storages: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
+        """Those that lie in one block of memory, which others open as a whole, together.
 
-        What ``share`` gives for the first of them, ``open`` then opens up to the end of the last.
+        What ``share`` gives for the one of a block with the lowest address, ``open`` then opens up to the end of the
+        last.
         """
-        itself: int = storage._cdata  # two storages may lie at one address
-        return itself
+        return [[storage] for storage in storages]
 
     @abstractmethod
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:

@@ -78,11 +78,11 @@ def is_ipc_capable(address: int) -> bool:
     return bool(answer.value)
 
 
-def block_start(address: int) -> int:
-    """Of the allocation that ``address`` is in."""
+def block_at(address: int) -> tuple[int, int]:
+    """Start and bytes of the allocation that ``address`` is in."""
     start, size = c_uint64(), c_size_t()
     _call("cuMemGetAddressRange_v2", byref(start), byref(size), c_uint64(address))
-    return start.value
+    return start.value, size.value
 
 
 def ipc_handle(start: int) -> bytes:

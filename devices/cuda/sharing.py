@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -40,12 +42,21 @@ class CudaSharing(Sharing):
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         address = storage.data_ptr()
         with driver.current(self._device.index):
-            start = _start_of_sharable(address)
+            start, _ = _sharable_block(address)
             return SharedMemory(payload=_PAYLOAD.pack(driver.ipc_handle(start), address - start))
 
-    def block_of(self, storage: torch.UntypedStorage) -> int:
+    def blocks(self, storages: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
+        """The driver is asked once for each block: storages are many."""
+        found: list[list[torch.UntypedStorage]] = []
+        end = 0
         with driver.current(self._device.index):
-            return _start_of_sharable(storage.data_ptr())
+            for address, storage in sorted(((one.data_ptr(), one) for one in storages), key=itemgetter(0)):
+                if address >= end:
+                    found.append([])
+                    start, nbytes = _sharable_block(address)
+                    end = start + nbytes
+                found[-1].append(storage)
+        return found
 
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         handle, offset = _unpack(memory)
@@ -68,15 +79,15 @@ class CudaSharing(Sharing):
                 driver.close_ipc_handle(block.start)
 
 
-def _start_of_sharable(address: int) -> int:
-    """Of the block; mapped virtual memory is refused before it is asked for, as it has none of one allocation."""
+def _sharable_block(address: int) -> tuple[int, int]:
+    """Start and bytes; mapped virtual memory, which has none of one allocation, is refused before that is asked."""
     if not driver.is_ipc_capable(address):
         raise UnsupportedError(
             "export_ipc of this block of memory",
             "it is mapped virtual memory (expandable segments, or a pool with an allocator of its own) or another "
             "process's; allocate it without expandable_segments in PYTORCH_CUDA_ALLOC_CONF",
         )
-    return driver.block_start(address)
+    return driver.block_at(address)
 
 
 def _unpack(memory: SharedMemory) -> tuple[bytes, int]:

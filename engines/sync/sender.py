@@ -186,8 +186,9 @@ class Sender:
             return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch)), 0]
         parts = {number: part for number, part in self._parts.items() if part.numel()}
         handles: list[IpcHandle] = self._device.memory.export_ipc_together(list(parts.values()))
-        self._exports |= {handle.export_id: handle for handle in handles}
-        blocks = {handle.export_id: _whole(handle) for handle in handles}
+        exports = {handle.export_id: handle for handle in handles}
+        self._exports |= exports
+        blocks = {export_id: _whole(handle) for export_id, handle in exports.items()}
         numbers = {export_id: index for index, export_id in enumerate(blocks)}
         offered = [
             Offered(number, numbers[handle.export_id], handle.storage_offset_bytes, part.numel(), handle.dtype)

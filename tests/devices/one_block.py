@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,11 +32,11 @@ class OneBlock(Sharing):
         return tensor.copy_(torch.tensor(values))
 
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
-        offset = storage.data_ptr() - self.block_of(storage)
+        offset = storage.data_ptr() - int(self._block.ctypes.data)
         return SharedMemory(offset.to_bytes(8), os.dup(self._descriptor))
 
-    def block_of(self, storage: torch.UntypedStorage) -> int:
-        return int(self._block.ctypes.data)
+    def blocks(self, storages: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
+        return [list(storages)]
 
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         assert memory.descriptor is not None

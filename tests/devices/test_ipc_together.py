@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.devices.cuda import driver
+from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.errors import StateError, UnsupportedError
+from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
 from .conftest import Peer, PeerError
@@ -115,7 +119,7 @@ def test_all_are_exported_or_none(device: Any, tensors: list[torch.Tensor], monk
             raise UnsupportedError("export_ipc of this block of memory", "it is another kind")
         return share(self, storage)
 
-    monkeypatch.setattr(type(sharing), "block_of", lambda self, storage: storage.data_ptr())
+    monkeypatch.setattr(type(sharing), "blocks", lambda self, storages: [[storage] for storage in storages])
     monkeypatch.setattr(type(sharing), "share", refuses_the_last)
     with pytest.raises(UnsupportedError, match="another kind"):
         device.memory.export_ipc_together(tensors)
@@ -145,6 +149,24 @@ def test_one_that_was_freed_ends_the_export_of_all(device: Any, peer: Peer, tens
     with pytest.raises(StateError, match=rf"resized while process {peer.pid} had it open"):
         together(device, tensors[:2])
     peer.run("for mapping in mappings: mapping.close()")
+
+
+def test_the_driver_is_asked_once_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    first, asked = memory.data_ptr(), []
+
+    def block_at(address: int) -> tuple[int, int]:
+        asked.append(address - first)
+        return first + (address - first) // 256 * 256, 256
+
+    monkeypatch.setattr(driver, "current", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "is_ipc_capable", lambda address: True)
+    monkeypatch.setattr(driver, "block_at", block_at)
+    offsets = [768, 0, 240, 256, 64, 0]
+    storages = [_another_storage_at(memory[offset : offset + 16]) for offset in offsets]
+    found = CudaSharing(get_device("cpu")).blocks(storages)  # type: ignore[arg-type]
+    assert [[storage.data_ptr() - first for storage in block] for block in found] == [[0, 0, 64, 240], [256], [768]]
+    assert asked == [0, 256, 768]
 
 
 def free(tensor: torch.Tensor) -> None:
