@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,8 +21,8 @@ from rlcore.settings import Settings
 class Quantity(NamedTuple):
     """A value that a run found besides its time."""
 
-    value: float
-    """Positive."""
+    value: float | Sequence[float]
+    """Positive; several where the run tells ``Contender.seconds`` of each of its steps."""
     unit: str
     """Such as "s" or "token/s"; "1" for a share."""
 
@@ -37,8 +37,9 @@ class Contender:
     """Does the work once. What is queued on the device is waited for by the runner."""
     check: Callable[[Any], None]
     """Takes what ``run`` returned; raises AssertionError when it is wrong."""
-    seconds: Callable[[Any], float] | None = None
-    """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock."""
+    seconds: Callable[[Any], float | Sequence[float]] | None = None
+    """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock. Of a run of
+    several steps those of each, which is then a sample."""
     quantities: Callable[[Any], Mapping[str, Quantity]] | None = None
     """What else is recorded of each timed run, by metric name, from what ``run`` returned."""
     params: Mapping[str, int | float | str] = field(default_factory=dict)

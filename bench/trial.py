@@ -7,13 +7,13 @@ import resource
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from rlcore.bench.case import Contender, Quantity, Work
+from rlcore.bench.case import Contender, Work
 from rlcore.bench.device_clock import DeviceClock, Flush
 from rlcore.bench.result import Metric, Status
 from rlcore.bench.telemetry import Monitor
@@ -59,12 +59,14 @@ class Trial:
         """By the name of a clock beside the host's."""
         self.unhidden_s: list[float] = []
         """How long the host took to queue a run, where ``device_time`` holds that."""
-        self.quantities: dict[str, list[Quantity]] = {}
+        self.quantities: dict[str, Metric] = {}
         self.failure: Failure | None = None
         self._flush = flush
         self._is_on_host = is_on_host(work, device)
         self._is_on_stream = work.runs_on == "stream" and not self._is_on_host
         self._device_clock: DeviceClock | None = None
+        self._num_sampled = 0
+        """Runs, or groups of them, of which samples were taken."""
         self._output: Any = None
         self._own: dict[str, float] = {}
         self._queued_s = 0.0
@@ -89,7 +91,7 @@ class Trial:
             enough = self.num_runs
         else:
             enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
-        return self.failure is None and len(self.samples) < enough
+        return self.failure is None and self._num_sampled < enough
 
     @property
     def is_cold(self) -> bool:
@@ -128,18 +130,25 @@ class Trial:
     def sample(self) -> None:
         if self.is_cold:
             self._flush()
-        self.samples.append(self._timed(self.runs_per_sample))
+        elapsed = self._timed(self.runs_per_sample)
+        self._num_sampled += 1
+        self.samples += [elapsed] if self.contender.seconds is None else self._own_seconds()
         if self.num_runs is not None:
             self.contender.check(self._output)
         if self.contender.quantities is not None:
             for name, quantity in self.contender.quantities(self._output).items():
-                _expect_positive(name, quantity.value)
-                self.quantities.setdefault(name, []).append(quantity)
+                metric = self.quantities.setdefault(name, Metric(name=name, unit=quantity.unit, samples=[]))
+                metric.samples.extend(_each(name, quantity.value))
         is_hidden = self._device_clock is not None and self._time_on_device(self._device_clock)
         for name, seconds in self._own.items():
             self.own_samples.setdefault(name, []).append(seconds)
         if "device_time" in self._own and not is_hidden and self._queued_s > _NEGLIGIBLE * self.samples[-1]:
             self.unhidden_s.append(self._queued_s)
+
+    def _own_seconds(self) -> list[float]:
+        """By the clock of the run itself: one for each of its steps."""
+        assert self.contender.seconds is not None
+        return _each("seconds", self.contender.seconds(self._output))
 
     def _time_on_device(self, clock: DeviceClock) -> bool:
         """Whether that is without the host's time."""
@@ -162,7 +171,7 @@ class Trial:
         seconds = self._timed(1)
         extra = memory.stats().peak_allocated_bytes - before
         if extra > 0:
-            self.quantities["extra_memory"] = [Quantity(extra, "B")]
+            self.quantities["extra_memory"] = Metric(name="extra_memory", unit="B", samples=[float(extra)])
         return seconds
 
     def measure_energy(self, monitor: Monitor) -> None:
@@ -176,7 +185,7 @@ class Trial:
             runs += self.runs_per_sample
         after = monitor.energy_j()
         if after is not None and after > before:
-            self.quantities["energy"] = [Quantity((after - before) / runs, "J")]
+            self.quantities["energy"] = Metric(name="energy", unit="J", samples=[(after - before) / runs])
 
     def metrics(self) -> list[Metric]:
         found = [Metric(name="time", unit="s", samples=self.samples)]
@@ -185,10 +194,7 @@ class Trial:
             found.append(Metric(name="first_run", unit="s", samples=[self.first_run_s]))
         if self.unhidden_s:
             found.append(Metric(name="queueing_in_device_time", unit="s", samples=self.unhidden_s))
-        return found + [
-            Metric(name=name, unit=found[0].unit, samples=[quantity.value for quantity in found])
-            for name, found in self.quantities.items()
-        ]
+        return [*found, *self.quantities.values()]
 
     def check_last(self) -> None:
         """The output of the last timed run: a run that spoils its inputs is wrong by now."""
@@ -218,7 +224,7 @@ class Trial:
         self._output, self._queued_s = output, (queued - start) / runs
         self._spent_s += elapsed
         if self.contender.seconds is not None:
-            return _expect_positive("seconds", self.contender.seconds(output))
+            return statistics.median(self._own_seconds())
         if events:
             self._own = {"device_time": events[0].elapsed_time(events[1]) / 1000 / runs}
         elif self._is_on_host and processor > 0:
@@ -226,10 +232,12 @@ class Trial:
         return elapsed / runs
 
 
-def _expect_positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ValueError(f"the case says that {name} is {value!r}; a record takes positive numbers alone")
-    return value
+def _each(name: str, told: float | Sequence[float]) -> list[float]:
+    """Of one value, or of several."""
+    values = list(told) if isinstance(told, Sequence) else [told]
+    if not values or not all(0 < value < math.inf for value in values):
+        raise ValueError(f"the case says that {name} is {told!r}; a record takes positive numbers alone")
+    return values
 
 
 def is_on_host(work: Work, device: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -294,7 +293,7 @@ def _prepare(dense: Dense, device: Any) -> Work:
             implementation=name,
             run=run_alone,
             check=check,
-            seconds=lambda done: statistics.median(done.seconds),
+            seconds=lambda done: done.seconds,
             quantities=lambda done: _quantities(done, tokens, is_counted=not is_host),
             params={"lengths": lengths, "recompute": str(job.recomputes), "devices": num},
             limits={}
@@ -323,11 +322,8 @@ def _prepare(dense: Dense, device: Any) -> Work:
 
 
 def _quantities(done: _Steps, tokens: int, *, is_counted: bool) -> dict[str, Quantity]:
-    rates = sorted(tokens / seconds for seconds in done.seconds)
     found = {
-        "tokens_a_device": Quantity(statistics.median(rates), "token/s"),
-        "slowest_step": Quantity(rates[0], "token/s"),
-        "fastest_step": Quantity(rates[-1], "token/s"),
+        "tokens_a_device": Quantity([tokens / seconds for seconds in done.seconds], "token/s"),
         "first_step": Quantity(done.first_s, "s"),
         "build": Quantity(done.build_s, "s"),
     }

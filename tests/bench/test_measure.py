@@ -253,6 +253,21 @@ def test_quantities_of_every_timed_run_are_recorded_in_order() -> None:
     assert result.samples("size") == [1.5, 3.0, 4.5]
 
 
+def test_run_of_several_steps_gives_a_sample_for_each() -> None:
+    case = counting(
+        2,
+        check=accept,
+        seconds=lambda output: [output * 1.0, output * 2.0],
+        quantities=lambda output: {"rate": Quantity([1 / output, 0.5 / output], "1/s"), "size": Quantity(output, "B")},
+    )
+    (result,) = run_case(case, get_device("cpu"), QUICK)
+    assert result.samples("time") == [1.0, 2.0, 2.0, 4.0]
+    assert result.samples("rate") == [1.0, 0.5, 0.5, 0.25]
+    assert result.samples("size") == [1, 2]
+    (result,) = run_case(counting(2, check=accept, seconds=lambda _: [1.0, 0.0]), get_device("cpu"), QUICK)
+    assert result.reason.startswith("ValueError: the case says that seconds is [1.0, 0.0]")
+
+
 # ----------------------------------------------------------------------------------- no check, no number
 
 
