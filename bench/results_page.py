@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlcore.bench.bars import HEADER, verdicts
+from rlcore.bench.bars import HEADER, bars, verdicts
 from rlcore.bench.compare import NOTES, device_of
 from rlcore.bench.headlines import words
 from rlcore.bench.limits import share_of_limit, times
@@ -27,7 +27,7 @@ stand above it or with its name; a cell is empty where it is as above, and a col
 left out.
 """
 _OTHERS = 3
-"""Metrics shown beside the time."""
+"""Metrics shown beside the time, first those that a bar is set for."""
 _HEADER = ("case", "implementation", "sizes", "median", "p10 to p90", "n", "share", "also")
 _LONG = 12
 """Rows from which on a table of the machine, size by size, is folded."""
@@ -126,7 +126,7 @@ def _numbers(result: CaseResult, record: Record) -> list[str]:
     low, high = (percentile(samples, percent) for percent in (10, 90))
     return [
         seconds(statistics.median(samples)),
-        f"{seconds(low)} to {seconds(high)}",
+        f"{seconds(low)} to {seconds(high)}" if len(samples) > 1 else "",
         str(len(samples)),
         f"{share.value:.2g} of {share.limit}" if share else "",
         "; ".join([*_other_metrics(result), *dict.fromkeys(mark.partition(":")[0] for mark in result.marks)]),
@@ -135,5 +135,7 @@ def _numbers(result: CaseResult, record: Record) -> list[str]:
 
 def _other_metrics(result: CaseResult) -> list[str]:
     left_out = ("time", "device_time", "processor_time", "first_run")
-    shown = [metric for metric in result.metrics if metric.name not in left_out][:_OTHERS]
+    meant = {bar.metric for bar in bars() if bar.case == result.name}
+    shown = sorted(result.metrics, key=lambda metric: metric.name not in meant)
+    shown = [metric for metric in shown if metric.name not in left_out][:_OTHERS]
     return [f"{words(metric.name)} {quantity(statistics.median(metric.samples), metric.unit)}" for metric in shown]

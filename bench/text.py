@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_LONG = 100_000
 
 
 def seconds(value: float) -> str:
@@ -33,7 +34,7 @@ def quantity(value: float, unit: str) -> str:
 def size(nbytes: int) -> str:
     """Exactly, in KiB and the like, where that is short."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale and nbytes % scale == 0:
+        if nbytes >= scale and nbytes % scale == 0 and nbytes // scale < _LONG:
             return f"{nbytes // scale} {unit}"
     return rate(nbytes, "B") if nbytes >= 2**20 else f"{nbytes} B"
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from records import a_record as full_record
 
-from rlcore.bench import readme
+from rlcore.bench import readme_tables
 from rlcore.bench.readme import main, report, rewritten
 from rlcore.bench.result import CaseResult, Metric, Record, read, write
 from rlcore.bench.results_page import page
@@ -98,12 +98,12 @@ def test_results_page_says_once_what_is_the_same_and_folds_long_tables_of_the_ma
     assert lines[start + 2 : start + 10] == [
         "All: T 4.",
         "",
-        "| case | implementation | sizes | median | p10 to p90 | n |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| ours/x | a | n 1 | 1 s | 1 s to 1 s | 1 |",
-        "|  |  | n 2 | 1 s | 1 s to 1 s | 1 |",
-        "|  | b | n 2 | 1 s | 1 s to 1 s | 1 |",
-        "| ours/y | x | n 3 | 1 s | 1 s to 1 s | 1 |",
+        "| case | implementation | sizes | median | n |",
+        "| --- | --- | --- | --- | --- |",
+        "| ours/x | a | n 1 | 1 s | 1 |",
+        "|  |  | n 2 | 1 s | 1 |",
+        "|  | b | n 2 | 1 s | 1 |",
+        "| ours/y | x | n 3 | 1 s | 1 |",
     ]
     sweep = [msgspec.structs.replace(passed("product/x", 1.0), params={"K": K}) for K in range(12)]
     write(a_record(cases=sweep[1:]), tmp_path / "mine.json")
@@ -114,7 +114,14 @@ def test_results_page_says_once_what_is_the_same_and_folds_long_tables_of_the_ma
 
 @pytest.mark.parametrize(
     ("nbytes", "shown"),
-    [(8, "8 B"), (1000, "1000 B"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB"), (1306484588, "1.31 GB")],
+    [
+        (8, "8 B"),
+        (1000, "1000 B"),
+        (4096, "4 KiB"),
+        (3 << 20, "3 MiB"),
+        (1 << 30, "1 GiB"),
+        (24580314 << 10, "25.2 GB"),
+    ],
 )
 def test_sizes_are_exact_where_that_is_short(nbytes: int, shown: str) -> None:
     assert size(nbytes) == shown
@@ -185,9 +192,8 @@ def test_case_that_did_not_pass_makes_no_table(tmp_path: Path) -> None:
 
 
 def test_unknown_table_and_missing_record_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        BenchError, match=r"^no table 'speed' for the README; known: full, kernels, quickstart, startup, workers$"
-    ):
+    known = "full, kernels, offload, quickstart, startup, train, workers"
+    with pytest.raises(BenchError, match=rf"^no table 'speed' for the README; known: {known}$"):
         rewritten(EMPTY.replace("startup", "speed"), tmp_path)
     with pytest.raises(BenchError, match=r"^no record startup-\*\.json in .*; make one with: rlcore bench run -o$"):
         rewritten(EMPTY, tmp_path)
@@ -199,7 +205,7 @@ def test_operators_stand_beside_the_best_of_the_others_that_passed(tmp_path: Pat
         metrics = [Metric(name=name, unit=unit, samples=[value] * 3) for name, unit in names.items()]
         return CaseResult(name=case, implementation=implementation, status="pass", params={}, metrics=metrics)
 
-    cases = sorted({case for case, _ in readme._RACES.values()})
+    cases = sorted({case for case, _ in readme_tables._RACES.values()})
     slow = CaseResult(name=cases[0], implementation="broken", status="fail", params={}, reason="no")
     found = [
         result(case, *side) for case in cases for side in [("rows", 2e-3), ("tiled", 1e-3), ("a", 4e-3), ("b", 3e-3)]
@@ -208,7 +214,63 @@ def test_operators_stand_beside_the_best_of_the_others_that_passed(tmp_path: Pat
     lines = rewritten(EMPTY.replace("startup", "kernels"), tmp_path).splitlines()
     assert lines[3].endswith(" | rlcore | best of the others | ratio |")
     assert lines[5].endswith(" | 1 ms, tiled | 3 ms, b | 3.00 |")
-    assert lines[5 + len(readme._RACES) - 1].endswith(" | 1.0e-03, tiled | 3.0e-03, b | 3.00 |")
+    assert lines[5 + len(readme_tables._RACES) - 1].endswith(" | 1.0e-03, tiled | 3.0e-03, b | 3.00 |")
     write(a_record(cases=[one for one in found if one.implementation in "ab"]), tmp_path / "kernels-gpu.json")
     with pytest.raises(BenchError, match=r"^kernels/\S+ passed for one side alone in the record of "):
         rewritten(EMPTY.replace("startup", "kernels"), tmp_path)
+
+
+def measured(case: str, implementation: str, params: dict[str, int | float | str], **values: float) -> CaseResult:
+    units = {"tokens_a_device": "token/s", "peak_memory": "B", "moved": "B", "time": "s"}
+    metrics = [Metric(name=name, unit=units.get(name, "1"), samples=[value]) for name, value in values.items()]
+    return CaseResult(name=case, implementation=implementation, status="pass", params=params, metrics=metrics)
+
+
+def test_training_stands_beside_the_plain_loop(tmp_path: Path) -> None:
+    found = []
+    for case, lengths, recompute in (
+        ("train/dense_1.5b", "equal", "False"),
+        ("train/dense_1.5b", "uneven", "False"),
+        ("train/dense_7b", "equal", "True"),
+    ):
+        sizes = {"lengths": lengths, "recompute": recompute}
+        found.append(measured(case, "torch FSDP2", sizes, time=0.2, tokens_a_device=40e3, peak_memory=50e9))
+        found.append(measured(case, "engine", sizes, time=0.1, tokens_a_device=80e3, peak_memory=40e9))
+    sizes = {"lengths": "equal", "recompute": "selective"}
+    cheap = measured("train/dense_1.5b", "engine", sizes, time=0.1, tokens_a_device=60e3, peak_memory=30e9)
+    noted = msgspec.structs.replace(a_record().system, hw_notes="three other jobs")
+    write(a_record(cases=[*found, cheap], system=noted), tmp_path / "train-gpu.json")
+    lines = rewritten(EMPTY.replace("startup", "train"), tmp_path).splitlines()
+    assert "| noted | three other jobs |  |  |  |  |  |" in lines
+    assert [line.partition(" | ")[2] for line in lines[5:10]] == [
+        "80,000 | 40,000 | 2.00 | 40 GB | 50 GB | 0.80 |",
+        "60,000 | 40,000 | 1.50 | 30 GB | 50 GB | 0.60 |",
+        "80,000 | 40,000 | 2.00 | 40 GB | 50 GB | 0.80 |",
+        "80,000 | 40,000 | 2.00 | 40 GB | 50 GB | 0.80 |",
+        "not measured |  |  |  |  |  |",
+    ]
+    write(a_record(cases=found), tmp_path / "train-gpu.json")
+    with pytest.raises(BenchError, match=r"^train/dense_1.5b has no number for engine, equal, selective in the record"):
+        rewritten(EMPTY.replace("startup", "train"), tmp_path)
+
+
+def test_offload_is_told_as_a_share_of_a_pinned_copy(tmp_path: Path) -> None:
+    shares = {"to_host_of_link": 0.5, "to_device_of_link": 0.25}
+    link = {"link_to_host": 50e9, "link_to_device": 40e9, "moved": 91e9}
+    first = {f"first_{name}": share / 2 for name, share in shares.items()}
+    found = [
+        measured(case, implementation, {"bytes": 3 << 30}, time=2.0, **shares, **first, **link)
+        for case, implementation, _ in dict.fromkeys(readme_tables._MOVED.values())
+    ]
+    unique = list({(one.name, one.implementation): one for one in found}.values())
+    write(a_record(cases=unique), tmp_path / "offload-gpu.json")
+    lines = rewritten(EMPTY.replace("startup", "offload"), tmp_path).splitlines()
+    assert lines[5:8] == [
+        "| a 7B trainer of 91 GB, for the first time | 25.0 % | 12.5 % |  |",
+        "| the same later, there and back | 50.0 % | 25.0 % | 2.0 s |",
+        "| 3 GiB for the first time | 50.0 % | 25.0 % | 2.0 s |",
+    ]
+    assert "| a pinned copy | 50.0 GB/s | 40.0 GB/s |  |" in lines
+    write(a_record(cases=unique[1:]), tmp_path / "offload-gpu.json")
+    with pytest.raises(BenchError, match=r"^offload/trainer is missing in the record of "):
+        rewritten(EMPTY.replace("startup", "offload"), tmp_path)
