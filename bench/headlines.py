@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from rlcore.bench.bars import verdicts
 from rlcore.bench.limits import unit
 from rlcore.bench.result import CaseResult, Record
-from rlcore.bench.rivals import advantages
+from rlcore.bench.rivals import advantages, is_ours
 from rlcore.bench.text import count, rate, seconds
 
 _ANY_NUMBER = {"devices": 0}
@@ -58,6 +59,7 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
             _cell(run, "rollout/hf", "new_tokens", count) or _cell(run, "rl/step", "new_tokens", count)
         ),
         "one train step": lambda run: _cell(run, "train/step", "time", seconds),
+        "tokens trained a second, trainer alone": _trained_alone,
         "matrix products, bfloat16": lambda run: _limit(run, "product/bfloat16"),
         "memory, read and written": lambda run: _limit(run, "memory"),
         "fastest peer's time over ours": _ahead,
@@ -69,8 +71,14 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
         cells = [question(run) for run in runs]
         if any(cells):
             absent = _Cell("none set for it" if label == _BARS else "not measured")
-            found.append(Headline(label, [_beside(cell or absent, cells[0], runs[0].name) for cell in cells]))
+            models = {cell.params["model"] for cell in cells if cell and "model" in cell.params}
+            beside = _with_model if len(models) > 1 else functools.partial(_beside, first=cells[0], name=runs[0].name)
+            found.append(Headline(label, [beside(cell or absent) for cell in cells]))
     return found
+
+
+def _with_model(cell: _Cell) -> str:
+    return f"{cell.text} ({cell.params['model']})" if "model" in cell.params else cell.text
 
 
 def _beside(cell: _Cell, first: _Cell | None, name: str) -> str:
@@ -98,6 +106,16 @@ def _cell(run: Run, case: str, metric: str, form: Callable[[float], str], *, is_
         return None
     value = median(result, metric)
     return _Cell(form(value), value if is_compared else None, result.params)
+
+
+def _trained_alone(run: Run) -> _Cell | None:
+    """By the first contender of ours, as the others cost time to save memory or have uneven lengths."""
+    cases = (case for case in run.record.cases if case.name == "train/dense_1.5b" and case.status == "pass")
+    result = next((case for case in cases if is_ours(case) and case.has("tokens_a_device")), None)
+    if result is None:
+        return None
+    value = median(result, "tokens_a_device")
+    return _Cell(count(value), value, result.params)
 
 
 def find_step(record: Record) -> CaseResult | None:
@@ -162,5 +180,5 @@ def _disturbed(run: Run) -> _Cell | None:
     say more."""
     passed = [result for result in run.record.cases if result.status == "pass"]
     marks = Counter(kind for result in passed for kind in {mark.partition(":")[0] for mark in result.marks})
-    told = [f"{kind}: {number} of {len(passed)} results" for kind, number in sorted(marks.items())]
-    return _Cell("; ".join(told) or "nothing that was seen")
+    told = ", ".join(f"{kind}: {number}" for kind, number in sorted(marks.items()))
+    return _Cell(f"{told} of {len(passed)} results" if told else "nothing that was seen")

@@ -2,7 +2,7 @@
 
 A table stands between ``<!-- results:NAME -->`` and ``<!-- /results -->`` and has a column for each record
 ``NAME-<machine>.json``, or a part for each; nothing in it is typed by hand. The records of full runs and of the
-operators make docs/report.html.
+operators, of training and of offload make docs/report.html; those of one machine are one column of it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
+
+from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.headlines import Run
 from rlcore.bench.readme_tables import table
 from rlcore.bench.report import render
-from rlcore.bench.result import json_schema, read
+from rlcore.bench.result import Record, json_schema, read
 from rlcore.bench.results_page import page
+from rlcore.bench.runner import calls_of, noted
 
-_REPORTED = "full", "kernels"
+_REPORTED = "full", "kernels", "train", "offload"
 _BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -33,9 +37,33 @@ def rewritten(text: str, results: Path) -> str:
 
 def report(results: Path) -> str | None:
     """docs/report.html of the records ``<_REPORTED>-<machine>.json``; None while there are none."""
-    paths = [path for name in _REPORTED for path in sorted(results.glob(f"{name}-*.json"))]
-    runs = [Run(path.stem.removeprefix("full-"), read(path)) for path in paths]
-    return render(runs) if runs else None
+    runs: dict[str, Record] = {}
+    for name in _REPORTED:
+        for path in sorted(results.glob(f"{name}-*.json")):
+            machine, record = path.stem.removeprefix(f"{name}-"), read(path)
+            if machine not in runs:
+                runs[machine] = record
+            elif _is_same_machine(runs[machine], record):
+                runs[machine] = _joined(runs[machine], record)
+            else:
+                runs[path.stem] = record
+    return render([Run(name, record) for name, record in runs.items()]) if runs else None
+
+
+def _is_same_machine(a: Record, b: Record) -> bool:
+    """With the same software, too."""
+    about_the_run = ("rlcore", "commit", "kind of run", "host threads", *NOTES)
+    return all(name in about_the_run or name.startswith("$") for name in what_differs(a, b))
+
+
+def _joined(record: Record, more: Record) -> Record:
+    """With what ``more`` measured and ``record`` did not."""
+    measured = {case.name for case in record.cases if case.status == "pass"}
+    found = {case.name for case in more.cases if case.status == "pass"} - measured
+    cases = [case for case in record.cases if case.name not in found]
+    cases += [case for case in more.cases if case.name in found]
+    both = msgspec.structs.replace(record, cases=cases, calls=[*calls_of(record), *calls_of(more)])
+    return noted(both, more.system.hw_notes)
 
 
 def main(readme: Path) -> None:

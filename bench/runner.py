@@ -153,7 +153,7 @@ class Run:
 
     def _write(self, case: Case | None = None, spent_s: float = 0.0) -> None:
         results = [result for results in self._results.values() for result in results]
-        *earlier, call = self.record.calls or [_call_of(self.record)]
+        *earlier, call = calls_of(self.record)
         if case is not None:
             rounds = call.rounds | {case.name: [*call.rounds.get(case.name, []), spent_s]}
             call = msgspec.structs.replace(call, rounds=rounds)
@@ -175,8 +175,12 @@ def continued(earlier: Record, now: Record) -> Record:
     if found:
         told = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
         raise BenchError(f"the record was not made like this run, which cannot go on with it: {told}")
-    calls = earlier.calls or [_call_of(earlier)]
-    return noted(msgspec.structs.replace(earlier, calls=[*calls, _call_of(now)]), now.system.hw_notes)
+    calls = [*calls_of(earlier), _call_of(now)]
+    return noted(msgspec.structs.replace(earlier, calls=calls), now.system.hw_notes)
+
+
+def calls_of(record: Record) -> list[Call]:
+    return record.calls or [_call_of(record)]
 
 
 def noted(record: Record, note: str | None) -> Record:

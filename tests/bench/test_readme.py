@@ -11,7 +11,7 @@ from records import a_record as full_record
 
 from rlcore.bench import readme_tables
 from rlcore.bench.readme import main, report, rewritten
-from rlcore.bench.result import CaseResult, Metric, Record, read, write
+from rlcore.bench.result import Call, CaseResult, Metric, Record, read, write
 from rlcore.bench.results_page import page
 from rlcore.bench.text import size
 from rlcore.errors import BenchError
@@ -58,10 +58,17 @@ def test_full_runs_make_a_report_and_a_table_in_which_what_was_not_measured_is_s
     two = full_record(20.0, accelerator_model_name="a GPU", accelerators_per_node=2)
     links = [case for case in two.cases if case.name.startswith("collectives/")]
     write(msgspec.structs.replace(two, cases=links), tmp_path / "full-gpu.json")
-    write(a_record(), tmp_path / "kernels-gpu.json")
+    write(a_record(), tmp_path / "kernels-gpu.json")  # of another machine, whatever its name says
+    system = msgspec.structs.replace(two.system, hw_notes="other jobs")
+    engine = measured("train/dense_1.5b", "engine", {}, time=1.0, tokens_a_device=5000.0)
+    calls = [Call(started_at=two.started_at, commit="a" * 40, rounds={engine.name: [9.0]})]
+    more = msgspec.structs.replace(two, cases=[engine, *two.cases[:1]], calls=calls, num_threads=9, system=system)
+    write(more, tmp_path / "train-gpu.json")
     html = report(tmp_path)
     assert html is not None and "<title>rlcore bench: cpu, gpu, kernels-gpu</title>" in html
-    (tmp_path / "kernels-gpu.json").unlink()
+    assert all(text in html for text in (">5,000<", "aaaaaaaaaaaa", "other jobs"))
+    for made in ("kernels-gpu.json", "train-gpu.json"):
+        (tmp_path / made).unlink()
     lines = rewritten(EMPTY.replace("startup", "full"), tmp_path).splitlines()
     assert lines[3].endswith(" | 2 x a GPU |")
     assert "| tokens trained a second, whole step | 1,000 | not measured |" in lines

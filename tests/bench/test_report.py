@@ -84,7 +84,21 @@ def test_two_machines_are_compared_per_step_and_dollar_and_only_where_they_did_t
     assert "USD for a million tokens trained 0.556 at 2 an hour and device 0.167 at 3 an hour and device (0.3" in shown
     cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in other.cases]
     shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
+    assert "one step of RL 6.5 s (qwen2-tiny) 325 ms (qwen2-7b)" in shown
+    cases = [msgspec.structs.replace(case, params=case.params | {"prompts": 8}) for case in other.cases]
+    shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
     assert "one step of RL 6.5 s 325 ms (of other sizes)" in shown
+
+
+def test_trainer_alone_is_ours_and_disturbances_are_counted() -> None:
+    marks = ["shared: a", "throttled: b"]
+    cases = [
+        result("train/dense_1.5b", name, 1.0, {"model": "1.5b"}, tokens_a_device=rate, marks=marks)
+        for name, rate in (("torch FSDP2", 38e3), ("engine", 47e3), ("engine", 43e3))
+    ]
+    shown = text_of(render([Run("a", of_cases(*cases))]))
+    assert "tokens trained a second, trainer alone 47,000 " in shown
+    assert "disturbed by shared: 3, throttled: 3 of 3 results" in shown
 
 
 def test_page_without_a_step_says_what_to_run() -> None:
