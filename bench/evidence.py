@@ -85,10 +85,17 @@ def _percent(value: float) -> str:
 
 def duels(run: Run, *, is_alone: bool) -> list[_Group]:
     """Ours against the others. ``is_alone``: the page has no other run."""
-    return [
-        _Group(race.case if is_alone else f"{race.case} on {run.name}", _race(race.results), _duel(race))
-        for race in races(run.record)
-    ]
+    found = races(run.record)
+    where = "" if is_alone else f" on {run.name}"
+    return [_Group(f"{race.case}{where}{_own_sizes(race, found)}", _race(race.results), _duel(race)) for race in found]
+
+
+def _own_sizes(race: Race, every: Sequence[Race]) -> str:
+    """What tells a race from the others of its case."""
+    params = race.results[0].params
+    others = [one.results[0].params for one in every if one.case == race.case]
+    own = [f"{name} {value}" for name, value in params.items() if any(one.get(name) != value for one in others)]
+    return f" ({', '.join(own)})" if own else ""
 
 
 def _duel(race: Race) -> str:

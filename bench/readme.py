@@ -41,12 +41,11 @@ def report(results: Path) -> str | None:
     for name in _REPORTED:
         for path in sorted(results.glob(f"{name}-*.json")):
             machine, record = path.stem.removeprefix(f"{name}-"), read(path)
-            if machine not in runs:
-                runs[machine] = record
-            elif _is_same_machine(runs[machine], record):
-                runs[machine] = _joined(runs[machine], record)
+            same = next((name for name, run in runs.items() if _is_same_machine(run, record)), None)
+            if same is not None:
+                runs[same] = _joined(runs[same], record)
             else:
-                runs[path.stem] = record
+                runs[machine if machine not in runs else path.stem] = record
     return render([Run(name, record) for name, record in runs.items()]) if runs else None
 
 

@@ -58,7 +58,8 @@ def test_full_runs_make_a_report_and_a_table_in_which_what_was_not_measured_is_s
     two = full_record(20.0, accelerator_model_name="a GPU", accelerators_per_node=2)
     links = [case for case in two.cases if case.name.startswith("collectives/")]
     write(msgspec.structs.replace(two, cases=links), tmp_path / "full-gpu.json")
-    write(a_record(), tmp_path / "kernels-gpu.json")  # of another machine, whatever its name says
+    other = full_record(accelerator_model_name="a GPU", accelerators_per_node=1)
+    write(other, tmp_path / "kernels-gpu.json")  # of another machine, whatever its name says
     system = msgspec.structs.replace(two.system, hw_notes="other jobs")
     engine = measured("train/dense_1.5b", "engine", {}, time=1.0, tokens_a_device=5000.0)
     calls = [Call(started_at=two.started_at, commit="a" * 40, rounds={engine.name: [9.0]})]

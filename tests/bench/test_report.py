@@ -141,13 +141,19 @@ def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
         result("dispatch/device", "registry, default", 2e-6),
         result("memory/bandwidth", "copy", 0.02),
         result("memory/bandwidth", "fill", 0.02),
+        result("train/dense", "engine", 0.1, {"T": 8, "lengths": "equal"}),
+        result("train/dense", "torch FSDP2", 0.2, {"T": 8, "lengths": "equal"}),
+        result("train/dense", "engine", 0.1, {"T": 8, "lengths": "uneven"}),
+        result("train/dense", "torch FSDP2", 0.1, {"T": 8, "lengths": "uneven"}),
     )
     shown = [(group.title, group.summary) for group in evidence.duels(Run("a", record), is_alone=True)]
     assert shown == [
         ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
         ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),
+        ("train/dense (lengths equal)", "engine 100 ms against torch FSDP2 200 ms: 2.00x"),
+        ("train/dense (lengths uneven)", "engine 100 ms against torch FSDP2 100 ms: 1.00x"),
     ]
-    assert "fastest peer's time over ours 0.67 (1 case)" in text_of(render([Run("a", record)]))
+    assert "fastest peer's time over ours 1.10 (3 cases: 0.67 to 2.00)" in text_of(render([Run("a", record)]))
 
 
 def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() -> None:
