@@ -65,6 +65,10 @@ class Planned:
         self.forget_round()
         self.is_wanted = True
 
+    def let_go(self) -> None:
+        """Hold none of the tensors that it has copied between; the next copies are made ready anew."""
+        self._movers, self._whole = {}, None
+
     def buckets(self, slot_bytes: int) -> list[list[Bucket]]:
         """Of each sender, cut as the senders cut them."""
         if self._slot_bytes != slot_bytes:

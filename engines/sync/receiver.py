@@ -288,6 +288,7 @@ class Receiver:
         names = [self._planning().manifest.weights[number].name for number in weights]
         self._target.reload((name, self._scratch[name]) for name in names)
         self._device.synchronize()
+        self._loads[tuple(weights)].let_go()  # else every group's copy would stay, until all are a second model
         self._scratch, self._live = {}, {}
 
     def remember(self, round_id: int) -> None:
@@ -357,6 +358,8 @@ class Receiver:
         self._scratch, self._staging, self._live, self._remembered = {}, {}, {}, {}
         for plan in self._plans.values():
             plan.forget_round()
+        for plan in self._loads.values():
+            plan.let_go()
 
     def close(self) -> None:
         """Let go of everything of others."""

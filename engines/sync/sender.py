@@ -272,9 +272,10 @@ class Sender:
             raise StateError(f"this sender has no plan {order.digest}; call take_plan() first")
         bucket, slot = buckets[order.bucket], self._slots(order.slot_bytes).slot(order.slot)
         key = order.digest, order.slot_bytes, order.bucket
-        if key not in self._movers:
-            self._movers[key] = Mover(packing(bucket))
-        self._movers[key].run(self.tensors(), views(slot, bucket))
+        mover = self._movers.get(key) or Mover(packing(bucket))
+        if not self._computed:  # a mover that is kept would keep what was computed for this load alone
+            self._movers[key] = mover
+        mover.run(self.tensors(), views(slot, bucket))
         stamp(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
         return bucket, slot
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.engines.sync.named_holding import NamedHolding
@@ -166,6 +168,49 @@ def test_weights_that_the_trainer_computes(make: Make, route: Route) -> None:
         check(world, Sizes())
 
 
+class Merged(Checkpoint):
+    """No weight is a view of a parameter."""
+
+    def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
+        for view in super().weight_views():
+            assert view.parameter is not None
+            yield view._replace(parameter=None, compute=partial(torch.mul, view.parameter.detach(), 2))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", [Checkpoint, Merged])
+def test_no_copy_of_a_weight_outlives_its_load(
+    make: Make, route: Route, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies together would be a second model, which a device has no room for."""
+    copies: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def living() -> int:
+        return sum(nbytes for copy, nbytes in copies.values() if not copy.expired())
+
+    load, compute = SmallTarget.reload, ModuleHolding.compute
+    peaks: list[int] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        copies[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        peaks.append(living())
+        return tensor
+
+    monkeypatch.setattr(
+        SmallTarget, "reload", lambda self, weights: load(self, ((name, copied(weight)) for name, weight in weights))
+    )
+    monkeypatch.setattr(ModuleHolding, "compute", lambda self, weights: list(map(copied, compute(self, weights))))
+    world = make(Sizes(layers=4), kind=kind)
+    for _ in range(2):
+        world.module.add(0.25)
+        world.sync(route=route, is_verified=True, slab_bytes=4096)
+        check(world, Sizes(layers=4))
+    assert len(peaks) > 50
+    assert sum(weight.nbytes for weight in world.module.parameters()) > 10 * 4096
+    assert max(peaks) <= 2 * 4096
+
+
 def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> None:
     world = make(Sizes())
     with pytest.raises(UnsupportedError, match="its plan is proven by loading into the weights that are served"):
@@ -261,7 +306,7 @@ def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     data, num_handles = sender.offer(True)
     offer = decoded(data, Offer, "offer")
     assert num_handles == len(offer.handles or ()) == 1
-    opened = Opened(offer, cpu.memory.import_ipc)
+    opened = Opened(offer, cpu.memory.import_ipc_together)
     tensors = opened.tensors()
     assert len(tensors) == 4000
     assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
