@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlcore.devices.ipc_exporter import Export, exporter
-from rlcore.devices.ipc_importer import importer
+from rlcore.devices.ipc_importer import Wanted, importer
 from rlcore.devices.ipc_mapping import Mapping
 from rlcore.devices.ipc_messages import Claim
 from rlcore.devices.ipc_sharing import SharedMemory, Sharing
@@ -81,27 +81,44 @@ class Ipc:
             stride=tensor.stride(),
         )
 
-    def import_tensor(self, handle: IpcHandle, on_revoke: OnRevoke | None, timeout_s: float) -> Mapping:
-        self._check_importable(handle, on_revoke, timeout_s)
-        claim = Claim(next(_requests), handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes)
+    def import_tensors(
+        self, handles: Sequence[IpcHandle], on_revoke: OnRevoke | None, timeout_s: float
+    ) -> list[Mapping]:
+        for handle in handles:
+            self._check_importable(handle, on_revoke, timeout_s)
+        paths = {handle.exporter for handle in handles}
+        if len(paths) > 1:
+            raise InvalidInputError(f"handles that are imported together are of one process, these of {len(paths)}")
+        wanted = [self._wanted(handle, on_revoke) for handle in handles]
+        if exporter().path not in paths:
+            return importer().open(paths.pop(), wanted, self._device.name, timeout_s) if paths else []
+        return self._import_here(handles, wanted, on_revoke)
 
-        def make(storage: torch.UntypedStorage, release: Callable[[Mapping], None], first: int = 0) -> Mapping:
-            return Mapping(handle, _view(handle, storage, first), release=release, on_revoke=on_revoke)
+    def _import_here(
+        self, handles: Sequence[IpcHandle], wanted: Sequence[Wanted], on_revoke: OnRevoke | None
+    ) -> list[Mapping]:
+        mappings: list[Mapping] = []
+        try:
+            for handle, one in zip(handles, wanted, strict=True):
 
-        def make_here(export: Export) -> Mapping:
-            storage, first = export.storage_at(handle.storage_offset_bytes)
-            return make(storage, exporter().close_here, first)
+                def make(export: Export, handle: IpcHandle = handle) -> Mapping:
+                    storage, first = export.storage_at(handle.storage_offset_bytes)
+                    view = _view(handle, storage, first)
+                    return Mapping(handle, view, release=exporter().close_here, on_revoke=on_revoke)
 
-        if handle.exporter == exporter().path:
-            return exporter().open_here(claim, make_here)
-        return importer().open(
-            handle.exporter,
-            claim,
-            self._device.name,
+                mappings.append(exporter().open_here(one.claim, make))
+        except BaseException:
+            for mapping in mappings:
+                mapping.close()
+            raise
+        return mappings
+
+    def _wanted(self, handle: IpcHandle, on_revoke: OnRevoke | None) -> Wanted:
+        return Wanted(
+            Claim(next(_requests), handle.export_id, handle.device_uuid, handle.payload, handle.storage_bytes),
             open_storage=lambda descriptor: self._open(handle, descriptor),
             close_storage=lambda: self._close(handle),
-            make=make,
-            timeout_s=timeout_s,
+            make=lambda storage, release: Mapping(handle, _view(handle, storage), release=release, on_revoke=on_revoke),
         )
 
     def revoke(self, handle: IpcHandle, timeout_s: float) -> None:
@@ -164,7 +181,7 @@ class Ipc:
             )
 
 
-def _view(handle: IpcHandle, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+def _view(handle: IpcHandle, storage: torch.UntypedStorage, first: int = 0) -> torch.Tensor:
     """In a storage that begins ``first`` bytes behind the export."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     offset = (handle.storage_offset_bytes - first) // dtype.itemsize

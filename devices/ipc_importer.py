@@ -6,12 +6,15 @@ An export is opened once by a process on each device, and counted; the last mapp
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,8 +25,21 @@ from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Releas
 from rlcore.devices.ipc_socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
 
-Open = Callable[[int | None], torch.UntypedStorage]
-"""Takes the descriptor that came with the grant."""
+_CLAIMS_AHEAD = 32
+"""Of their answers, each of which may hold a descriptor."""
+_Key = tuple[str, str]
+"""Name of a device, and an export."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An export that is to be opened."""
+
+    claim: Claim
+    open_storage: Callable[[int | None], torch.UntypedStorage]
+    """Takes the descriptor that came with the grant."""
+    close_storage: Callable[[], None]
+    make: Callable[[torch.UntypedStorage, Callable[[Mapping], None]], Mapping]
 
 
 class _Connection:
@@ -32,7 +48,7 @@ class _Connection:
     def __init__(self, path: str, timeout_s: float) -> None:
         self.is_lost = False
         self._lock = threading.Lock()
-        self._awaited = 0
+        self._awaited: set[int] = set()
         self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
@@ -40,22 +56,41 @@ class _Connection:
         self.pid = self._channel.peer.pid
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
-    def claim(self, claim: Claim, deadline: float) -> int | None:
-        """Ask for an export; its descriptor, if it has one, is the caller's. One thread at a time calls this.
+    def claim(self, claims: Sequence[Claim], deadline: float) -> Generator[int | None]:
+        """Ask for exports, several ahead of their answers; the descriptor of each, if it has one, is the caller's.
+
+        One thread at a time calls this, and uses up or closes what it gets.
 
         Raises:
             TimeoutError: the exporter has not answered by ``deadline`` (monotonic).
+            StateError: it refuses one.
         """
-        self._awaited = claim.request
+        unsent = iter(claims)
+        try:
+            for claim in itertools.islice(unsent, _CLAIMS_AHEAD):
+                self._ask(claim)
+            for claim in claims:
+                descriptor = self._granted(claim, deadline)
+                if (following := next(unsent, None)) is not None:
+                    self._ask(following)
+                yield descriptor
+        finally:
+            self._give_up()
+
+    def _ask(self, claim: Claim) -> None:
+        with self._lock:
+            self._awaited.add(claim.request)
         try:
             self._channel.send(claim)
+        except OSError as error:
+            raise DeviceError(ended(self.pid)) from error
+
+    def _granted(self, claim: Claim, deadline: float) -> int | None:
+        """The answer to the oldest claim that has none: they come in order."""
+        try:
             answer, descriptor = self._answers.get(timeout=_remaining_s(deadline))
         except queue.Empty as error:
             raise TimeoutError from error
-        except OSError as error:
-            raise DeviceError(ended(self.pid)) from error
-        finally:
-            self._give_up()
         if answer is None:
             raise DeviceError(ended(self.pid))
         if isinstance(answer, Refused):
@@ -98,7 +133,8 @@ class _Connection:
 
     def _answer(self, answer: Granted | Refused, descriptor: int | None) -> None:
         with self._lock:
-            if answer.request == self._awaited:
+            if answer.request in self._awaited:
+                self._awaited.remove(answer.request)
                 self._answers.put((answer, descriptor))
                 return
         self._decline(answer, descriptor)  # it came after its deadline
@@ -106,7 +142,7 @@ class _Connection:
     def _give_up(self) -> None:
         """Nobody waits any more; an answer that came at the last moment is declined too."""
         with self._lock:
-            self._awaited = 0
+            self._awaited.clear()
         while not self._answers.empty():
             answer, descriptor = self._answers.get()
             if answer is not None:
@@ -159,46 +195,65 @@ class Importer:
         self._asking: dict[str, threading.Lock] = {}
         """Of each exporter: held by the one thread that connects to it or asks it for something."""
         self._connections: dict[str, _Connection] = {}
-        self._opened: dict[tuple[str, str], _Opened] = {}
+        self._opened: dict[_Key, _Opened] = {}
 
-    def open(
-        self,
-        path: str,
-        claim: Claim,
-        device_name: str,
-        *,
-        open_storage: Open,
-        close_storage: Callable[[], None],
-        make: Callable[[torch.UntypedStorage, Callable[[Mapping], None]], Mapping],
-        timeout_s: float,
-    ) -> Mapping:
-        """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of it."""
-        key = (device_name, claim.export_id)
-        try:
-            opened = self._reuse(key) or self._open(key, path, claim, open_storage, timeout_s)
-        except TimeoutError as error:
-            raise DeviceError(silent(pid_of(path), timeout_s)) from error
-
-        def release(mapping: Mapping) -> None:
-            opened.connection.remove(mapping)
-            if self._drop(key, opened):
-                close_storage()
-                opened.connection.release(claim.export_id)
-
-        mapping = make(opened.storage, release)
-        opened.connection.add(mapping)
-        return mapping
-
-    def _open(self, key: tuple[str, str], path: str, claim: Claim, open_storage: Open, timeout_s: float) -> _Opened:
-        deadline = time.monotonic() + timeout_s
-        with self._turn(path, deadline):
-            if opened := self._reuse(key):  # opened by another thread meanwhile
-                return opened
-            connection = self._connection(path, deadline)
-            opened = _Opened(_granted(connection, claim, open_storage, deadline), connection)
+    def open(self, path: str, wanted: Sequence[Wanted], device_name: str, timeout_s: float) -> list[Mapping]:
+        """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of each."""
+        keys = [(device_name, one.claim.export_id) for one in wanted]
+        with contextlib.ExitStack() as undo:
+            try:
+                opened = self._open(path, dict(zip(keys, wanted, strict=True)), time.monotonic() + timeout_s, undo)
+            except TimeoutError as error:
+                raise DeviceError(silent(pid_of(path), timeout_s)) from error
+            mappings = [
+                one.make(opened[key].storage, partial(self._release, key, one, opened[key]))
+                for key, one in zip(keys, wanted, strict=True)
+            ]
             with self._lock:
-                self._opened[key] = opened
-            return opened
+                for key, count in Counter(keys).items():
+                    opened[key].count += count - 1
+            undo.pop_all()
+        for key, mapping in zip(keys, mappings, strict=True):
+            opened[key].connection.add(mapping)
+        return mappings
+
+    def _open(
+        self, path: str, wanted: dict[_Key, Wanted], deadline: float, undo: contextlib.ExitStack
+    ) -> dict[_Key, _Opened]:
+        """Each counted once."""
+        opened: dict[_Key, _Opened] = {}
+
+        def reuse() -> dict[_Key, Wanted]:
+            """What there is; the rest."""
+            for key, one in wanted.items():
+                if key not in opened and (found := self._reuse(key)):
+                    keep(key, one, found)
+            return {key: one for key, one in wanted.items() if key not in opened}
+
+        def keep(key: _Key, one: Wanted, found: _Opened) -> None:
+            opened[key] = found
+            undo.callback(self._give_back, key, one, found)
+
+        if reuse():
+            with self._turn(path, deadline):
+                missing = reuse()  # another thread may have opened some meanwhile
+                connection = self._connection(path, deadline)
+                with contextlib.closing(connection.claim([one.claim for one in missing.values()], deadline)) as granted:
+                    for (key, one), descriptor in zip(missing.items(), granted, strict=True):
+                        found = _Opened(_storage(one, connection, descriptor), connection)
+                        with self._lock:
+                            self._opened[key] = found
+                        keep(key, one, found)
+        return opened
+
+    def _release(self, key: _Key, one: Wanted, opened: _Opened, mapping: Mapping) -> None:
+        opened.connection.remove(mapping)
+        self._give_back(key, one, opened)
+
+    def _give_back(self, key: _Key, one: Wanted, opened: _Opened) -> None:
+        if self._drop(key, opened):
+            one.close_storage()
+            opened.connection.release(one.claim.export_id)
 
     @contextlib.contextmanager
     def _turn(self, path: str, deadline: float) -> Iterator[None]:
@@ -219,7 +274,7 @@ class Importer:
             known = self._connections[path] = _Connection(path, _remaining_s(deadline))
         return known
 
-    def _reuse(self, key: tuple[str, str]) -> _Opened | None:
+    def _reuse(self, key: _Key) -> _Opened | None:
         with self._lock:
             opened = self._opened.get(key)
             if opened is None or opened.connection.is_lost:
@@ -227,7 +282,7 @@ class Importer:
             opened.count += 1
             return opened
 
-    def _drop(self, key: tuple[str, str], opened: _Opened) -> bool:
+    def _drop(self, key: _Key, opened: _Opened) -> bool:
         """True when that was the last use."""
         with self._lock:
             opened.count -= 1
@@ -245,12 +300,11 @@ def _remaining_s(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _granted(connection: _Connection, claim: Claim, open_storage: Open, deadline: float) -> torch.UntypedStorage:
-    descriptor = connection.claim(claim, deadline)
+def _storage(one: Wanted, connection: _Connection, descriptor: int | None) -> torch.UntypedStorage:
     try:
-        return open_storage(descriptor)
+        return one.open_storage(descriptor)
     except BaseException:
-        connection.release(claim.export_id)
+        connection.release(one.claim.export_id)
         raise
     finally:
         if descriptor is not None:

@@ -42,7 +42,11 @@ class Memory(Part):
         "revoke",
         "ledger",
     )
-    accepts: ClassVar = {"copy_batch": {"stream": optional(STREAM)}, "export_ipc_together": {"tensors": LIST}}
+    accepts: ClassVar = {
+        "copy_batch": {"stream": optional(STREAM)},
+        "export_ipc_together": {"tensors": LIST},
+        "import_ipc_together": {"handles": LIST},
+    }
     sharing_class: ClassVar[type[Sharing] | None] = None
     """How this vendor's memory is opened by other processes; None: it cannot be."""
 
@@ -191,7 +195,21 @@ class Memory(Part):
             DeviceError: the exporter has ended or does not answer, or the memory cannot be reached from here.
             InvalidInputError: the handle is of another kind of device or another machine.
         """
-        return self._sharing("import_ipc").import_tensor(handle, on_revoke, timeout_s)
+        return self._sharing("import_ipc").import_tensors([handle], on_revoke, timeout_s)[0]
+
+    def import_ipc_together(
+        self, handles: Sequence[IpcHandle], on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0
+    ) -> list[Mapping]:
+        """``import_ipc`` of many handles of one process, all or none: it is asked for some while others are opened.
+
+        Args:
+            on_revoke: called once for each mapping.
+            timeout_s: for the exporter to answer for all.
+
+        Raises:
+            StateError, DeviceError, InvalidInputError: as ``import_ipc``.
+        """
+        return self._sharing("import_ipc").import_tensors(handles, on_revoke, timeout_s)
 
     def revoke(self, handle: IpcHandle, *, timeout_s: float = 30.0) -> None:
         """End the export that ``handle`` belongs to: its importers are asked to close, and when all have, it is let go.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from rlcore.engines.sync.sender import Offer
+from rlcore.engines.sync.sender import Offer, Offered
 from rlcore.engines.sync.source import dtype_of
 from rlcore.errors import SyncError
 from rlcore.types import IpcHandle
@@ -16,15 +16,10 @@ from rlcore.types import IpcHandle
 class Opened:
     """Of one sender, until it takes the memory back or ``close`` is called."""
 
-    def __init__(self, offer: Offer, open_handle: Callable[[IpcHandle], Any]) -> None:
-        self._mappings: list[Any] = []
+    def __init__(self, offer: Offer, open_handles: Callable[[Sequence[IpcHandle]], list[Any]]) -> None:
+        self._mappings = open_handles(offer.handles or ())
         try:
-            for handle in offer.handles or ():
-                self._mappings.append(open_handle(handle))
-            blocks = [mapping.tensor for mapping in self._mappings]
-            self._tensors = {
-                one.number: _part(blocks[one.handle], one.offset_bytes, one.numel, one.dtype) for one in offer.tensors
-            }
+            self._tensors = _parts([mapping.tensor for mapping in self._mappings], offer.tensors)
         except BaseException:
             self.close()
             raise
@@ -45,9 +40,26 @@ class Opened:
             mapping.close()
 
 
-def _part(block: Tensor, offset_bytes: int, numel: int, dtype: str) -> Tensor:
+def _parts(blocks: Sequence[Tensor], offered: Sequence[Offered]) -> dict[int, Tensor]:
+    """By number, [numel] each, made by one operation of torch: they are many."""
+    typed: dict[tuple[int, str], Tensor] = {}
+    found = {}
+    for one in offered:
+        key = one.handle, one.dtype
+        if key not in typed:
+            typed[key] = _typed(blocks[one.handle], one.dtype)
+        block = typed[key]
+        itemsize = block.element_size()
+        first, beside = divmod(one.offset_bytes, itemsize)
+        if first < 0 or beside or first + one.numel > block.numel():
+            raise SyncError(
+                f"a tensor of {one.numel} {one.dtype} was offered at byte {one.offset_bytes} of a block of "
+                f"{blocks[one.handle].numel()}"
+            )
+        found[one.number] = block.as_strided((one.numel,), (1,), block.storage_offset() + first)
+    return found
+
+
+def _typed(block: Tensor, dtype: str) -> Tensor:
     kind = dtype_of(dtype)
-    end = offset_bytes + numel * kind.itemsize
-    if offset_bytes < 0 or end > block.numel():
-        raise SyncError(f"a tensor was offered at bytes [{offset_bytes}, {end}) of a block of {block.numel()}")
-    return block[offset_bytes:end].view(kind)
+    return block[: block.numel() // kind.itemsize * kind.itemsize].view(kind)

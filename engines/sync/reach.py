@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -57,7 +57,7 @@ class Reach:
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
             else:
-                self._offered.append(Opened(offer, partial(self._import, number, timeout_s, owner=self._device)))
+                self._offered.append(Opened(offer, partial(self._import, number, timeout_s, self._device)))
                 opened += len(offer.handles)
         return opened
 
@@ -66,7 +66,8 @@ class Reach:
         self._close_slabs()
         for sender, handle in enumerate(map(IpcHandle.from_bytes, handles)):
             self._is_on_host = handle.device != self._device.spec.name
-            self._slabs.append(self._import(sender, timeout_s, handle, host() if self._is_on_host else self._device))
+            owner = host() if self._is_on_host else self._device
+            self._slabs += self._import(sender, timeout_s, owner, [handle])
         return len(handles)
 
     def sources(self) -> dict[str, Tensor]:
@@ -99,10 +100,11 @@ class Reach:
         self._close_offers()
         self._close_slabs()
 
-    def _import(self, sender: int, timeout_s: float, handle: IpcHandle, owner: Any) -> Any:
+    def _import(self, sender: int, timeout_s: float, owner: Any, handles: Sequence[IpcHandle]) -> list[Any]:
         # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
         try:
-            return owner.memory.import_ipc(handle, self._let_go, timeout_s=timeout_s)
+            mappings: list[Any] = owner.memory.import_ipc_together(handles, self._let_go, timeout_s=timeout_s)
+            return mappings
         except DeviceError as error:
             raise DeviceError(f"the memory of the trainer's rank {sender} cannot be opened: {error}") from error
 

@@ -12,11 +12,11 @@ import torch
 
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
-from rlcore.errors import StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
-from .conftest import Peer, PeerError
+from .conftest import Peer, PeerError, wait_until
 from .one_block import OneBlock
 
 pytestmark = pytest.mark.usefixtures("runtime_folder")
@@ -69,6 +69,53 @@ def test_one_export_is_claimed_and_opened_once(device: Any, peer: Peer, tensors:
     peer.run("for mapping in mappings: mapping.close()")
     device.memory.revoke(handles[2])
     assert not [row for row in device.memory.ledger() if row.export_id == handles[0].export_id]
+
+
+IMPORT_TOGETHER = """
+mappings = device.memory.import_ipc_together([handle_of(text) for text in texts])
+result = [mapping.tensor.tolist() for mapping in mappings]
+"""
+
+
+def test_many_are_imported_at_once_or_none(device: Any, peer: Peer) -> None:
+    values = [[float(number)] for number in range(70)]  # more than are asked for ahead of the answers
+    tensors = [torch.tensor(one, device=device.torch_device) for one in values]
+    device.synchronize()
+    handles = [device.memory.export_ipc(tensor) for tensor in tensors]
+    texts = [handle.to_bytes().hex() for handle in handles]
+    ids = {handle.export_id for handle in handles}
+
+    def held() -> set[str]:
+        return {row.export_id for row in device.memory.ledger() if row.export_id in ids and peer.pid in row.claims}
+
+    assert peer.run(IMPORT_TOGETHER, texts=[*texts, texts[0], *texts[:2]]) == [*values, values[0], *values[:2]]
+    assert held() == ids
+    peer.run("for mapping in mappings[:70]: mapping.close()")
+    wait_until(lambda: len(held()) == len(ids & {handles[0].export_id, handles[1].export_id}))
+    peer.run("for mapping in mappings: mapping.close()")
+    wait_until(lambda: not held())
+    device.memory.revoke(handles[40])
+    with pytest.raises(PeerError, match=rf"^StateError: export {handles[40].export_id} of process \d+ was revoked"):
+        peer.run(IMPORT_TOGETHER, texts=texts)
+    wait_until(lambda: not held())  # what was granted before and after it was given back
+    for export_id, handle in {handle.export_id: handle for handle in handles}.items():
+        if export_id != handles[40].export_id:
+            device.memory.revoke(handle)
+
+
+def test_handles_of_several_processes_are_not_imported_together(device: Any, peer: Peer) -> None:
+    tensor = torch.zeros(1, device=device.torch_device)
+    own = device.memory.export_ipc(tensor)
+    made = peer.run(
+        "t = torch.zeros(1, device=device.torch_device); h = device.memory.export_ipc(t); result = h.to_bytes().hex()"
+    )
+    with pytest.raises(InvalidInputError, match="imported together are of one process, these of 2"):
+        device.memory.import_ipc_together([own, IpcHandle.from_bytes(bytes.fromhex(made))])
+    with pytest.raises(InvalidInputError, match=r"^import_ipc_together takes a list or tuple as handles, got None$"):
+        device.memory.import_ipc_together(None)
+    assert device.memory.import_ipc_together([]) == []
+    device.memory.revoke(own)
+    peer.run("device.memory.revoke(h)")
 
 
 def test_what_was_exported_alone_keeps_its_export(device: Any, peer: Peer, tensors: list[torch.Tensor]) -> None:
