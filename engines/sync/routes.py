@@ -231,9 +231,11 @@ class Packed(Bucketed):
             ]
             return sum(self._receivers.call("unpack", calls, left()))
 
-        if filling is None or full is None or self._senders.is_here or self._receivers.is_here:
+        if filling is None or full is None or (self._senders.is_here and self._receivers.is_here):
             pack()
             return unpack()
+        if self._senders.is_here:  # the calling thread is theirs
+            return int(at_once([pack, unpack])[1])
         return int(at_once([unpack, pack])[0])
 
 
