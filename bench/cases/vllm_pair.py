@@ -166,7 +166,8 @@ class VllmPair:
         self.first_s = 0.0
         """Of the first sync, which plans, proves, opens, and is verified."""
         self.left: dict[str, tuple[float, float]] = {}
-        self.moved_bytes = 0
+        self.moved_bytes = self.ready_bytes = 0
+        """Of a move of all weights, and of host memory that was there when the build had returned."""
 
     def start(self) -> None:
         """Build both, and give vLLM its first weights."""
@@ -185,7 +186,7 @@ class VllmPair:
             max_model_len=1024,
             max_num_seqs=16,
             kv_cache_memory_bytes=self.kv_bytes,
-            reserve_host_bytes=self.nbytes + (self.nbytes >> 6) if layout.devices == 1 else None,
+            reserve_host_bytes=self.nbytes + (self.nbytes >> 5) if layout.devices == 1 else None,
             timeout_s=_TIMEOUT_S,
         )
         if layout.devices == 1:
@@ -202,6 +203,7 @@ class VllmPair:
     def _leave_first(self) -> dict[str, tuple[float, float]]:
         """Seconds out and back: with what the build reserved, when no host memory is ready, and when it was used."""
         found = {}
+        self.ready_bytes = self.ask("ready_host_bytes")
         for kind in ("reserved", "cold", "later"):
             if kind == "cold":
                 self.ask("give_host_memory_back")

@@ -38,6 +38,10 @@ class MeasuredVllmWorker(VllmWorker):
         """All that nothing is in."""
         arena_of(self.device).trim()
 
+    def ready_host_bytes(self) -> int:
+        """Of host memory, in which an offload finds room at once."""
+        return int(arena_of(self.device).free_bytes)
+
     def bare(self, tag: str) -> list[tuple[float, int]]:
         """Of a tag that was released: the seconds that its memory alone takes to come back, and in how many pieces.
 

@@ -174,6 +174,8 @@ class _Ways:
             for way, seconds, rate in zip(("to_host", "to_device"), both, rates, strict=True):
                 found[f"{kind}_{way}"] = Quantity(seconds, "s")
                 found[f"{kind}_{way}_of_link"] = Quantity(self._pair.moved_bytes / seconds / rate, "1")
+        if self._pair.left:
+            found["reserved_of_moved"] = Quantity(self._pair.ready_bytes / self._pair.moved_bytes, "1")
         return found
 
     @property
