@@ -207,14 +207,19 @@ _MOVED = {
     "five engines in turns by `swap`": ("offload/five_engines", "swap", ""),
     "the same five, one after the other": ("offload/five_engines", "one_after_the_other", ""),
 }
+_SIZES = "8B", "14B", "1.7B", "0.5B"
 _RACES = {
     "`token_logprob`, 16k x 152k, forward": ("kernels/token_logprob_forward", "time"),
     "`token_logprob`, forward and backward": ("kernels/token_logprob", "time"),
-    "`linear_logprob`, 8B, forward": ("kernels/linear_logprob_forward/8b", "time"),
-    "`linear_logprob`, 8B, forward and backward": ("kernels/linear_logprob/8b", "time"),
-    "`linear_logprob`, 0.5B, forward": ("kernels/linear_logprob_forward/0.5b", "time"),
-    "`linear_logprob`, 0.5B, forward and backward": ("kernels/linear_logprob/0.5b", "time"),
-    "`linear_loss`, 8B, forward and backward": ("kernels/linear_loss/8b", "time"),
+    **{
+        f"`linear_logprob`, {size}, {what}": (f"kernels/{case}/{size.lower()}", "time")
+        for size in _SIZES
+        for what, case in (("forward", "linear_logprob_forward"), ("forward and backward", "linear_logprob"))
+    },
+    **{
+        f"`linear_loss`, {size}, forward and backward": (f"kernels/linear_loss/{size.lower()}", "time")
+        for size in _SIZES
+    },
     "greatest error of a log-prob, logits of unit scale": ("kernels/linear_logprob_accuracy", "logprob_error"),
     "greatest error of a log-prob, logits up to 80": ("kernels/linear_logprob_accuracy", "peaked_logprob_error"),
 }

@@ -10,8 +10,9 @@ gone: each chunk fewer is one pass fewer over the accumulator of the weight's gr
 2048. Where the exponentials of all rows take no more than the budget and the accumulators of the gradients, which they
 make needless, there is one chunk, and the exponentials wait for the backward.
 
-A chunk's gradient of the hidden states is multiplied a wave of tiles at a time: the loss of 65536 x 2048 x 151936 takes
-203 ms on one H200, 212 with a product of the whole chunk, of 32768 x 896 51.2 and 52.9, of 8192 x 4096 50.8 and 51.0.
+A chunk's gradient of the hidden states is multiplied a wave of tiles at a time: in chunks of 3,328 rows the loss of
+65536 x 2048 x 151936 takes 203 ms on one H200, 212 with a product of the whole chunk, of 32768 x 896 51.2 and 52.9, of
+8192 x 4096 50.8 and 51.0.
 That of strips is one product of all rows: linear_logprob in strips of 0.5 GiB, forward and backward, takes 57.2 ms and
 by waves 69.6 (H = 896), 60.7 and 62.3 (H = 4096); a loss of exponentials that were kept 47.3 and 48.1.
 
@@ -57,8 +58,8 @@ _TILE_BYTES = 12
 _ROUND_ROWS = 1024
 """Products of so many rows leave few cores idle: 8192 x 4096 x 151936 takes 45.6 ms on one H200 in chunks of 3072 rows,
 46.6 in three even ones of 2816, 47.6 in four of 2048. Where they do not fit, chunks in multiples of a tile are as good:
-65536 x 2048 x 151936 takes 202.9 ms in chunks of 3328, 202.2 in those of 3072, 207.9 in those of 2048; with 32768 rows
-of 896 it is 51.2, 51.1 and 51.6."""
+65536 x 2048 x 151936 takes 201.5 ms in chunks of 3328, 196.5 in those of 5120, 195.5 in those of 6144; with 32768 rows
+of 896 it is 53.2 in chunks of 3328, 52.4 in those of 4096, and 57.4 in those of 4224."""
 
 
 def _budget(task: HeadTask) -> int:
