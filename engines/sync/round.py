@@ -312,11 +312,14 @@ class _Round:
 
     def _groups(self, weights: Sequence[int]) -> Iterator[list[int]]:
         group: list[int] = []
+        group_bytes = 0
         for number in weights:
-            if group and self._agreed.nbytes([*group, number]) > self._slab_bytes:
+            nbytes = self._agreed.nbytes([number])
+            if group and group_bytes + nbytes > self._slab_bytes:
                 yield group
-                group = []
+                group, group_bytes = [], 0
             group.append(number)
+            group_bytes += nbytes
         if group:
             yield group
 
