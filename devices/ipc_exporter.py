@@ -29,7 +29,7 @@ from rlcore.errors import DeviceError, StateError
 from rlcore.processes import start_time
 from rlcore.types import IpcExport
 
-_MOST_UNREAD_GRANTS = 64  # a process waits for one at a time; each keeps a descriptor open here
+_MOST_UNREAD_GRANTS = 64  # a process asks for 32 ahead of the answers; each keeps a descriptor open here
 _LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has ended
 
 

@@ -64,7 +64,10 @@ _VERBS = frozenset(
 
 
 class Control(Protocol):
-    """A channel of messages between one sender and one receiver, in order and whole."""
+    """A channel of messages between one sender and one receiver, in order and whole.
+
+    The sender's end is used by one thread at a time, but not always by the same.
+    """
 
     def send(self, data: bytes) -> None:
         """Raises OSError if the other end is gone."""
