@@ -46,6 +46,8 @@ class Contender:
     """Beside those of the work, where contenders differ in size."""
     limits: Mapping[str, int] | None = None
     """Instead of those of the work."""
+    most_runs: int | None = None
+    """Of the work's ``num_runs`` at most so many: for one that takes much longer than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

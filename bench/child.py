@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from rlcore.bench import steps
 from rlcore.bench.calibrate import calibrate
 from rlcore.bench.case import Case, load_cases
 from rlcore.bench.measure import run_case
@@ -41,8 +42,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A result, or how the process ended without one."""
+    """A result, or how the process ended without one; before it, what the process is at."""
 
+    step: str = ""
     body: msgspec.Raw = msgspec.Raw(b"null")
     is_late: bool = False
     signal: int | None = None
@@ -64,16 +66,20 @@ def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     known = cases()
     while line := sys.stdin.buffer.readline():
-        answer = _forked(msgspec.json.decode(line, type=Job), known)
-        with contextlib.suppress(BrokenPipeError):
-            _write_all(answers, msgspec.json.encode(answer) + b"\n")
+        _say(answers, _forked(msgspec.json.decode(line, type=Job), known, answers))
 
 
-def _forked(job: Job, cases: Mapping[str, Case]) -> Answer:
+def _say(answers: int, answer: Answer) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        _write_all(answers, msgspec.json.encode(answer) + b"\n")
+
+
+def _forked(job: Job, cases: Mapping[str, Case], answers: int) -> Answer:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        steps.listen(lambda step: _say(answers, Answer(step=step)))  # this process is silent meanwhile
         _work(job, cases, writing)
     os.close(writing)
     ended = os.pidfd_open(pid)

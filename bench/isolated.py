@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -31,12 +32,28 @@ _SHOWN = 500
 _T = TypeVar("_T")
 
 
-class Isolated:
-    """Runs jobs on one device, one after the other. Close it, or use it in a ``with`` statement."""
+def _ignore(step: str) -> None:
+    pass
 
-    def __init__(self, device_name: str, command: Sequence[str] = (sys.executable, "-P", "-m", "rlcore.bench.child")):
+
+class Isolated:
+    """Runs jobs on one device, one after the other. Close it, or use it in a ``with`` statement.
+
+    Args:
+        on_step: hears what a case is at as it goes, with the seconds into it.
+    """
+
+    def __init__(
+        self,
+        device_name: str,
+        command: Sequence[str] = (sys.executable, "-P", "-m", "rlcore.bench.child"),
+        on_step: Callable[[str], None] = _ignore,
+    ):
         self._device_name = device_name
         self._command = command
+        self._on_step = on_step
+        self._steps: list[str] = []
+        """Of the job that runs, or ran last."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -71,7 +88,11 @@ class Isolated:
         if answer.has_result:
             return _results(answer, case)
         if answer.is_late and timeout_s < case.timeout_s:
-            return [_ended(case, "skipped", f"the time that the run had (--within) ended {timeout_s:.0f} s into it")]
+            return [
+                _ended(
+                    case, "skipped", f"the time that the run had (--within) ended {timeout_s:.0f} s into it{self._at()}"
+                )
+            ]
         if answer.signal == signal.SIGKILL and _oom_kills() > oom_kills:
             return [_ended(case, "oom", "the system ended its process for want of memory")]
         return [_ended(case, "fail", self._how(answer, job))]
@@ -87,19 +108,23 @@ class Isolated:
         assert child.stdin is not None and child.stdout is not None
         self._log.seek(0)
         self._log.truncate()
+        self._steps, started = [], time.monotonic()
         try:
             child.stdin.write(msgspec.json.encode(job) + b"\n")
             child.stdin.flush()
-            line = child.stdout.readline()
+            while line := child.stdout.readline():
+                answer = msgspec.json.decode(line, type=Answer)
+                if not answer.step:
+                    return answer
+                self._steps.append(f"{time.monotonic() - started:.0f} s {answer.step}")
+                self._on_step(self._steps[-1])
         except BrokenPipeError:
-            line = b""
+            pass
         except BaseException:  # Ctrl-C: the answer would be taken for that of the next job
             self._end_child()
             raise
-        if not line:
-            code = self._end_child()
-            return Answer(signal=-code if code < 0 else None, code=code)
-        return msgspec.json.decode(line, type=Answer)
+        code = self._end_child()
+        return Answer(signal=-code if code < 0 else None, code=code)
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is None:
@@ -129,18 +154,22 @@ class Isolated:
         child.stdout.close()
         return code
 
+    def _at(self) -> str:
+        """What it had begun."""
+        return f"; it had begun: {', '.join(self._steps)}" if self._steps else ""
+
     def _how(self, answer: Answer, job: Job) -> str:
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip()
         if answer.is_late:
             place = re.search(r'most recent call first\):\n  File "(.*)", line (\d+) in (\S+)', said)
             where = f"; it was in {place[3]} ({Path(place[1]).name}:{place[2]})" if place else ""
-            return f"it hung: it did not end within {job.timeout_s:g} s{where}"
+            return f"it hung: it did not end within {job.timeout_s:g} s{where}{self._at()}"
         fatal = said.rfind("Fatal Python error")
         shown = said[fatal:][:_SHOWN] if fatal >= 0 else said[-_SHOWN:]
         last = f": {shown}" if shown else ""
         if answer.signal is not None:
-            return f"its process was killed by {signal.Signals(answer.signal).name}{last}"
+            return f"its process was killed by {signal.Signals(answer.signal).name}{self._at()}{last}"
         return f"its process ended with exit code {answer.code}{last}"
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from rlcore.bench import steps
 from rlcore.bench.case import Case, Work
 from rlcore.bench.device_clock import Flush
 from rlcore.bench.result import CaseResult
@@ -55,6 +56,8 @@ def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: M
         if work.num_runs is None:
             trial.attempt(trial.warm_up)
     for trial in _in_turns(trials):
+        if trial.num_runs is not None:
+            steps.begin(trial.contender.implementation)
         trial.attempt(trial.sample)
         monitor.read()
     for trial in trials:

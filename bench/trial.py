@@ -51,6 +51,8 @@ class Trial:
         self.device = device
         self.sampling = sampling
         self.num_runs = work.num_runs
+        if work.num_runs is not None and contender.most_runs is not None:
+            self.num_runs = min(work.num_runs, contender.most_runs)
         self.first_run_s: float | None = None
         self.num_warmup = 0
         self.runs_per_sample = 1

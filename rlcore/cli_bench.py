@@ -96,7 +96,7 @@ def run(
     told = "" if within is None else f"; what does not fit into {within:g} min is skipped"
     print(f"{len(chosen)} cases on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
     try:
-        with Isolated(on.name) as isolated, progress(durations, chosen, plan.rounds) as report:
+        with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
             record = noted(isolated.new_record(effort), note)
             record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
             running = Run(
@@ -104,7 +104,7 @@ def run(
                 path=path,
                 run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
                 rounds=plan.rounds,
-                report=report,
+                report=shown.report,
                 has_time_for=limit.has_time_for,
             )
             if stay := running.settled.intersection(case.name for case in chosen):

@@ -6,8 +6,8 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlcore.console import print_table
 
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 _CLOCKS = {"time": "wall", "device_time": "device", "processor_time": "processors"}
 
 
+class _Shown(NamedTuple):
+    report: Callable[[Case, list[CaseResult]], None]
+    step: Callable[[str], None]
+
+
 @contextlib.contextmanager
-def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[Any]:
-    """A bar with the time left on a terminal; elsewhere a line for each case when it ends first."""
+def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_Shown]:
+    """A bar with the time left on a terminal; elsewhere a line for each step of a case, and when it first ends."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,7 +45,11 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[A
                 for row in _rows(results, None):
                     bar.console.print("  ".join(filter(None, row[:5])), markup=False, highlight=False, soft_wrap=True)
 
-        yield report
+        def step(at: str) -> None:
+            if not console.is_terminal:
+                console.print(at, markup=False, highlight=False, soft_wrap=True)
+
+        yield _Shown(report, step)
 
 
 def print_results(record: Record) -> None:

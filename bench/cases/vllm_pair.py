@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.bench import steps
 from rlcore.bench.cases import vllm_worker
 from rlcore.bench.cases.dense_model import Drawn
 from rlcore.bench.cases.language_model import transformers_class
@@ -176,6 +177,7 @@ class VllmPair:
         places = [f"{device.spec.name}:{index}" for index in range(layout.devices)]
         # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
         load_format = "auto" if is_host else "dummy"
+        steps.begin("build of the engine")
         self.infer.build(
             tensor_parallel_size=layout.tensor_parallel,
             data_parallel_size=layout.replicas,
@@ -192,10 +194,12 @@ class VllmPair:
         if layout.devices == 1:
             self.left = self._leave_first()
         self.infer.meta()
+        steps.begin("build of the trainer")
         self.train.build(
             data_parallel_size=layout.shards, devices=places[: layout.shards], dtype="bfloat16", timeout_s=_TIMEOUT_S
         )
         self.infer.onload()
+        steps.begin("first sync")
         started = time.perf_counter()
         self.train.sync_weights(self.infer, verify=True)
         self.first_s = time.perf_counter() - started
@@ -205,6 +209,7 @@ class VllmPair:
         found = {}
         self.ready_bytes = self.ask("ready_host_bytes")
         for kind in ("reserved", "cold", "later"):
+            steps.begin(f"offload, {kind}")
             if kind == "cold":
                 self.ask("give_host_memory_back")
             reports = [joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]

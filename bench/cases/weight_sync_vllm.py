@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases import vllm_worker
 from rlcore.bench.cases.offload import Link
@@ -30,6 +31,8 @@ _NUM_COPIES = 8
 """Of a piece; the time of all bytes is taken from them."""
 _MOST_NAMES_ONE_BY_ONE = 1000
 """More would take minutes."""
+_FEW_RUNS = 2
+"""Of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
 
 
 # ---------------------------------------------------------------------------------------------------- what is timed
@@ -270,6 +273,7 @@ def _prepare(model: Model, layout: Layout, device: Any) -> Work:
     except ImportError as error:
         raise MissingDependencyError("vllm", needed_for="this case", extra="vllm") from error
     pair = VllmPair(model, layout, device)
+    steps.begin("limits")
     try:
         limits = _measure_limits(pair)  # while there is room
         pair.start()
@@ -288,9 +292,12 @@ def _prepare(model: Model, layout: Layout, device: Any) -> Work:
                 done.report.fallback_bytes == 0, f"{done.report.fallback_bytes} bytes went through vLLM's own loader"
             )
 
+    is_one_by_one_slow = pair.num_names > _MOST_NAMES_ONE_BY_ONE
+
     def contender(name: str, run: Callable[[], _Done]) -> Contender:
         return Contender(
             implementation=name,
+            most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
             run=run,
             check=check,
             seconds=lambda done: done.seconds,
@@ -306,7 +313,7 @@ def _prepare(model: Model, layout: Layout, device: Any) -> Work:
     if layout.devices == 1:
         contenders["vllm_ipc"] = functools.partial(ways.vllm_ipc, is_packed=False)
         contenders["vllm_ipc_packed"] = functools.partial(ways.vllm_ipc, is_packed=True)
-        if pair.num_names < _MOST_NAMES_ONE_BY_ONE:
+        if not is_one_by_one_slow:
             contenders["per_tensor"] = ways.per_tensor
     return Work(
         contenders=tuple(contender(name, run) for name, run in contenders.items()),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 
 SLEEP_S = os.environ.setdefault("FAULTY_CASES_SLEEP", f"1000.{os.getpid()}")
@@ -59,6 +60,17 @@ def _say_and_exit() -> None:
     os._exit(3)
 
 
+def _begin_and_die() -> None:
+    steps.begin("the second thing")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prepare_in_steps(device: Any) -> Work:
+    steps.begin("the first thing")
+    contender = Contender(implementation="dies", run=_begin_and_die, check=lambda output: None)
+    return Work(contenders=(contender,), params={}, num_runs=1)
+
+
 def _compute() -> int:
     ones = torch.ones(300, 300)
     return int((ones @ ones)[0, 0].item()) // 75  # needs threads of its own
@@ -97,6 +109,7 @@ CASES = {
         _prepared("no_sizes", lambda device: _work({"T": None})),
         _prepared("odd_sizes", lambda device: _work({"T": torch.ones(1)})),
         _prepared("cannot_close", lambda device: _work({}, close=_break)),
+        _prepared("in_steps", _prepare_in_steps),
         _case("right", lambda: 4),
         _case("compute", _compute),
         _case("wrong", lambda: 5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,6 +143,18 @@ def test_case_that_the_end_of_the_runs_time_cuts_is_skipped_and_one_that_hangs_f
 def test_case_that_crashes_when_it_is_asked_where_it_is_was_late_before(isolated: Isolated) -> None:
     (cut,) = isolated.run_case(CASES["faulty/crashes_when_asked"], ONCE, left_s=1.0)
     assert (cut.status, cut.reason) == ("skipped", "the time that the run had (--within) ended 1 s into it")
+
+
+def test_case_that_ends_early_has_said_what_it_had_begun() -> None:
+    heard: list[str] = []
+    with Isolated("cpu", COMMAND, on_step=heard.append) as isolated:
+        (killed,) = isolated.run_case(CASES["faulty/in_steps"], ONCE)
+        assert [re.sub(r"^\d+ s ", "", step) for step in heard] == ["the first thing", "dies", "the second thing"]
+        told = f"; it had begun: {', '.join(heard)}"
+        assert (killed.status, killed.reason) == ("fail", f"its process was killed by SIGKILL{told}")
+        slow = dataclasses.replace(CASES["faulty/hangs"], timeout_s=60.0)
+        (cut,) = isolated.run_case(slow, ONCE, left_s=0.5)
+        assert "begun" not in cut.reason, "that was the case before"
 
 
 def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:

@@ -236,6 +236,17 @@ def test_stated_number_of_runs_is_what_runs_and_each_is_checked() -> None:
     assert sorted(set(checked)) == [1, 2, 3]
 
 
+def test_contender_that_takes_longer_runs_less_often() -> None:
+    order: list[str] = []
+    runs = [
+        contender(lambda name=name: order.append(name), params={"name": name}, most_runs=most)
+        for name, most in (("slow", 2), ("quick", None), ("any", 9))
+    ]
+    work = Work(contenders=tuple(runs), params={}, num_runs=3)
+    run_case(Case(name="n", description="", prepare=lambda _: work), get_device("cpu"), QUICK)
+    assert order == ["slow", "quick", "any", "slow", "quick", "any", "quick", "any"]
+
+
 def test_one_wrong_run_of_a_stated_number_leaves_no_number() -> None:
     def check(output: int) -> None:
         assert output != 2, "the second is wrong"
