@@ -7,8 +7,8 @@ one product over all rows, rounded once.
 A loss is taken in chunks of rows, as in ``linear_loss``, with the exponentials of a chunk as its only large
 temporary. They may take the budget and the bytes of the gradients, which are made in the backward, when the chunks are
 gone: each chunk fewer is one pass fewer over the accumulator of the weight's gradient, on one H200 0.4 ms at 151936 x
-2048. Where the exponentials of all rows take no more than the budget and the accumulators of the gradients, which they
-make needless, there is one chunk, and the exponentials wait for the backward.
+2048. Where the exponentials of all rows take no more than the budget and the accumulators of weight and bias, which
+they make needless, there is one chunk, and the exponentials wait for the backward.
 
 A chunk's gradient of the hidden states is multiplied a wave of tiles at a time: in chunks of 3,328 rows the loss of
 65536 x 2048 x 151936 takes 203 ms on one H200, 212 with a product of the whole chunk, of 32768 x 896 51.2 and 52.9, of
@@ -224,13 +224,13 @@ class _KeptWork(ChunkWork):
     dtype = torch.float32
 
     def __init__(self, inputs: HeadInputs, task: HeadTask, room_bytes: int) -> None:
-        self._inputs, self._needs, self._task = inputs, Needs.of(*inputs), task
-        self._keeping = replace(task, memory_budget_bytes=room_bytes)
+        self._inputs, self._needs = inputs, Needs.of(*inputs)
+        self._task = replace(task, memory_budget_bytes=room_bytes)
         self._scores: Scores | None = None
         self._upstream: Upstream | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        self._scores = _forward(*self._inputs, self._keeping, for_backward=True)
+        self._scores = _forward(*self._inputs, self._task, for_backward=True)
         return self._scores.logprob, self._scores.entropy
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
@@ -239,20 +239,21 @@ class _KeptWork(ChunkWork):
     def gradients(self, inputs: HeadInputs) -> KnownGradients:
         scores, upstream, needs, task = self._scores, self._upstream, self._needs, self._task
         assert scores is not None and upstream is not None
-        spare, scores = scores.spare, scores._replace(spare=())
+        saved, scores, is_spare_used = (*inputs, *scores.spare), scores._replace(spare=()), False
 
         def times(tensors: Sequence[Any], factor: Tensor) -> Gradients:
-            nonlocal spare
-            last, spare = scores._replace(spare=spare), ()
+            nonlocal is_spare_used
+            hidden_TH, weight_VH, bias_V, *spare = tensors
+            last, is_spare_used = scores._replace(spare=() if is_spare_used else tuple(spare)), True
             whole = Upstream(*(None if g_T is None else g_T * factor for g_T in upstream))
-            hidden_TH, weight_VH, bias_V = tensors
             return _backward(hidden_TH, weight_VH, bias_V, task, needs=needs, scores=last, upstream=whole)
 
-        return KnownGradients(inputs, times)
+        return KnownGradients(saved, times)
 
 
-def _accumulator_bytes(inputs: HeadInputs) -> int:
-    return sum(x.numel() * _WIDE_BYTES for x in _differentiated(inputs))
+def _needless_bytes(inputs: HeadInputs) -> int:
+    """Of the accumulators that one strip of all columns does without; that of the hidden states it has too."""
+    return sum(x.numel() * _WIDE_BYTES for x in _differentiated(inputs) if x is not inputs.hidden)
 
 
 def _gradient_bytes(inputs: HeadInputs) -> int:
@@ -269,7 +270,7 @@ def linear_loss_tiled(
 ) -> LossOutput:
     """Chunks of rows, or of whole sequences, whose exponentials fit in the memory budget and what waits beside it."""
     inputs, num_rows = HeadInputs(hidden_TH, weight_VH, bias_V), max(len(hidden_TH), 1)
-    needless = _accumulator_bytes(inputs)
+    needless = _needless_bytes(inputs)
     if needless and num_rows <= _rows_fitting(_budget(task), len(weight_VH), beside=needless):
         return loss_in_chunks(_KeptWork(inputs, task, _budget(task) + needless), inputs, loss, num_rows)
     fitting = _rows_fitting(_budget(task), len(weight_VH), beside=_gradient_bytes(inputs))

@@ -27,7 +27,7 @@ class Scores(NamedTuple):
     residuals: tuple[Tensor, ...] = ()
     """What else the backward needs of each row: tensors like ``logprob``, as many as ``Scorer.num_residuals``."""
     spare: tuple[Tensor, ...] = ()
-    """What the first backward may use up, to save work; a second one does without."""
+    """Tensors that the first backward may use up, to save work; a second one does without."""
 
 
 class Upstream(NamedTuple):
@@ -66,17 +66,19 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scorer: Scorer, task: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         scores = scorer.forward(*tensors, task, for_backward=True)
-        ctx.scorer, ctx.task, ctx.spare, ctx.num_tensors = scorer, task, scores.spare, len(tensors)
+        ctx.scorer, ctx.task, ctx.num_tensors, ctx.is_spare_used = scorer, task, len(tensors), False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, scores.logprob, scores.entropy, *scores.residuals)
+        # the spare too: an activation checkpoint lets go of nothing else
+        ctx.save_for_backward(*tensors, scores.logprob, scores.entropy, *scores.residuals, *scores.spare)
         return scores.logprob, scores.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint computes them again on the first look
-        tensors, (logprob, entropy, *residuals) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        scores = Scores(logprob, entropy, tuple(residuals), ctx.spare)
-        ctx.spare = ()
+        tensors, (logprob, entropy, *rest) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+        residuals, spare = tuple(rest[: ctx.scorer.num_residuals]), tuple(rest[ctx.scorer.num_residuals :])
+        scores = Scores(logprob, entropy, residuals, () if ctx.is_spare_used else spare)
+        ctx.is_spare_used = True
         needs, upstream = ctx.needs_input_grad[2:], Upstream(g_logprob, g_entropy)
         return None, None, *ctx.scorer.backward(*tensors, ctx.task, needs=needs, scores=scores, upstream=upstream)
