@@ -15,6 +15,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query
 from rlcore.kernels.operands import (
     check_float,
+    check_ignore_index,
     check_positive,
     check_same_device,
     check_shape,
@@ -142,6 +143,7 @@ def head_task(
     Raises:
         InvalidInputError: a value is outside of what ``linear_logprob`` accepts.
     """
+    check_ignore_index(ignore_index)
     if softcap is not None:
         check_positive("softcap", softcap)
     check_positive("logit_scale", logit_scale)

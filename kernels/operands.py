@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.arguments import kind_of
+from rlcore.arguments import WHOLE, kind_of
 from rlcore.errors import InvalidInputError
 from rlcore.settings import Settings
 from rlcore.tensor_data import dtype_name
@@ -131,6 +131,11 @@ def checked_targets(targets: Tensor, vocab_size: int | Tensor, ignore_index: int
     check_token_dtype(targets)
     check_token_range(targets, vocab_size, ignore_index)
     return targets.long()
+
+
+def check_ignore_index(ignore_index: object) -> None:
+    if not WHOLE.has(ignore_index):
+        raise InvalidInputError(f"ignore_index must be a whole number, such as -100; got {ignore_index!r}")
 
 
 def check_token_dtype(targets: Tensor) -> None:

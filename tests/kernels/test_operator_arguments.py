@@ -24,6 +24,8 @@ EDGES = torch.tensor([0, 5])
 A_LOSS = r"a function of \(logprob, entropy, per_token\), such as ppo_clip\(\),"
 PAIR = r"must return \(value, stats\), a vector and a dict of vectors to report, {} for none; got "
 
+IGNORE_INDEX = "^ignore_index must be a whole number, such as -100; got "
+
 
 def loss(**changed: Any) -> Any:
     per_token = {"old_logprobs": -ONES, "advantages": ONES}
@@ -58,6 +60,12 @@ def loss(**changed: Any) -> Any:
         (lambda: ops.linear_logprob([[1.0]], WEIGHT, TARGETS), "^hidden must be a tensor; got list$"),
         (lambda: ops.linear_logprob(HIDDEN, WEIGHT, [0] * 5), "^targets must be a tensor; got list$"),
         (lambda: ops.linear_logprob(HIDDEN, WEIGHT, TARGETS, logit_scale=None), "^logit_scale must be a finite num"),
+        (lambda: ops.linear_logprob(HIDDEN, WEIGHT, TARGETS, ignore_index="x"), IGNORE_INDEX + "'x'$"),
+        (
+            lambda: ops.linear_logprob(HIDDEN, WEIGHT, TARGETS, ignore_index=1.5, temperature=ONES),
+            IGNORE_INDEX + "1.5$",
+        ),
+        (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, ignore_index=None), IGNORE_INDEX + "None$"),
         (lambda: ops.token_logprob([[1.0]], TARGETS), "^logits must be a tensor; got list$"),
         (lambda: ops.token_logprob(WEIGHT[:5], [0] * 5), "^targets must be a tensor; got list$"),
         (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, temperature=None), "^temperature must be a finite number > 0;"),
