@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +69,7 @@ class ModuleTarget(Target):
     def __init__(self, module: nn.Module, device: Any) -> None:
         self.device = device
         self._module = module
+        self._reloaded: dict[str, Tensor] | None = None
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         meta = meta_copy(self._module)
@@ -78,9 +79,20 @@ class ModuleTarget(Target):
         return {name: tensor.detach() for name, tensor in named_tensors(self._module)}
 
     def reload(self, weights: Weights) -> None:
-        own = stored_tensors(self._module) | self.tensors()
+        own = self._by_every_name() if self._reloaded is None else self._reloaded
         for name, tensor in weights:
             own[name].copy_(tensor)
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        self._reloaded = self._by_every_name()  # once: it takes seconds where there are thousands of experts
+        try:
+            yield
+        finally:
+            self._reloaded = None
+
+    def _by_every_name(self) -> dict[str, Tensor]:
+        return stored_tensors(self._module) | self.tensors()
 
     def committed(self, version: int) -> None:
         """Nothing is kept from earlier weights."""

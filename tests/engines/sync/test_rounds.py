@@ -15,6 +15,7 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rlcore.engines.sync import target
 from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.engines.sync.named_holding import NamedHolding
 from rlcore.engines.sync.opened import Opened
@@ -326,6 +327,20 @@ def test_weights_are_grouped_for_the_loader_by_looking_at_each_once() -> None:
     round_: Any = types.SimpleNamespace(_agreed=types.SimpleNamespace(nbytes=nbytes), _slab_bytes=12)
     assert list(_Round._groups(round_, range(8))) == [[0, 1, 2], [3, 4], [5], [6, 7]]
     assert looked == list(range(8))
+
+
+def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[torch.nn.Module] = []
+    monkeypatch.setattr(target, "stored_tensors", lambda module: described.append(module) or {})
+    module = torch.nn.Linear(2, 2)
+    engine = target.ModuleTarget(module, get_device("cpu"))
+    with engine.reloading():
+        engine.reload([("weight", torch.ones(2, 2))])
+        engine.reload([("bias", torch.ones(2))])
+    assert described == [module] and all(bool((tensor == 1).all()) for tensor in module.parameters())
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    engine.reload([("weight", torch.full((2, 2), 3.0))])
+    assert bool((module.weight == 3).all()), "the tensors are those of today"
 
 
 @pytest.mark.parametrize(
