@@ -17,7 +17,7 @@ _FLUSH_BYTES = 256 << 20
 """More than the last cache of any accelerator known here; as in triton.testing.do_bench."""
 _HOST_FLUSH_BYTES = 32 << 20
 """More than the caches of the cores; those that sockets share hold more, and take too long to overwrite."""
-_LONGEST_S = 20e-3
+_LONGEST_S = 50e-3
 """What takes the host longer to queue is not hidden."""
 _MARGIN = 2.0
 """The host does not always take equally long; and queueing the other work takes a part of it."""
