@@ -41,7 +41,7 @@ def report(results: Path) -> str | None:
     for name in _REPORTED:
         for path in sorted(results.glob(f"{name}-*.json")):
             machine, record = path.stem.removeprefix(f"{name}-"), read(path)
-            same = next((name for name, run in runs.items() if _is_same_machine(run, record)), None)
+            same = next((known for known, run in runs.items() if _is_same_machine(run, record)), None)
             if same is not None:
                 runs[same] = _joined(runs[same], record)
             else:
