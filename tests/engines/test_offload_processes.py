@@ -46,11 +46,12 @@ class SmallDevice:
     def reset(self, used: int, limit: int) -> None:
         self.log.write_text(json.dumps([limit, used]) + "\n")
 
-    def install(self, dies_after: int | None = None) -> None:
-        """In this process."""
+    def install(self, patch: pytest.MonkeyPatch, dies_after: int | None = None) -> None:
+        """In this process, until ``patch`` is undone."""
         from rlcore.engines.offload import arena, transfer
 
-        arena.BLOCK_BYTES = transfer.BLOCK_BYTES = 4096
+        for module in (arena, transfer):
+            patch.setattr(module, "BLOCK_BYTES", 4096)
         resize = getattr(torch.UntypedStorage, "plain_resize_", torch.UntypedStorage.resize_)
         num_grown = 0
 
@@ -72,11 +73,8 @@ class SmallDevice:
                     raise torch.OutOfMemoryError("the small device is full")
                 return resize(storage, nbytes)
 
-        torch.UntypedStorage.plain_resize_ = resize  # type: ignore[attr-defined]
-        torch.UntypedStorage.resize_ = limited  # type: ignore[method-assign]
-
-    def uninstall(self) -> None:
-        torch.UntypedStorage.resize_ = torch.UntypedStorage.plain_resize_  # type: ignore[attr-defined,method-assign]
+        patch.setattr(torch.UntypedStorage, "plain_resize_", resize, raising=False)
+        patch.setattr(torch.UntypedStorage, "resize_", limited)
 
     def events(self) -> list[Event]:
         return [Event(*json.loads(line)) for line in self.log.read_text().splitlines()[1:]]
@@ -91,7 +89,7 @@ def policy() -> Any:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
 
         def install(self, small: Any, dies_after: int | None = None) -> None:
-            small.install(dies_after)
+            small.install(pytest.MonkeyPatch(), dies_after)
 
         def trim(self) -> None:
             arena_of(rlcore.get_device("cpu")).trim()
@@ -260,21 +258,18 @@ def test_the_users_own_process_takes_turns_with_another(
 ) -> None:
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
-    with pytest.MonkeyPatch.context() as patch, rlcore.TrainEngine(module) as inline:
+    with rlcore.TrainEngine(module) as inline, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fsdp2Worker, "owns_process", False)
         inline.build(devices="cpu", launcher="inline")
         expected = train(inline)
         inline.offload()
-        small.install()
-        try:
-            small.reset(pair.bytes_each, pair.bytes_each + LARGEST)
-            rlcore.swap(out=[(pair.here, ())], in_=[(inline, ())])
-            assert not any(event.was_refused for event in small.events())
-            train(inline)
-            rlcore.swap(out=[(inline, ())], in_=[(pair.here, ())])
-            assert not any(event.was_refused for event in small.events())
-        finally:
-            small.uninstall()
+        small.install(patch)
+        small.reset(pair.bytes_each, pair.bytes_each + LARGEST)
+        rlcore.swap(out=[(pair.here, ())], in_=[(inline, ())])
+        assert not any(event.was_refused for event in small.events())
+        train(inline)
+        rlcore.swap(out=[(inline, ())], in_=[(pair.here, ())])
+        assert not any(event.was_refused for event in small.events())
     assert expected
     small.reset(pair.bytes_each, 2 * pair.bytes_each)
     pair.away.onload()

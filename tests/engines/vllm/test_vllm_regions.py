@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.executors.vllm import regions
+from rlcore.engines.offload import arena as arenas
 from rlcore.engines.offload import resident as residents
-from rlcore.engines.offload.arena import Arena
+from rlcore.engines.offload.arena import BLOCK_BYTES, Arena
 from rlcore.errors import DeviceError
 from rlcore.registry import get_device
 
@@ -44,11 +46,10 @@ class Allocator:
         allocation.is_asleep = False
 
     def storage_at(self, address: int, device: torch.device, nbytes: int) -> Any:
-        memory = next(one for start, one in self.memory.items() if start <= address < start + one.numel())
-        assert (
-            address == next(start for start, one in self.memory.items() if one is memory) and nbytes <= memory.numel()
-        )
-        return memory[:nbytes].untyped_storage()
+        start, memory = next((start, one) for start, one in self.memory.items() if 0 <= address - start < one.numel())
+        assert address - start + nbytes <= memory.numel()
+        part = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr() + address - start)
+        return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
     @property
     def values(self) -> list[Tensor]:
@@ -70,7 +71,11 @@ def made(allocator: Allocator, kept: int = 0) -> regions.MappedResident:
     return regions.MappedResident(get_device("cpu"), TAG, lambda: list(allocator.memory.values())[:kept])
 
 
-def test_it_comes_back_as_it_left_and_the_device_is_waited_for_once(allocator: Allocator) -> None:
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 4096])
+def test_it_comes_back_as_it_left_and_the_device_is_waited_for_once(
+    allocator: Allocator, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "BLOCK_BYTES", block_bytes)
     resident, before = made(allocator), allocator.values
     report = resident.offload()
     assert (report.moved_bytes, resident.device_bytes, resident.is_away) == (sum(SIZES), 0, True)
