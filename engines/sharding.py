@@ -10,12 +10,9 @@ once, and run its hooks in Python around each. See ``rlcore.compute_dtype`` for 
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -36,15 +33,11 @@ from rlcore.compute_dtype import (
     set_compute_dtype,
     stop_computing,
 )
+from rlcore.engines.block_compiler import BlockCompiler
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
 _FAILED = "_rlcore_failed_in_a_batch"
-_MAX_GRAPHS = 64
-"""Of one code, where the compiler has 8 before it runs the rest uncompiled: blocks of two windows make 12, for training
-and scoring, for one length, any length, and a single block of flex attention's mask."""
-_COMPILE_TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
-_numbers = itertools.count()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -104,10 +97,9 @@ def shard(
     _retype(module, options)
     blocks = _blocks(module)
     is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
-    number = next(_numbers)
-    codes = {type(block): _new_code(f"{type(block).__name__}_{number}") for block in blocks}
+    compiler = BlockCompiler()
     for block in blocks:
-        _replace_forward(block, options, is_alone=is_alone, code=codes[type(block)])
+        _replace_forward(block, options, is_alone=is_alone, compiler=compiler)
     if is_alone:
         _compute_alone(module, options)
     if size == 1:
@@ -129,8 +121,7 @@ def shard(
 
 def _compute_alone(module: TrainModule, options: Sharding) -> None:
     """Cast parameters where nobody gathers them."""
-    alone = set_compute_dtype(module, options.torch_compute_dtype)
-    alone.recomputes_casts = options.compile and not options.activation_checkpointing
+    set_compute_dtype(module, options.torch_compute_dtype)
     for name in ("forward", "hidden_states"):
         replace_method(module, name, computing)
 
@@ -152,41 +143,17 @@ def _blocks(module: TrainModule) -> list[nn.Module]:
     return [part for part in module.modules() if part is not module and type(part).__name__ in names][::-1]
 
 
-def _replace_forward(block: nn.Module, options: Sharding, *, is_alone: bool, code: CodeType) -> None:
+def _replace_forward(block: nn.Module, options: Sharding, *, is_alone: bool, compiler: BlockCompiler) -> None:
     def replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
         if is_alone:
             forward = computing_inside(forward, _surroundings(options))
         if options.activation_checkpointing:
             forward = functools.wraps(forward)(_checkpointed(forward, options))
         if options.compile:
-            forward = _compiled(forward, code)
+            forward = compiler.compiled(forward, type(block).__name__)
         return computing_outside(forward) if options.compile and is_alone else forward
 
     replace_method(block, "forward", replaced)
-
-
-def _compiled(forward: Callable[..., Any], code: CodeType) -> Callable[..., Any]:
-    """The compiler counts graphs by code, and by its name remembers which sizes change: those of another module, or of
-    other blocks, are none of its business."""
-    call = _caller(forward)
-    call.__code__ = code
-    limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
-    if not limit:  # older torch has one for all that a process compiles
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
-    compiled: Callable[..., Any] = torch.compile(functools.wraps(forward)(call), **limit)
-    return compiled
-
-
-def _caller(forward: Callable[..., Any]) -> Any:
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(module, *args, **kwargs)
-
-    return call
-
-
-def _new_code(name: str) -> CodeType:
-    code: CodeType = _caller(_new_code).__code__
-    return code.replace(co_name=name)
 
 
 def _checkpointed(forward: Callable[..., Any], options: Sharding) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 While the module computes, reading such a parameter off its module gives it in the compute dtype, and its gradient comes
 back through that cast; ``parameters()`` are those that are kept, always. Nothing is wrapped and no name changes. The
-casts are not kept for the backward, which makes them again: a compiled block by recomputation, another by hooks.
+casts are not kept for the backward, which makes them again: in a compiled block by its graph, in another by hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import StateError
 
@@ -29,21 +28,14 @@ class ComputeDtype:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.is_computing = False
-        self.recomputes_casts = False
-        """Where blocks are compiled, and not recomputed whole: the compiler would keep the casts."""
         self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        copied = type(self)(self.dtype)  # which computes nothing yet: its parameters can be changed
-        copied.recomputes_casts = self.recomputes_casts
-        return copied
+        return type(self)(self.dtype)  # which computes nothing yet: its parameters can be changed
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or not self.is_computing or parameter.dtype == self.dtype:
             return parameter
-        if self.recomputes_casts:
-            recomputed: Tensor = checkpoint(_cast, parameter, self.dtype, use_reentrant=False)
-            return recomputed
         cast = parameter.to(self.dtype)
         if self._casts is not None:
             self._casts[cast.untyped_storage().data_ptr()] = cast, parameter.detach()
@@ -104,11 +96,7 @@ class ComputeDtype:
         return parameter.to(self.dtype).as_strided(*layout)  # type: ignore[no-any-return]
 
 
-def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter.to(dtype)
-
-
-def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> ComputeDtype:
+def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Of all parameters of ``module`` that have another dtype; ``module`` still has to be told when it computes."""
     found = ComputeDtype(dtype)
     for part in module.modules():
@@ -116,7 +104,6 @@ def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> ComputeDtype:
         if names:
             part.__class__ = _reading(type(part), names)  # type: ignore[arg-type]  # a class can be hashed
         setattr(part, _ATTRIBUTE, found)
-    return found
 
 
 @functools.cache  # the compiler takes modules of one class for alike

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.compute_dtype import compute_dtype_of, stop_computing
+from rlcore.engines import block_compiler
 from rlcore.engines.offload.resident import offloaded
 from rlcore.engines.sharding import Sharding, shard
 from rlcore.errors import InvalidInputError, StateError
@@ -114,7 +114,7 @@ def test_compiled_blocks_compute_the_same_in_one_graph(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(block_compiler, "backend", "aot_eager")
     torch.compiler.reset()
     counters.clear()
     expected, found = gradients(make()), gradients(make(compile=True, **options))
@@ -244,7 +244,7 @@ def test_a_block_that_is_called_alone_computes(options: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_a_compiled_block_that_is_called_alone_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(block_compiler, "backend", "aot_eager")
     torch.compiler.reset()
     block: Any = make(compile=True).blocks[0]
     assert block(torch.ones(3, WIDTH)).dtype == torch.bfloat16
@@ -270,7 +270,7 @@ def test_a_compiled_block_in_pieces_computes_the_same(
 ) -> None:
     """Also what is computed again in the backward, outside of any graph."""
     expected_model = make()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(block_compiler, "backend", "aot_eager")
     monkeypatch.setitem(globals(), "Block", type("Block", (Disabled,), {}))
     torch.compiler.reset()
     model = make(compile=True, **options)

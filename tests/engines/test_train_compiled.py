@@ -3,10 +3,8 @@ before."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +12,9 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines import sharding
+from rlcore.engines import block_compiler
 from rlcore.engines.sharding import Sharding, shard
-from rlcore.nn import HuggingFaceTrainModule, TrainModule
+from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
 from .train_batches import VOCAB, packed_batch
@@ -43,7 +41,7 @@ def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.M
 
     possible = choice.Implementation(attend, lambda call, device: None)
     monkeypatch.setitem(choice.IMPLEMENTATIONS, "per_sequence", possible)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(block_compiler, "backend", "eager")
     torch.compiler.reset()
     counters.clear()
     with rlcore.meta_device():
@@ -75,7 +73,7 @@ def flex_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can train where the inductor has no part in it."""
     monkeypatch.setattr(choice, "why_not", lambda name, *_: None if name == "flex_attention" else "another is wanted")
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(block_compiler, "backend", "eager")
 
 
 BATCHES = (150, 1, 49), (7, 93, 50, 50), (300, 20), (5, 200, 71)
@@ -139,65 +137,6 @@ def graphs_by_batch(policy: Any) -> list[int]:
 def test_masks_are_made_before_a_block_and_do_not_compile_it_again(num_windows: int, recomputes: Any) -> None:
     graphs = graphs_by_batch(compiled_policy(num_windows, "cpu", recomputes))
     assert graphs == [num_windows, 0, num_windows, 0], "for each window, and again for all other numbers of tokens"
-
-
-@pytest.fixture
-def graphs_run(monkeypatch: pytest.MonkeyPatch, nothing_compiled: None) -> list[torch.fx.GraphModule]:
-    """Those that were compiled and run, in order."""
-    found: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        def run(*args: Any) -> Any:
-            found.append(graph)
-            return graph(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    return found
-
-
-class Block(torch.nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(size, size)
-
-    def forward(self, input_TH: Tensor) -> Tensor:
-        return self.linear(input_TH)  # type: ignore[no-any-return]
-
-
-class Blocks(TrainModule):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.both = torch.nn.Sequential(Block(size), Block(size))
-
-    def wrap_classes(self) -> list[str]:
-        return ["Block"]
-
-
-@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torch.fx.GraphModule]) -> None:
-    different: set[int] = set()
-    for size in (16, 32, 48, 64, 80):
-        module = Blocks(size)
-        shard(module, Sharding(compile=True), torch.device("cpu"), lambda: None, size=1)
-        for num_tokens in (5, 7):  # graphs for the first, and for any number
-            graphs_run.clear()
-            module.both(torch.zeros(num_tokens, size, requires_grad=True))
-            assert len(graphs_run) == 2, "each block is one"
-            different |= {id(graph) for graph in graphs_run}
-    assert len(different) == 10, "an engine's sizes are not those of another that changed"
-
-
-@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: list[torch.fx.GraphModule]) -> None:
-    def forward(module: Any, input_T: Tensor) -> Tensor:
-        return input_T + len(module.kind)
-
-    call = sharding._compiled(forward, sharding._new_code("block"))
-    for count in range(20):
-        assert call(SimpleNamespace(kind="k" * count), torch.zeros(2)).tolist() == [count] * 2
-    assert len({id(graph) for graph in graphs_run}) == 20
 
 
 @pytest.mark.gpu

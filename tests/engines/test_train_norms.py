@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore import rms_norm
+from rlcore.engines import block_compiler
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from rlcore.registry import OpImplementation, registry
@@ -67,6 +67,6 @@ def test_its_losses_are_those_of_the_modules_own_norms(
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_compiled_blocks_keep_their_own(qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(block_compiler, "backend", "eager")
     assert train(qwen2_folder, compile=True)[1] == 0
     torch.compiler.reset()

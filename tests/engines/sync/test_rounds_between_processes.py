@@ -79,7 +79,8 @@ def test_shards_to_a_grid_of_receivers_through_slabs(trainer: Any, grid: rlcore.
     assert report.handles_opened == 0, "they stay open"
     assert report.moved_bytes <= 1.05 * report.needed_bytes
     check(trainer, grid, 2, torch.bfloat16)
-    assert grid._call("committed_versions") == [[1, 2]] * 4
+    for versions in grid._call("committed_versions"):
+        assert versions[-2:] == [report.version - 1, report.version]
 
 
 def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, grid: rlcore.InferenceEngine) -> None:

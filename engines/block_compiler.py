@@ -1,0 +1,53 @@
+"""Compiles the forward of a module's blocks: a graph for all of one class, which keeps little for its backward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+_MAX_GRAPHS = 64
+"""Of one code, where the compiler has 8 before it runs the rest uncompiled: blocks of two windows make 12, for training
+and scoring, for one length, any length, and a single block of flex attention's mask."""
+_COMPILE_TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+_numbers = itertools.count()
+
+
+class BlockCompiler:
+    """Of one module: to the compiler, which counts graphs by code and by its name remembers which sizes change, blocks
+    of other modules and of other classes are none of its business."""
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+        self._codes: dict[str, CodeType] = {}
+
+    def compiled(self, forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """``forward(block, ...)``, compiled when it is first called with such inputs."""
+        call = _caller(forward)
+        call.__code__ = self._codes.setdefault(kind, call.__code__.replace(co_name=f"{kind}_{self._number}"))
+        limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
+        if not limit:  # older torch has one for all that a process compiles
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+        compiled: Callable[..., Any] = torch.compile(functools.wraps(forward)(call), backend=backend, **limit)
+        return compiled
+
+
+def _caller(forward: Callable[..., Any]) -> Any:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    return call
+
+
+def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, which by itself keeps all that a product of the backward reads. Here what one pass over memory makes
+    again is not kept: weights in the compute dtype, norms, and the activation between two products of an MLP. Of a
+    block of Qwen2.5-1.5B 24,860 values a token are, instead of 36,892."""
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)

@@ -1,0 +1,149 @@
+"""A module's blocks are one graph of their own, which keeps for its backward what is dear to make again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.engines import block_compiler
+from rlcore.engines.block_compiler import BlockCompiler
+from rlcore.engines.sharding import Sharding, shard
+from rlcore.nn import TrainModule
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def graphs_run(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Those that were compiled and run, in order."""
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def run(*args: Any) -> Any:
+            found.append(graph)
+            return graph(*args)
+
+        return run
+
+    monkeypatch.setattr(block_compiler, "backend", backend)
+    return found
+
+
+class Block(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(size, size)
+
+    def forward(self, input_TH: Tensor) -> Tensor:
+        return self.linear(input_TH)  # type: ignore[no-any-return]
+
+
+class Blocks(TrainModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.both = torch.nn.Sequential(Block(size), Block(size))
+
+    def wrap_classes(self) -> list[str]:
+        return ["Block"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torch.fx.GraphModule]) -> None:
+    different: set[int] = set()
+    for size in (16, 32, 48, 64, 80):
+        module = Blocks(size)
+        shard(module, Sharding(compile=True), torch.device("cpu"), lambda: None, size=1)
+        for num_tokens in (5, 7):  # graphs for the first, and for any number
+            graphs_run.clear()
+            module.both(torch.zeros(num_tokens, size, requires_grad=True))
+            assert len(graphs_run) == 2, "each block is one"
+            different |= {id(graph) for graph in graphs_run}
+    assert len(different) == 10, "an engine's sizes are not those of another that changed"
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: list[torch.fx.GraphModule]) -> None:
+    def forward(module: Any, input_T: Tensor) -> Tensor:
+        return input_T + len(module.kind)
+
+    call = BlockCompiler().compiled(forward, "block")
+    for count in range(20):
+        assert call(SimpleNamespace(kind="k" * count), torch.zeros(2)).tolist() == [count] * 2
+    assert len({id(graph) for graph in graphs_run}) == 20
+
+
+class GatedBlock(torch.nn.Module):
+    """As a decoder's: 3 products, and between them what reads and writes memory only."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(size, eps=1e-6)
+        self.gate, self.up = torch.nn.Linear(size, 4 * size, bias=False), torch.nn.Linear(size, 4 * size, bias=False)
+        self.down = torch.nn.Linear(4 * size, size, bias=False)
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        normed_TH = self.norm(hidden_TH)
+        gated = torch.nn.functional.silu(self.gate(normed_TH)) * self.up(normed_TH)
+        return hidden_TH + self.down(gated)  # type: ignore[no-any-return]
+
+
+class GatedBlocks(TrainModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.both = torch.nn.Sequential(GatedBlock(size), GatedBlock(size))
+
+    def wrap_classes(self) -> list[str]:
+        return ["GatedBlock"]
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        return self.both(batch)  # type: ignore[no-any-return]
+
+
+def kept_and_gradients(device: torch.device, **options: Any) -> tuple[int, list[Tensor]]:
+    """Bytes besides the parameters that wait for the backward of two blocks, and what it gives."""
+    torch.manual_seed(0)
+    module, kept = GatedBlocks(SIZE).to(device), dict[int, int]()
+    shard(module, Sharding(compute_dtype="bfloat16", **options), device, lambda: None, size=1)
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    input_TH = torch.randn(TOKENS, SIZE, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_TH = module.hidden_states(input_TH)
+    hidden_TH.float().square().mean().backward()
+    return sum(kept.values()), [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+SIZE, TOKENS = 64, 96
+NEEDED = 2 * TOKENS * SIZE * (1 + 4 + 4) * 2
+"""Bytes of two blocks' inputs, gates and ups in bfloat16."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_a_graph_keeps_what_products_gave_and_no_more(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    """Neither norms, nor the activation, nor weights in the compute dtype: the backward makes them again."""
+    place = device.torch_device
+    if place.type == "cpu":  # the choice of what to keep is Inductor's, without the code it writes
+        partition = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+        monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: partition)
+    kept, found = kept_and_gradients(place, compile=True)
+    with torch.compiler.set_stance("force_eager"):
+        _, expected = kept_and_gradients(place, compile=True)
+    for tensor, wanted in zip(found, expected, strict=True):
+        assert float((tensor - wanted).norm() / wanted.norm()) < 2e-2
+    assert NEEDED <= kept < 1.1 * NEEDED
