@@ -28,6 +28,9 @@ from rlcore.types import OffloadReport
 
 _QUEUED = 3
 """Blocks in each direction that the device has been given: it is not idle while the host frees and allocates."""
+_QUEUED_ALONE = 16
+"""The same where one direction alone has work, and no other process waits for what it frees: about 40 ms, in which an
+allocator maps or unmaps gigabytes."""
 _TURN_BLOCKS = 8
 """That move in a turn: many beside the ones queued, few beside those of an engine."""
 
@@ -77,6 +80,7 @@ class Transfer:
         self._ended: dict[Departure | Arrival, float] = {}
         self._is_first_use = False
         self._grant: Grant | None = None
+        self._most_queued = _QUEUED if out and in_ else _QUEUED_ALONE
 
     def run(self) -> None:
         """All of it; what has left and is not taken again is the device's, for other processes.
@@ -106,7 +110,7 @@ class Transfer:
         Raises:
             DeviceError: host or device memory does not do.
         """
-        self._grant = grant
+        self._grant, self._most_queued = grant, _QUEUED
         before = self._freed_bytes
         self._move(self._moved_bytes + _TURN_BLOCKS * BLOCK_BYTES)
         if self._freed_bytes > before:
@@ -162,7 +166,7 @@ class Transfer:
     def _send(self, *, waits: bool = False) -> bool:
         """Queue the next block that leaves, if there is one and room for it."""
         way = next((way for way in self._out if way.rest_bytes), None)
-        if way is None or self._num_queued(Departure) == _QUEUED:
+        if way is None or self._num_queued(Departure) == self._most_queued:
             return False
         block = self._arena.take(way.rest_bytes, waits=waits or not self._in)
         if block is None:
@@ -179,7 +183,7 @@ class Transfer:
     def _fetch(self) -> bool:
         """Queue the next block that comes back, if there is one and room for it."""
         way = next((way for way in self._in if way.has_rest), None)
-        if way is None or self._num_queued(Arrival) == _QUEUED:
+        if way is None or self._num_queued(Arrival) == self._most_queued:
             return False
         is_leaving = self._is_leaving or (self._grant is not None and self._grant.others_leave)
         if is_leaving and way.needed_bytes > self._room_bytes:

@@ -366,6 +366,31 @@ def test_what_arrives_starts_before_all_has_left(device: Any, monkeypatch: pytes
     assert [way for way, _ in itertools.groupby(ways)].count("in") > 10, ways
 
 
+def test_one_way_alone_is_further_ahead_of_the_allocator(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (resident_of(device, random_tensors(device, [4 * KIB] * 40, seed)) for seed in (1, 2))
+    copy_batch, resize, calls = device.memory.copy_batch, torch.UntypedStorage.resize_, []
+
+    def copy(*args: Any) -> None:
+        calls.append("copy")
+        copy_batch(*args)
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        calls.append("allocate" if nbytes else "free")
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(device.memory, "copy_batch", copy)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    first.offload()
+    assert calls == ["copy"] * 16 + ["free", "copy"] * 24 + ["free"] * 16
+    calls.clear()
+    first.onload()
+    assert calls == ["allocate", "copy"] * 40
+    second.offload()
+    calls.clear()
+    exchange([first], [second])
+    assert calls.index("free") == 3, "what comes back waits for it"
+
+
 @pytest.mark.parametrize("limit_bytes", [50_000, 59_999, 75_000])
 def test_a_swap_that_fails_halfway_moves_nothing(
     device: Any, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
