@@ -101,12 +101,13 @@ class Trial:
         return self.num_runs is None and self.runs_per_sample == 1 and self.contender.seconds is None
 
     def warm_up(self) -> None:
-        self.first_run_s = self._timed(1)
+        self.first_run_s = statistics.median(self._timed(1))
         self.contender.check(self._output)
         self._spent_s = 0.0  # compiling is not measuring
         recent: list[float] = []
         while not recent or not (self._is_stable(recent) or self._has_warmed_up_long_enough):
-            recent = [*recent[-2:], self._timed(1) if recent else self._timed_with_memory()]
+            latest = self._timed(1) if recent else self._timed_with_memory()
+            recent = [*recent[-2:], statistics.median(latest)]
             self.num_warmup += 1
         if self.contender.seconds is None:
             self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
@@ -132,9 +133,8 @@ class Trial:
     def sample(self) -> None:
         if self.is_cold:
             self._flush()
-        elapsed = self._timed(self.runs_per_sample)
+        self.samples += self._timed(self.runs_per_sample)
         self._num_sampled += 1
-        self.samples += [elapsed] if self.contender.seconds is None else self._own_seconds()
         if self.num_runs is not None:
             self.contender.check(self._output)
         if self.contender.quantities is not None:
@@ -147,11 +147,6 @@ class Trial:
         if "device_time" in self._own and not is_hidden and self._queued_s > _NEGLIGIBLE * self.samples[-1]:
             self.unhidden_s.append(self._queued_s)
 
-    def _own_seconds(self) -> list[float]:
-        """By the clock of the run itself: one for each of its steps."""
-        assert self.contender.seconds is not None
-        return _each("seconds", self.contender.seconds(self._output))
-
     def _time_on_device(self, clock: DeviceClock) -> bool:
         """Whether that is without the host's time."""
         self._output = None
@@ -161,7 +156,7 @@ class Trial:
         self._output, self._own = launched.output, {"device_time": launched.seconds}
         return launched.is_hidden
 
-    def _timed_with_memory(self) -> float:
+    def _timed_with_memory(self) -> list[float]:
         """Also what one run takes at its peak beyond what was there before: inputs are not counted, its output is."""
         if self._is_on_host:
             return self._timed(1)
@@ -203,8 +198,9 @@ class Trial:
         self.contender.check(self._output)
         self._output = None
 
-    def _timed(self, runs: int) -> float:
-        """Seconds of one run by the host's clock, from an idle device until it is done.
+    def _timed(self, runs: int) -> list[float]:
+        """Seconds of one run by the host's clock, from an idle device until it is done; of a run that measures itself
+        what it says of each of its steps.
 
         ``_own`` is what it took by clocks that others do not advance.
         """
@@ -226,12 +222,12 @@ class Trial:
         self._output, self._queued_s = output, (queued - start) / runs
         self._spent_s += elapsed
         if self.contender.seconds is not None:
-            return statistics.median(self._own_seconds())
+            return _each("seconds", self.contender.seconds(output))
         if events:
             self._own = {"device_time": events[0].elapsed_time(events[1]) / 1000 / runs}
         elif self._is_on_host and processor > 0:
             self._own = {"processor_time": processor / runs}
-        return elapsed / runs
+        return [elapsed / runs]
 
 
 def _each(name: str, told: float | Sequence[float]) -> list[float]:

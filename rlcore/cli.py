@@ -60,8 +60,21 @@ def _leave_at_once() -> NoReturn:
     os._exit(_INTERRUPTED)
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def configure() -> None:
+def configure(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the versions, as the command version does.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """The library leaves logging alone; here, where it is the program, it logs to standard error."""
     logger = logging.getLogger("rlcore")
     logger.setLevel(Settings.from_env().log_level)

@@ -102,6 +102,12 @@ def test_run_that_measures_itself_is_believed() -> None:
     assert result.runs_per_sample == 1
 
 
+def test_run_that_measures_itself_is_asked_once() -> None:
+    runs, asked = [], []
+    result = run_one(contender(lambda: runs.append(1), seconds=lambda output: asked.append(output) or 0.25))
+    assert len(asked) == len(runs) == 1 + result.num_warmup + len(result.samples("time"))
+
+
 def test_single_runs_find_a_cold_cache_and_joined_ones_do_not() -> None:
     ones = torch.ones(1 << 20)
     assert run_one(contender(lambda: ones.add(1).add(1).add(1).add(1))).cache == "cold"

@@ -111,6 +111,8 @@ def test_version_table_names_what_is_installed(rlcore_command: Run) -> None:
     table = rlcore_command("version").stdout
     assert re.search(rf"\brlcore +{re.escape(rlcore.__version__)}\b", table)
     assert re.search(r"\btorch +\d+\.\d+", table)
+    asked = rlcore_command("--version")
+    assert (asked.returncode, asked.stdout, asked.stderr) == (0, table, "")
 
 
 def test_explain_says_why_the_others_do_not_run(rlcore_command: Run) -> None:
