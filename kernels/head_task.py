@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query
 from rlcore.kernels.operands import (
+    check_flag,
     check_float,
     check_ignore_index,
     check_positive,
@@ -143,6 +144,7 @@ def head_task(
     Raises:
         InvalidInputError: a value is outside of what ``linear_logprob`` accepts.
     """
+    check_flag("with_entropy", with_entropy)
     check_ignore_index(ignore_index)
     if softcap is not None:
         check_positive("softcap", softcap)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rlcore.kernels.dispatch import Query
-from rlcore.kernels.operands import check_ignore_index, check_token_dtype, checked_temperature
+from rlcore.kernels.operands import check_flag, check_ignore_index, check_token_dtype, checked_temperature
 from rlcore.kernels.rows import Rows, wide_dtype
 
 
@@ -52,8 +52,10 @@ def logit_task(
     """Logits [T, V] or [N, L, V], and the task of scoring ``targets``; tokens are not checked to be below V.
 
     Raises:
-        InvalidInputError: a temperature, the dtype of the targets, or the ``ignore_index``.
+        InvalidInputError: a temperature, a flag, the dtype of the targets, or the ``ignore_index``.
     """
+    check_flag("with_entropy", with_entropy)
+    check_flag("inplace_backward", inplace_backward)
     check_ignore_index(ignore_index)
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
     check_token_dtype(targets)

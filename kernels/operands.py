@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.arguments import WHOLE, kind_of
+from rlcore.arguments import FLAG, WHOLE, kind_of
 from rlcore.errors import InvalidInputError
 from rlcore.settings import Settings
 from rlcore.tensor_data import dtype_name
@@ -80,6 +80,8 @@ TENSORS = kind_of("a mapping of names to tensors", Mapping)
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInputError(f"{name} must be a tensor; got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise InvalidInputError(f"{name} must be dense; got {value.layout}: pass {name}.to_dense()")
 
 
 def check_float(name: str, tensor: Tensor) -> None:
@@ -117,9 +119,14 @@ def check_finite(name: str, value: float) -> None:
         raise InvalidInputError(f"{name} must be a finite number; got {value}")
 
 
+def check_flag(name: str, value: object) -> None:
+    if not FLAG.has(value):
+        raise InvalidInputError(f"{name} must be {FLAG.words}; got {value!r}")
+
+
 def check_positive(name: str, value: float) -> None:
-    try:
-        is_positive = math.isfinite(value) and value > 0
+    try:  # of a tensor it would wait for the device
+        is_positive = not isinstance(value, bool | Tensor) and math.isfinite(value) and value > 0
     except TypeError:
         is_positive = False
     if not is_positive:
@@ -134,8 +141,8 @@ def checked_targets(targets: Tensor, vocab_size: int | Tensor, ignore_index: int
 
 
 def check_ignore_index(ignore_index: object) -> None:
-    if not WHOLE.has(ignore_index):
-        raise InvalidInputError(f"ignore_index must be a whole number, such as -100; got {ignore_index!r}")
+    if not WHOLE.has(ignore_index) or not -(2**63) <= ignore_index < 2**63:  # type: ignore[operator]
+        raise InvalidInputError(f"ignore_index must be a whole number of 64 bits, such as -100; got {ignore_index!r}")
 
 
 def check_token_dtype(targets: Tensor) -> None:

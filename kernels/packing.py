@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.arguments import TEXT, WHOLE, Kind, optional, takes
+from rlcore.arguments import LIST, TEXT, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.operands import TENSORS
+from rlcore.kernels.operands import TENSOR, TENSORS
 
 _LENGTHS = Kind(
     "whole numbers in a list, array or tensor", lambda value: isinstance(value, Iterable) and not TEXT.has(value)
@@ -101,6 +101,7 @@ def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
     return padded_NL.index_put((is_token_NL.to(values_T.device),), values_T)
 
 
+@takes("position_ids", cu_seqlens=TENSOR)
 def position_ids(cu_seqlens: Tensor) -> Tensor:
     """[T] int64: the position of each token in its own sequence."""
     edges_N = cu_seqlens.long()
@@ -137,6 +138,7 @@ def balance(
     )
 
 
+@takes("inverse_permutation", bins=LIST)
 def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
     """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i."""
     inverse = [0] * sum(map(len, bins))

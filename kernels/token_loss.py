@@ -24,7 +24,10 @@ from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_same_dev
 from rlcore.kernels.rows import wide_dtype
 
 
-@takes("token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, entropy=optional(TENSOR))
+@takes(
+    "token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, entropy=optional(TENSOR),
+    cu_seqlens=optional(TENSOR),
+)  # fmt: skip
 def token_loss(
     logprob: Tensor,
     loss_fn: LossFn,

@@ -24,7 +24,7 @@ EDGES = torch.tensor([0, 5])
 A_LOSS = r"a function of \(logprob, entropy, per_token\), such as ppo_clip\(\),"
 PAIR = r"must return \(value, stats\), a vector and a dict of vectors to report, {} for none; got "
 
-IGNORE_INDEX = "^ignore_index must be a whole number, such as -100; got "
+IGNORE_INDEX = "^ignore_index must be a whole number of 64 bits, such as -100; got "
 
 
 def loss(**changed: Any) -> Any:
@@ -66,6 +66,25 @@ def loss(**changed: Any) -> Any:
             IGNORE_INDEX + "1.5$",
         ),
         (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, ignore_index=None), IGNORE_INDEX + "None$"),
+        (lambda: loss(with_entropy="yes"), "^with_entropy must be True or False; got 'yes'$"),
+        (
+            lambda: ops.linear_logprob(HIDDEN, WEIGHT, TARGETS, with_entropy=1),
+            "^with_entropy must be True or False; got 1$",
+        ),
+        (
+            lambda: ops.token_logprob(WEIGHT[:5], TARGETS, with_entropy=None),
+            "^with_entropy must be True or F.* got None",
+        ),
+        (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, inplace_backward="no"), "^inplace_backward must be True or"),
+        (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, ignore_index=2**63), IGNORE_INDEX + "9223372036854775808$"),
+        (lambda: loss(temperature=True), "^temperature must be a finite number > 0; got True$"),
+        (lambda: loss(softcap=ONES[0]), r"^softcap must be a finite number > 0; got tensor\(1.\)$"),
+        (lambda: loss(logit_scale=ONES[0]), r"^logit_scale must be a finite number > 0; got tensor\(1.\)$"),
+        (lambda: loss(memory_budget_bytes=True), "^memory_budget_bytes must be a finite number > 0; got True$"),
+        (
+            lambda: loss(weight=WEIGHT.to_sparse()),
+            r"^weight must be dense; got torch.sparse_coo: pass weight.to_dense\(\)$",
+        ),
         (lambda: ops.token_logprob([[1.0]], TARGETS), "^logits must be a tensor; got list$"),
         (lambda: ops.token_logprob(WEIGHT[:5], [0] * 5), "^targets must be a tensor; got list$"),
         (lambda: ops.token_logprob(WEIGHT[:5], TARGETS, temperature=None), "^temperature must be a finite number > 0;"),
@@ -74,6 +93,16 @@ def loss(**changed: Any) -> Any:
         (lambda: ops.gae(ONES, ONES, gamma="1", cu_seqlens=EDGES), "^gae takes a number as gamma, got '1'$"),
         (lambda: ops.discounted_return(ONES, [1], cu_seqlens=EDGES), "^discounted_return takes a tensor, or None as m"),
         (lambda: ops.masked_whiten(ONES, None), "^masked_whiten takes a tensor as mask, got None$"),
+        (
+            lambda: ops.masked_whiten(ONES, ONES, keep_mean="yes"),
+            "^masked_whiten takes True or False as keep_mean, got",
+        ),
+        (lambda: ops.position_ids([0, 5]), r"^position_ids takes a tensor as cu_seqlens, got \[0, 5\]$"),
+        (lambda: ops.inverse_permutation("01"), "^inverse_permutation takes a list or tuple as bins, got '01'$"),
+        (
+            lambda: ops.token_loss(-ONES, ops.ppo_clip(), per_token={}, token_weight=ONES, cu_seqlens=[0, 5]),
+            r"^token_loss takes a tensor, or None as cu_seqlens, got \[0, 5\]$",
+        ),
         (lambda: ops.token_weights("token-mean", [[1]]), "^token_weights takes a tensor as mask, got"),
         (lambda: ops.token_weights("token-mean", ONES, total="3"), "takes a number, or a tensor of one, or None as"),
         (lambda: ops.pack(None), "^pack takes a mapping of names to tensors as batch, got None$"),
