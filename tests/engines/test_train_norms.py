@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     entry = OpImplementation(rms_norm.OPERATOR, "cpu", "fused", 1, f"{__name__}:fused", None, "mine")
     monkeypatch.setitem(registry().ops, rms_norm.OPERATOR, [entry])
+    rms_norm.choose.cache_clear()
+    yield
+    rms_norm.choose.cache_clear()
 
 
 def train(folder: Path, **options: Any) -> tuple[list[float], int, set[str]]:

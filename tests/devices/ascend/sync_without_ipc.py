@@ -18,13 +18,12 @@ import rlcore
 from rlcore.errors import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engines" / "sync"))
-from small_engine import Checkpoint, Sizes, checkpoint, expected, register, write
+from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, write
 
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 
 
 def main() -> dict[str, Any]:
-    register()
     path = write(checkpoint(SIZES), Path(tempfile.mkdtemp()) / "model.safetensors")
     train: Any = rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1)))
     infer: Any = rlcore.InferenceEngine(path, executor="small_apart")
@@ -49,4 +48,5 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    with registered():
+        print(json.dumps(main()))

@@ -8,8 +8,10 @@ it is loaded. It generates nothing: ``held()`` gives what each worker holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -233,10 +235,11 @@ class ApartWorker(SmallWorker):
     owns_process = True
 
 
-def register() -> None:
-    """Make them known as the inference executors "small" and "small_apart"."""
-    registry().executors["inference", "small"] = (f"{__name__}:SmallWorker", "the tests")
-    registry().executors["inference", "small_apart"] = (f"{__name__}:ApartWorker", "the tests")
+def registered() -> AbstractContextManager[Any]:
+    """Within it they are the inference executors "small" and "small_apart"."""
+    workers = {"small": SmallWorker, "small_apart": ApartWorker}
+    entries = {("inference", name): (f"{__name__}:{worker.__name__}", "the tests") for name, worker in workers.items()}
+    return mock.patch.dict(registry().executors, entries)
 
 
 def write(weights: Mapping[str, Tensor], path: Path) -> Path:

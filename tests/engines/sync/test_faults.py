@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected, register, write
+from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected, registered, write
 
 import rlcore
 from rlcore.engines.sync.holding import ModuleHolding
@@ -200,9 +200,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLCORE_RUNTIME", str(folder / "runtime"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        register()
         path = write(checkpoint(SIZES), folder / "model.safetensors")
         with (
+            registered(),
             rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as train,
             rlcore.InferenceEngine(path, executor="small") as infer,
         ):

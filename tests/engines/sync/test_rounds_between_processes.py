@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import Checkpoint, Sizes, checkpoint, expected, register, write
+from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, write
 from torch import Tensor
 
 import rlcore
@@ -24,10 +24,9 @@ SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("sync")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, registered():
         patch.setenv("RLCORE_RUNTIME", str(folder / "runtime"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        register()
         yield folder
 
 

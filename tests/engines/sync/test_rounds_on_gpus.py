@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from small_engine import Checkpoint, Sizes, checkpoint, expected, register, write
+from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, write
 
 import rlcore
 from rlcore.engines.sync.routes import MOST_HANDLES as MOST_REOPENED
@@ -73,7 +73,6 @@ Build = Callable[..., Engines]
 def build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     folder = tmp_path_factory.mktemp("g")
     monkeypatch.setenv("RLCORE_RUNTIME", str(folder / "r"))
-    register()
     built: list[Any] = []
 
     def build(place: Place, sizes: Sizes = SIZES, executor: str = "small_apart") -> Engines:
@@ -87,9 +86,10 @@ def build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         infer.build(tensor_parallel_size=shards, devices=place.engine, **options)
         return Engines(train, infer, sizes, shards)
 
-    yield build
-    for engine in built:
-        engine.close()
+    with registered():
+        yield build
+        for engine in built:
+            engine.close()
 
 
 @pytest.mark.parametrize("route", ["direct", "packed"])
