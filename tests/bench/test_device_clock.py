@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rlcore.bench import device_clock
+from rlcore.bench import device_clock, trial
 from rlcore.bench.case import Case, Contender, Work, load_cases
 from rlcore.bench.device_clock import Flush
 from rlcore.bench.measure import run_case
@@ -20,6 +20,7 @@ from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats
 
+LOOK_S = 1e-6
 QUICK = Sampling(min_samples=5, max_samples=5, budget_s=1.0, max_warmup=5)
 FLUSH_S = 0.5e-3
 QUEUED_S = 2e-3
@@ -37,14 +38,18 @@ class Moment:
         self.at_s = self._queue.done_at_s()
 
     def query(self) -> bool:
-        return time.perf_counter() >= self.at_s
+        return self._queue.now_s() >= self.at_s
 
     def elapsed_time(self, end: Moment) -> float:
         return (end.at_s - self.at_s) * 1000
 
 
 class Queue:
-    """FAKE: a device that does what is queued one after the other, each for a stated time. Tells nothing of a GPU."""
+    """FAKE: a device that does what is queued one after the other, each for a stated time. Tells nothing of a GPU.
+
+    The host's clock goes on by what the host spends and waits for, and a little by each look at it: what else the
+    machine does takes none of this time.
+    """
 
     def __init__(self) -> None:
         self.spec = types.SimpleNamespace(is_host=False)
@@ -56,10 +61,18 @@ class Queue:
         self.telemetry, self.processes, self.activate = get_device("cpu").telemetry, list, lambda: None
         self.queued: list[str] = []
         self.num_synchronized = 0
-        self._until_s = 0.0
+        self._now_s = self._until_s = 0.0
+
+    def now_s(self) -> float:
+        self._now_s += LOOK_S
+        return self._now_s
+
+    def spend(self, seconds: float) -> None:
+        """Of the host."""
+        self._now_s += seconds
 
     def done_at_s(self) -> float:
-        return max(self._until_s, time.perf_counter())
+        return max(self._until_s, self.now_s())
 
     def queue(self, name: str, seconds: float) -> None:
         self.queued.append(name)
@@ -67,31 +80,22 @@ class Queue:
 
     def synchronize(self) -> None:
         self.num_synchronized += 1
-        while time.perf_counter() < self._until_s:
-            pass
+        self._now_s = self.done_at_s()
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
     monkeypatch.setattr(Flush, "__call__", lambda self: queue.queue("flush", FLUSH_S))
-    # The host of a test is interrupted for longer than one that measures.
-    monkeypatch.setattr(device_clock, "_LONGEST_S", 0.1)
-    monkeypatch.setattr(device_clock, "_MARGIN", 10.0)
+    monkeypatch.setattr(trial, "time", types.SimpleNamespace(perf_counter=queue.now_s, process_time=time.process_time))
     return queue
-
-
-def spend(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 def operator(queue: Queue, queued_s: float = QUEUED_S, on_device_s: float = ON_DEVICE_S) -> Callable[[], None]:
     """The host first takes its time, then queues the kernel: the device is idle meanwhile."""
 
     def run() -> None:
-        spend(queued_s)
+        queue.spend(queued_s)
         queue.queue("run", on_device_s)
 
     return run
@@ -170,8 +174,8 @@ def test_sample_in_which_the_host_was_late_is_taken_again(queue: Queue) -> None:
 
     def run() -> None:
         nonlocal num_hidden
-        num_hidden += queue.done_at_s() > time.perf_counter()
-        spend(QUEUED_S if num_hidden != 3 else 0.15)
+        num_hidden += queue.done_at_s() > queue.now_s()
+        queue.spend(QUEUED_S if num_hidden != 3 else 0.15)
         queue.queue("run", ON_DEVICE_S)
 
     result = measured(queue, run, "stream", QUICK)
@@ -180,7 +184,8 @@ def test_sample_in_which_the_host_was_late_is_taken_again(queue: Queue) -> None:
     assert result.samples("device_time") == [pytest.approx(ON_DEVICE_S, rel=0.02)] * QUICK.max_samples
 
 
-def test_what_uses_no_device_is_timed_by_the_hosts_clock_alone(queue: Queue) -> None:
+def test_what_uses_no_device_is_timed_by_the_hosts_clock_alone(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "time", time)
     found = []
     result = measured(queue, lambda: found.append(queue.num_synchronized), "host")
     on_host = measured(get_device("cpu"), lambda: None, "device")
@@ -216,7 +221,7 @@ def test_time_of_a_small_kernel_on_a_gpu_is_without_what_the_host_does_before_it
     x = torch.ones(1 << 20, device=device.torch_device)
 
     def late() -> torch.Tensor:
-        spend(QUEUED_S)
+        time.sleep(QUEUED_S)
         return x + 1
 
     result = measured(device, late, "stream")
