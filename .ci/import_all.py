@@ -18,6 +18,7 @@ NEEDS = {
     "rlcore.engines.executors.kv_cache": "transformers",
     "rlcore.kernels.linear_rows": "triton",
     "rlcore.kernels.linear_tiled": "triton",
+    "rlcore.kernels.tile_budget": "triton",
     "rlcore.packed.attention": "transformers",
     "rlcore.packed.choice": "transformers",
     "rlcore.packed.implementations": "transformers",

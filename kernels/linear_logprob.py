@@ -126,8 +126,8 @@ def linear_logprob(
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever they hold.
         group: a process group over which the vocabulary is split.
-        memory_budget_bytes: limit for temporaries of the logits, also for those kept for the backward, to spare it
-            making them again; None is ``chunks.DEFAULT_BUDGET_BYTES``.
+        memory_budget_bytes: limit for temporaries of the logits and of their statistics, also for those kept for the
+            backward, to spare it making them again; None is ``chunks.DEFAULT_BUDGET_BYTES``.
         implementation: run this one or raise; None chooses.
 
     Returns:

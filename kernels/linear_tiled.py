@@ -1,9 +1,10 @@
 """``linear_logprob`` and ``linear_loss`` whose logits stay in the tiles of the product: see ``triton_tiles``.
 
 The log-probability's forward is one product, and keeps the exponentials that the memory budget holds: all, or those of
-a first strip of the vocabulary. Its backward turns them into the gradient of the logits, three products in all. Of the
-rest it computes the logits again, in the same room, a strip at a time, so that each strip's gradient of the weight is
-one product over all rows, rounded once.
+a first strip of the vocabulary. The statistics of tiles, 12 bytes for 256 logits until they are merged, are in the
+budget too, so that a long forward is taken in runs of rows (``tile_budget``). Its backward turns the exponentials into
+the gradient of the logits, three products in all. Of the rest it computes the logits again, in the same room, a strip
+at a time, so that each strip's gradient of the weight is one product over all rows, rounded once.
 A loss is taken in chunks of rows, as in ``linear_loss``, with the exponentials of a chunk as its only large
 temporary. They may take the budget and the bytes of the gradients, which are made in the backward, when the chunks are
 gone: each chunk fewer is one pass fewer over the accumulator of the weight's gradient, on one H200 0.4 ms at 151936 x
@@ -29,16 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.errors import InvalidInputError
-from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES
+from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.loss_in_chunks import ChunkWork, KnownGradients, LossOutput, LossTask, SummingWork, loss_in_chunks
 from rlcore.kernels.rows import Rows
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.tile_budget import Strip, rows_fitting, rows_of_chunks, rows_scored_at_once, strip_fitting
 from rlcore.kernels.triton_scaled import scaled
 from rlcore.kernels.triton_tiles import (
-    TILE_T,
     TILE_V,
     LogitSlopes,
     TileStatistics,
@@ -49,17 +49,8 @@ from rlcore.kernels.triton_tiles import (
     tile_statistics,
 )
 
-_ITEM_BYTES = 2
-"""Of an exponential, float16, and of a logit's gradient, bfloat16."""
 _WIDE_BYTES = 4
 """Of an accumulator."""
-_TILE_BYTES = 12
-"""Of the three statistics of a tile's row."""
-_ROUND_ROWS = 1024
-"""Products of so many rows leave few cores idle: 8192 x 4096 x 151936 takes 45.6 ms on one H200 in chunks of 3072 rows,
-46.6 in three even ones of 2816, 47.6 in four of 2048. Where they do not fit, chunks in multiples of a tile are as good:
-65536 x 2048 x 151936 takes 201.5 ms in chunks of 3328, 196.5 in those of 5120, 195.5 in those of 6144; with 32768 rows
-of 896 it is 53.2 in chunks of 3328, 52.4 in those of 4096, and 57.4 in those of 4224."""
 
 
 def _budget(task: HeadTask) -> int:
@@ -76,21 +67,28 @@ def _forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
 ) -> Scores:
     """Keeps three numbers a row, and the exponentials that fit if the backward may use them up."""
-    rows = _tile_rows(task.rows)
-    exponentials_TV = _strip_room(hidden_TH, len(weight_VH), _budget(task)) if for_backward else None
-    found = tile_statistics(
-        _aligned(rows.known(hidden_TH)),
-        _aligned(weight_VH),
-        _widened(bias_V),
-        rows,
-        with_entropy=task.with_entropy,
-        exponentials_TV=exponentials_TV,
-    )
-    if exponentials_TV is None:
-        return Scores(found.logprob, found.entropy, (found.normaliser,))
-    kept = math.ceil(exponentials_TV.shape[1] / TILE_V)
-    peak_JT = found.peak_JT if kept == len(found.peak_JT) else found.peak_JT[:kept].clone()  # the others' are let go
-    return Scores(found.logprob, found.entropy, (found.normaliser,), (peak_JT, exponentials_TV))
+    rows, sizes = _tile_rows(task.rows), (len(hidden_TH), len(weight_VH), _budget(task))
+    known_TH, weight_VH, bias_V = _aligned(rows.known(hidden_TH)), _aligned(weight_VH), _widened(bias_V)
+    strip = strip_fitting(*sizes) if for_backward else Strip(0, rows_scored_at_once(*sizes))
+    exponentials_TV = _strip_room(hidden_TH, strip.num_columns)
+    peak_KT = hidden_TH.new_empty(math.ceil(strip.num_columns / TILE_V), len(hidden_TH), dtype=torch.float32)
+
+    def scored(run: slice) -> tuple[Any, ...]:
+        found = tile_statistics(
+            known_TH[run],
+            weight_VH,
+            bias_V,
+            rows.at(run),
+            with_entropy=task.with_entropy,
+            exponentials_TV=exponentials_TV[run] if for_backward else None,
+        )
+        peak_KT[:, run] = found.peak_JT[: len(peak_KT)]
+        return found.logprob, found.entropy, found.normaliser
+
+    parts = zip(*(scored(run) for run in row_chunks(len(hidden_TH), strip.num_rows)), strict=True)
+    logprob_T, entropy_T, normaliser_T = (None if part[0] is None else torch.cat(part) for part in parts)
+    assert logprob_T is not None and normaliser_T is not None
+    return Scores(logprob_T, entropy_T, (normaliser_T,), (peak_KT, exponentials_TV) if for_backward else ())
 
 
 def _backward(
@@ -111,7 +109,8 @@ def _backward(
     gradients = _StripGradients(known_TH, weight_VH, bias_V, Needs(*needs))
     room_TV, done = exponentials_TV, 0
     if room_TV is None:
-        room_TV = _strip_room(known_TH, len(weight_VH), _budget(task))
+        strip = strip_fitting(len(known_TH), len(weight_VH), _budget(task))
+        room_TV = _strip_room(known_TH, strip.num_columns)
     else:
         done = room_TV.shape[1]
         gradients.add(slice(0, done), dlogits_from_exponentials(room_TV, rows, statistics, slopes))
@@ -271,47 +270,16 @@ def linear_loss_tiled(
     """Chunks of rows, or of whole sequences, whose exponentials fit in the memory budget and what waits beside it."""
     inputs, num_rows = HeadInputs(hidden_TH, weight_VH, bias_V), max(len(hidden_TH), 1)
     needless = _needless_bytes(inputs)
-    if needless and num_rows <= _rows_fitting(_budget(task), len(weight_VH), beside=needless):
+    if needless and num_rows <= rows_fitting(_budget(task), len(weight_VH), beside=needless):
         return loss_in_chunks(_KeptWork(inputs, task, _budget(task) + needless), inputs, loss, num_rows)
-    fitting = _rows_fitting(_budget(task), len(weight_VH), beside=_gradient_bytes(inputs))
-    rows = _rows_of_chunks(len(hidden_TH), fitting)
+    fitting = rows_fitting(_budget(task), len(weight_VH), beside=_gradient_bytes(inputs))
+    rows = rows_of_chunks(len(hidden_TH), fitting)
     return loss_in_chunks(_TiledWork(inputs, task, rows), inputs, loss, rows)
 
 
-def _rows_fitting(budget_bytes: int, vocab_size: int, beside: int = 0) -> int:
-    """Rows whose exponentials the budget holds, or it and bytes ``beside`` it that are free meanwhile."""
-    row_bytes = _ITEM_BYTES * vocab_size + _TILE_BYTES * math.ceil(vocab_size / TILE_V)
-    if budget_bytes < row_bytes:
-        raise InvalidInputError(
-            f"memory_budget_bytes={budget_bytes} does not hold one row of {vocab_size} logits; the least is {row_bytes}"
-        )
-    return (budget_bytes + beside) // row_bytes
-
-
-def _rows_of_chunks(num_rows: int, fitting: int) -> int:
-    """Rows of chunks of nearly equal size, in round numbers if possible."""
-    if num_rows <= fitting:
-        return max(num_rows, 1)
-    even = math.ceil(num_rows / math.ceil(num_rows / fitting))
-    for unit in (_ROUND_ROWS, TILE_T):
-        rows = math.ceil(even / unit) * unit
-        if rows <= fitting:
-            return rows
-    return fitting // TILE_T * TILE_T or even
-
-
-def _strip_room(hidden_TH: Tensor, vocab_size: int, budget_bytes: int) -> Tensor:
-    """For the exponentials of all rows, in all columns or as many whole tiles as the budget holds."""
-    num_rows = max(len(hidden_TH), 1)
-    if num_rows <= _rows_fitting(budget_bytes, vocab_size):
-        return pitched(len(hidden_TH), vocab_size, hidden_TH, torch.float16)
-    fitting = budget_bytes // (_ITEM_BYTES * num_rows * TILE_V) * TILE_V
-    if fitting == 0:
-        raise InvalidInputError(
-            f"memory_budget_bytes={budget_bytes} does not hold a strip of {TILE_V} logits of each of {num_rows} rows; "
-            f"the least is {_ITEM_BYTES * num_rows * TILE_V}. implementation='chunked' needs less"
-        )
-    return pitched(len(hidden_TH), min(fitting, vocab_size), hidden_TH, torch.float16)
+def _strip_room(hidden_TH: Tensor, num_columns: int) -> Tensor:
+    """For exponentials of all rows, or their gradients."""
+    return pitched(len(hidden_TH), num_columns, hidden_TH, torch.float16)
 
 
 def _strips(room_TV: Tensor, first_v: int, vocab_size: int) -> Iterator[tuple[slice, Tensor]]:

@@ -247,7 +247,7 @@ def test_linear_operators_of_rows_match_float64(dtype: torch.dtype, softcap: flo
 
 
 # exponentials kept of all columns, of 512, of 256
-@pytest.mark.parametrize("budget", [None, 160_000, 100_000])
+@pytest.mark.parametrize("budget", [None, 165_000, 100_000])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.usefixtures("_tiles_on_cpu")
 def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: bool) -> None:
@@ -278,7 +278,7 @@ def test_linear_logprob_in_tiles_matches_float64(budget: int | None, with_bias: 
     ("budget", "first", "again"),
     [
         (None, [], [(0, 700)]),
-        (160_000, [(512, 700)], [(0, 512), (512, 700)]),
+        (165_000, [(512, 700)], [(0, 512), (512, 700)]),
         (100_000, [(256, 512), (512, 700)], [(0, 256), (256, 512), (512, 700)]),
     ],
 )
@@ -300,6 +300,33 @@ def test_only_logits_whose_exponentials_were_not_kept_are_made_again(
         total.backward(retain_graph=True)
         assert made == columns
         made.clear()
+
+
+@pytest.mark.parametrize("is_differentiated", [True, False], ids=["exponentials kept", "scores alone"])
+@pytest.mark.parametrize("budget", [3_000, 90_000, 100_000, 160_000, 300_000])
+@pytest.mark.usefixtures("_tiles_on_cpu")
+def test_statistics_of_tiles_are_in_the_budget_beside_the_exponentials(
+    budget: int, is_differentiated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hidden, weight, _), targets, _ = head_inputs()
+    runs = []
+
+    def recorded(known_TH: Tensor, *args: Any, exponentials_TV: Tensor | None, **kwargs: Any) -> Any:
+        num_columns = 0 if exponentials_TV is None else exponentials_TV.shape[1]
+        runs.append((len(known_TH), num_columns))
+        return triton_tiles.tile_statistics(known_TH, *args, exponentials_TV=exponentials_TV, **kwargs)
+
+    monkeypatch.setattr(linear_tiled, "tile_statistics", recorded)
+    inputs = hidden.nan_to_num(), weight.requires_grad_(is_differentiated), targets
+    if is_differentiated and budget < 80_000:
+        with pytest.raises(InvalidInputError, match="does not hold a strip"):
+            scored_in_tiles(*inputs, memory_budget_bytes=budget)
+        return
+    found = scored_in_tiles(*inputs, memory_budget_bytes=budget)
+    torch.testing.assert_close(found.logprob, scored_in_tiles(*inputs).logprob, rtol=0, atol=0)
+    most, num_columns = max(runs[:-1])
+    assert sum(rows for rows, _ in runs[:-1]) == T and (num_columns > 0) is is_differentiated
+    assert most * 12 * 3 + T * (2 * num_columns + 4 * math.ceil(num_columns / 256)) <= budget
 
 
 @pytest.mark.usefixtures("_tiles_on_cpu")
@@ -402,7 +429,7 @@ def test_chunks_have_the_budget_and_the_room_of_the_gradients_asked_for(
     task = HeadTask(Rows(torch.zeros(4000, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
     monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: rows)
     rows = linear_tiled.linear_loss_tiled(hidden, weight, None, task, None)
-    row_bytes = 2 * 2000 + 8 * 12
+    row_bytes = 2 * 2000 + 8 * 16
     assert rows * row_bytes <= 600_000 + beside < (rows + 128) * row_bytes  # in whole tiles
 
 
@@ -414,7 +441,7 @@ def test_exponentials_are_kept_in_the_budget_and_the_accumulators_that_are_not_m
 ) -> None:
     monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: type(work))
     weight, bias = torch.empty(2000, 80, requires_grad="w" in asked), torch.empty(2000, requires_grad="b" in asked)
-    fitting = (600_000 + beside) // (2 * 2000 + 8 * 12)
+    fitting = (600_000 + beside) // (2 * 2000 + 8 * 16)
     for num_rows, is_kept in ((fitting, beside > 0), (fitting + 1, False)):
         hidden = torch.empty(num_rows, 80, requires_grad="h" in asked)
         task = HeadTask(Rows(torch.zeros(num_rows, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
@@ -537,5 +564,5 @@ def test_what_tiles_cannot_do_is_refused_with_the_reason(query: Query, reason: s
 def test_a_budget_below_one_strip_is_an_error_that_says_the_least() -> None:
     (hidden, weight, _), targets, _ = head_inputs()
     hidden = hidden.nan_to_num().requires_grad_()
-    with pytest.raises(InvalidInputError, match=r"does not hold a strip of 256 logits of each of 150 rows; .* 76800"):
+    with pytest.raises(InvalidInputError, match=r"does not hold a strip of 256 logits of each of 150 rows; .* 82008"):
         scored_in_tiles(hidden, weight, targets, memory_budget_bytes=5_000)

@@ -154,6 +154,27 @@ def test_temporaries_stay_within_the_budget() -> None:
     assert torch.cuda.max_memory_allocated() - before <= gradients + budget + 8 * 2**20
 
 
+@pytest.mark.parametrize("budget", [2**25, 2**27], ids=["32 MiB", "128 MiB"])
+def test_scores_and_what_is_kept_for_their_gradients_stay_within_the_budget(budget: int) -> None:
+    hidden, weight, targets, _ = random_inputs(32768, 64, 50000, torch.bfloat16)  # statistics of all tiles: 73 MiB
+
+    def peak(*, with_gradients: bool) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(with_gradients):
+            found = linear_logprob(hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget)
+        if with_gradients:
+            torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), (hidden, weight))
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(with_gradients=True)  # the workspace of cuBLAS
+    rows = hidden.nbytes + 40 * len(hidden)  # a copy without the ignored ones, and vectors
+    gradients = (hidden.numel() + weight.numel()) * (2 + 4)  # and their accumulators
+    assert peak(with_gradients=False) <= budget + rows + 2**20
+    assert peak(with_gradients=True) <= budget + rows + gradients + 2**20
+
+
 def test_bad_values_are_named_under_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCORE_DEBUG", "1")
     with pytest.raises(InvalidInputError, match=r"targets must be token ids in \[0, 5\) .* got 9 at \[1\]"):
