@@ -377,7 +377,7 @@ def saved_bytes(decoder: Decoder, lengths: tuple[int, ...], **options: Any) -> i
 
     def keep(tensor: Tensor) -> Tensor:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
+        return tensor.detach()  # an output that its own graph holds would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = run(decoder, lengths, **options)
