@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlcore.arguments import NUMBER, WHOLE
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
 from rlcore.kernels.operands import check_float, check_positive, check_same_device, check_shape, check_values
@@ -78,6 +79,9 @@ def _check(logits_TV: Tensor, temperature: float | Tensor, top_p: float | Tensor
         if isinstance(value, Tensor):
             check_shape(name, value, (len(logits_TV),), "a number, or one for each row")
             check_same_device("logits", logits_TV.device, **{name: value})
+    for name, value, kind in (("top_p", top_p, NUMBER), ("top_k", top_k, WHOLE)):
+        if not (isinstance(value, Tensor) or kind.has(value)):
+            raise InvalidInputError(f"{name} must be {kind.words}, or a tensor of one for each row; got {value!r}")
     if isinstance(temperature, Tensor):
         check_values((temperature > 0) & temperature.isfinite(), lambda: f"temperature must be > 0; got {temperature}")
     else:

@@ -99,6 +99,8 @@ def test_log_probabilities_under_the_mask_are_those_of_the_renormalised_distribu
         ({"temperature": 0.0}, "temperature must be a finite number > 0; got 0.0"),
         ({"temperature": torch.tensor([1.0, 0.0])}, "temperature must be > 0; got"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0.0"),
+        ({"top_p": "0.5"}, "^top_p must be a number, or a tensor of one for each row; got '0.5'$"),
+        ({"top_k": 2.5}, "^top_k must be a whole number, or a tensor of one for each row; got 2.5$"),
         ({"top_p": torch.tensor([0.5, 1.5])}, r"top_p must be in \(0, 1\]; got"),
         (
             {"top_k": torch.ones(3, dtype=torch.int64)},
