@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,6 @@ from rlcore.devices.ipc_sharing import SharedMemory, Sharing
 from rlcore.devices.ipc_socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.processes import boot_id
-from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Ipc:
         self._device = device
         self._sharing = sharing
 
-    def export_tensors(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+    def export_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
         for tensor in tensors:
             _check_exportable(tensor, self._device.torch_device)
         of_tensors = [tensor.untyped_storage() for tensor in tensors]
@@ -60,13 +61,18 @@ class Ipc:
             for export_id in {export.export_id for export in exports.values()} - before:
                 exporter().revoke(export_id, timeout_s=0.0)
             raise
-        return [
-            self._handle(tensor, storage, exports[storage._cdata])
-            for tensor, storage in zip(tensors, of_tensors, strict=True)
-        ]
+        distinct = {export.export_id: export for export in exports.values()}
+        numbers = {export_id: number for number, export_id in enumerate(distinct)}
+        begins = {one: (numbers[export.export_id], export.address) for one, export in exports.items()}
+        places = []
+        for tensor, storage in zip(tensors, of_tensors, strict=True):
+            number, address = begins[storage._cdata]
+            first = storage.data_ptr() - address + int(tensor.storage_offset()) * tensor.element_size()
+            places.append((number, first))
+        return [self._whole(export) for export in distinct.values()], places
 
-    def _handle(self, tensor: torch.Tensor, storage: torch.UntypedStorage, export: Export) -> IpcHandle:
-        first = storage.data_ptr() - export.address
+    def _whole(self, export: Export) -> IpcHandle:
+        """All of its bytes."""
         return IpcHandle(
             device=self._device.spec.name,
             device_uuid=self.uuid,
@@ -75,10 +81,10 @@ class Ipc:
             export_id=export.export_id,
             payload=export.memory.payload,
             storage_bytes=export.nbytes,
-            storage_offset_bytes=first + int(tensor.storage_offset()) * tensor.element_size(),
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
+            storage_offset_bytes=0,
+            dtype="uint8",
+            shape=(export.nbytes,),
+            stride=(1,),
         )
 
     def import_tensors(
@@ -90,9 +96,14 @@ class Ipc:
         if len(paths) > 1:
             raise InvalidInputError(f"handles that are imported together are of one process, these of {len(paths)}")
         wanted = [self._wanted(handle, on_revoke) for handle in handles]
-        if exporter().path not in paths:
-            return importer().open(paths.pop(), wanted, self._device.name, timeout_s) if paths else []
-        return self._import_here(handles, wanted, on_revoke)
+
+        def make() -> list[Mapping]:
+            self._device.activate()  # it is each thread's own
+            if exporter().path not in paths:
+                return importer().open(paths.pop(), wanted, self._device.name, timeout_s)
+            return self._import_here(handles, wanted, on_revoke)
+
+        return _made_whole(make) if handles else []
 
     def _import_here(
         self, handles: Sequence[IpcHandle], wanted: Sequence[Wanted], on_revoke: OnRevoke | None
@@ -179,6 +190,33 @@ class Ipc:
             raise InvalidInputError(
                 f"this handle describes a tensor that ends at byte {end_bytes} of a storage of {handle.storage_bytes}"
             )
+
+
+def _made_whole(make: Callable[[], list[Mapping]]) -> list[Mapping]:
+    """What ``make`` makes, in another thread than the main one: there Ctrl-C, between any two instructions, would leave
+    mappings that nobody has and that their exporter waits for. Those that come after it are closed."""
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    made: Future[list[Mapping]] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="rlcore-ipc-import", daemon=True).start()
+        return made.result()
+    except KeyboardInterrupt:
+        made.add_done_callback(_close_all)
+        raise
+
+
+def _close_all(made: Future[list[Mapping]]) -> None:
+    if not made.exception():
+        for mapping in made.result():
+            mapping.close()
 
 
 def _view(handle: IpcHandle, storage: torch.UntypedStorage, first: int = 0) -> torch.Tensor:

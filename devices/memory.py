@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from rlcore.devices.part import Part
 from rlcore.devices.pool import Pool
 from rlcore.devices.streams import STREAM
 from rlcore.errors import InvalidInputError
+from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability, IpcExport, IpcHandle, MemoryInfo, MemoryStats
 
 if TYPE_CHECKING:
@@ -168,13 +170,23 @@ class Memory(Part):
             UnsupportedError: this device's memory, or this block of it, cannot be shared; says why.
             InvalidInputError: the tensor is elsewhere, or is more than its memory (a subclass, quantized, conjugate).
         """
-        return self.export_ipc_together([tensor])[0]
+        (whole,), ((_, first),) = self.export_ipc_together([tensor])
+        return replace(
+            whole,
+            storage_offset_bytes=first,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+        )
 
-    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
         """``export_ipc`` of many tensors that are revoked together: those in one block of memory share an export.
 
-        An importer that has one of them open has the others too, and opens as many handles as there are blocks. A
-        storage that is exported already keeps the export that it has.
+        A storage that is exported already keeps the export that it has.
+
+        Returns:
+            a handle of all bytes (uint8) of each export, and for each tensor which of them it is in, and the byte at
+            which it begins there.
 
         Raises:
             UnsupportedError, InvalidInputError: as ``export_ipc``.

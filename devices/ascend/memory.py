@@ -52,7 +52,7 @@ class AscendMemory(Memory):
             pool.empty_cache()
         npu().empty_cache()
 
-    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> list[IpcHandle]:
+    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "npu":
                 check_format(tensor)

@@ -5,7 +5,6 @@ Its methods take and give plain data, so that they can be called over any channe
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from rlcore.engines.sync.place import decoded, place_of
 from rlcore.engines.sync.slabs import Bucket, Piece, Slabs, check_slot_bytes, fill, packing, stamp, views
 from rlcore.engines.sync.source import Manifest
 from rlcore.errors import StateError
+from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
 
 _here: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
@@ -93,12 +93,6 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True):
 def sender_here(epoch: str) -> Sender | None:
     """The sender if it lives in this process."""
     return _here.get(epoch)
-
-
-def _whole(handle: IpcHandle) -> IpcHandle:
-    """All that is exported with a tensor, as bytes."""
-    nbytes = handle.storage_bytes
-    return dataclasses.replace(handle, storage_offset_bytes=0, dtype="uint8", shape=(nbytes,), stride=(1,))
 
 
 class Sender:
@@ -185,17 +179,13 @@ class Sender:
         if not is_shared:
             return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch)), 0]
         parts = {number: part for number, part in self._parts.items() if part.numel()}
-        handles: list[IpcHandle] = self._device.memory.export_ipc_together(list(parts.values()))
-        exports = {handle.export_id: handle for handle in handles}
-        self._exports |= exports
-        blocks = {export_id: _whole(handle) for export_id, handle in exports.items()}
-        numbers = {export_id: index for index, export_id in enumerate(blocks)}
+        handles, places = self._device.memory.export_ipc_together(list(parts.values()))
+        self._exports |= {handle.export_id: handle for handle in handles}
         offered = [
-            Offered(number, numbers[handle.export_id], handle.storage_offset_bytes, part.numel(), handle.dtype)
-            for (number, part), handle in zip(parts.items(), handles, strict=True)
+            Offered(number, handle, offset_bytes, part.numel(), dtype_name(part.dtype))
+            for (number, part), (handle, offset_bytes) in zip(parts.items(), places, strict=True)
         ]
-        offer = Offer(epoch=self._place.epoch, handles=list(blocks.values()), tensors=offered)
-        return [msgspec.msgpack.encode(offer), len(blocks)]
+        return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=handles, tensors=offered)), len(handles)]
 
     def revoke(self, timeout_s: float = 30.0) -> None:
         """Take the weights' exports back, before their memory leaves the device.

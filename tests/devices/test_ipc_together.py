@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -50,8 +53,20 @@ def tensors(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def together(device: Any, tensors: list[torch.Tensor]) -> tuple[list[IpcHandle], list[str]]:
+    """A handle of each tensor, and the same as text."""
     device.synchronize()
-    handles = device.memory.export_ipc_together(tensors)
+    blocks, places = device.memory.export_ipc_together(tensors)
+    assert [block.shape for block in blocks] == [(block.storage_bytes,) for block in blocks]
+    handles = [
+        dataclasses.replace(
+            blocks[number],
+            storage_offset_bytes=first,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+        )
+        for tensor, (number, first) in zip(tensors, places, strict=True)
+    ]
     return handles, [handle.to_bytes().hex() for handle in handles]
 
 
@@ -222,3 +237,45 @@ def free(tensor: torch.Tensor) -> None:
         storage.resize_(0)
     else:  # of the test's own block
         storage._swap_data_ptr_(torch.zeros(storage.nbytes() // 4).untyped_storage())
+
+
+def test_a_ctrl_c_anywhere_in_an_import_leaves_nothing_open(device: Any, peer: Peer) -> None:
+    """Raised at each line that the user's thread runs of it, one after the other; a Python without tracing has none."""
+    made = peer.run(
+        "ts = [torch.full((1,), float(n), device=device.torch_device) for n in range(3)]; device.synchronize()\n"
+        "hs = [device.memory.export_ipc(t) for t in ts]; result = [h.to_bytes().hex() for h in hs]"
+    )
+    handles = [IpcHandle.from_bytes(bytes.fromhex(text)) for text in made]
+    device.memory.import_ipc(handles[0]).close()  # the connection stays, as after a first round
+    num_lines = 0
+
+    def interrupted(at: int) -> list[Any] | None:
+        """What the import gives, or None if its line number ``at`` was interrupted."""
+        nonlocal num_lines
+        num_lines = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal num_lines
+            if event == "line" and Path(frame.f_code.co_filename).name.startswith("ipc"):
+                num_lines += 1
+                if num_lines == at:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return cast("list[Any]", device.memory.import_ipc_together(handles))
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(before)
+
+    at = 1
+    while (mappings := interrupted(at)) is None:
+        at += 1
+    assert at > 10, f"only {num_lines} lines were interrupted"
+    assert [mapping.tensor.item() for mapping in mappings] == [0.0, 1.0, 2.0]
+    for mapping in mappings:
+        mapping.close()
+    peer.run("for h in hs: device.memory.revoke(h, timeout_s=30)")  # raises where one is open here
