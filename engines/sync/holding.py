@@ -28,7 +28,6 @@ class ModuleHolding:
         self._views: list[WeightView] = []
         self._source: Source | None = None
         self._parts: list[Tensor] = []
-        self._addresses: list[int] | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -37,8 +36,8 @@ class ModuleHolding:
     def parts(self) -> list[Tensor]:
         source = self._look()
         present = [part.data_ptr() for part in source.local_parameters()]
-        if present != self._addresses:
-            self._parts, self._addresses = source.parts(), present
+        if present != [part.data_ptr() for part in self._parts]:  # what was refilled in place is in the same storage
+            self._parts = source.parts()
         return self._parts
 
     @torch.no_grad()
@@ -64,7 +63,7 @@ class ModuleHolding:
         if self._source is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
             self._views = list(self._module.weight_views())
             self._source = describe(self._views, self._num_ranks)
-            self._known, self._addresses = present, None
+            self._known, self._parts = present, []
         return self._source
 
 

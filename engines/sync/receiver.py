@@ -177,14 +177,18 @@ class Receiver:
         """
         return self._reach.open_offers(offers, timeout_s)
 
-    def pull(self, round_id: int, digest: str) -> int:
-        """Copy a whole plan from the senders' tensors; its bytes. Done on the device when this returns."""
+    def pull(self, round_id: int, digest: str, is_last: bool) -> list[int]:
+        """Copy a whole plan from the senders' tensors. Done on the device when this returns.
+
+        Returns:
+            its bytes, and, if nothing else is to come in this round, what ``ready`` returns.
+        """
         plan = self._writing(round_id, digest)
         with self._reach.using():
             plan.whole().run(self._reach.sources(), plan.destinations())
             self._device.synchronize()
         plan.is_pulled = True
-        return plan.read_bytes
+        return [plan.read_bytes, self.ready(round_id)] if is_last else [plan.read_bytes]
 
     def _plan(self, round_id: int, digest: str) -> Planned:
         self._check_round(round_id)

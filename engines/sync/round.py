@@ -177,12 +177,7 @@ class _Round:
             poison()
         if not is_proven:  # the proof overwrites what is there
             self._prove()
-        self._moved = self._transfer(self._agreed.digests, self._rounds.kind)
-        self._load(self._agreed.fallback)
-        self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
-        if self._options.is_verified:
-            self._verify()
-        self._vote()
+        self._check_votes(self._move())
         if is_staged:
             poison()
 
@@ -296,6 +291,20 @@ class _Round:
 
     # ----------------------------------------------------------------------------------------------- move
 
+    def _move(self) -> list[int]:
+        """All that this round moves; what each receiver lacks then."""
+        digests, kind = self._agreed.digests, self._rounds.kind
+        if not self._agreed.fallback and not self._options.is_verified:
+            path = self._open(kind, digests)
+            self._moved, missing = path.move_last(self._id, digests, self._options.is_checked, self._clock.left)
+            return missing
+        self._moved = self._transfer(digests, kind)
+        self._load(self._agreed.fallback)
+        self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
+        if self._options.is_verified:
+            self._verify()
+        return self._all_receivers("ready", self._id)
+
     def _transfer(self, digests: Sequence[str], kind: type[Path]) -> int:
         path = self._open(kind, digests)
         return path.move(self._id, digests, self._options.is_checked, self._clock.left)
@@ -338,11 +347,11 @@ class _Round:
 
     # ----------------------------------------------------------------------------------------------- vote
 
-    def _vote(self) -> None:
+    def _check_votes(self, missing: Sequence[int]) -> None:
         """All have all of it, and it has not changed on the way."""
-        for place, missing in zip(self._agreed.receivers, self._all_receivers("ready", self._id), strict=True):
-            if missing:
-                raise SyncError(f"{missing} buckets did not reach the receiver on {place.device_name}")
+        for place, count in zip(self._agreed.receivers, missing, strict=True):
+            if count:
+                raise SyncError(f"{count} buckets did not reach the receiver on {place.device_name}")
         if self._all_senders("end") != self._changes:
             raise SyncError("the trainer's weights were changed while they were sent; sync between two steps")
 

@@ -68,6 +68,13 @@ class Path(ABC):
             is_checked: of a step: whether its buckets carry checksums.
         """
 
+    def move_last(
+        self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left
+    ) -> tuple[int, list[int]]:
+        """``move``, after which nothing else comes in this round; and what each receiver lacks (``Receiver.ready``)."""
+        moved = self.move(round_id, digests, is_checked, left)
+        return moved, self._receivers.call("ready", [(round_id,)] * len(self._receivers), left())
+
 
 class InPlace(Path):
     """Receivers read the senders' own tensors."""
@@ -99,7 +106,17 @@ class InPlace(Path):
             )
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:
-        return sum(self._receivers.call("pull", [(round_id, digest) for digest in digests], left()))
+        return sum(moved for (moved,) in self._pull(round_id, digests, left, is_last=False))
+
+    def move_last(
+        self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left
+    ) -> tuple[int, list[int]]:
+        moved, missing = zip(*self._pull(round_id, digests, left, is_last=True), strict=True)
+        return sum(moved), list(missing)
+
+    def _pull(self, round_id: int, digests: Sequence[str], left: Left, *, is_last: bool) -> list[list[int]]:
+        """In one call with the vote: each costs a round trip."""
+        return self._receivers.call("pull", [(round_id, digest, is_last) for digest in digests], left())
 
     @property
     def is_shared(self) -> bool:

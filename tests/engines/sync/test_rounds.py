@@ -257,11 +257,11 @@ def test_verify_finds_what_the_plan_got_wrong(make: Make) -> None:
     receiver: Any = world.receivers[0]
     real = receiver.pull
 
-    def wrong(round_id: int, digest: str) -> int:
-        moved = real(round_id, digest)
+    def wrong(round_id: int, digest: str, is_last: bool) -> Any:
+        moved = real(round_id, digest, is_last)
         if ":" not in digest:  # not of the golden load
             world.workers[0].model.layer0.norm[3] += 1
-        return int(moved)
+        return moved
 
     receiver.pull = wrong
     with pytest.raises(SyncError, match=r"verify=True: 1 tensors on cpu:0 are not what .* such as 'layer0.norm'"):
