@@ -302,8 +302,9 @@ def test_only_logits_whose_exponentials_were_not_kept_are_made_again(
         made.clear()
 
 
-@pytest.mark.parametrize("is_differentiated", [True, False], ids=["exponentials kept", "scores alone"])
-@pytest.mark.parametrize("budget", [3_000, 90_000, 100_000, 160_000, 300_000])
+@pytest.mark.parametrize(
+    ("budget", "is_differentiated"), [(3_000, False), (100_000, True), (165_000, True)], ids=["scores", "1 tile", "2"]
+)
 @pytest.mark.usefixtures("_tiles_on_cpu")
 def test_statistics_of_tiles_are_in_the_budget_beside_the_exponentials(
     budget: int, is_differentiated: bool, monkeypatch: pytest.MonkeyPatch
@@ -318,10 +319,6 @@ def test_statistics_of_tiles_are_in_the_budget_beside_the_exponentials(
 
     monkeypatch.setattr(linear_tiled, "tile_statistics", recorded)
     inputs = hidden.nan_to_num(), weight.requires_grad_(is_differentiated), targets
-    if is_differentiated and budget < 80_000:
-        with pytest.raises(InvalidInputError, match="does not hold a strip"):
-            scored_in_tiles(*inputs, memory_budget_bytes=budget)
-        return
     found = scored_in_tiles(*inputs, memory_budget_bytes=budget)
     torch.testing.assert_close(found.logprob, scored_in_tiles(*inputs).logprob, rtol=0, atol=0)
     most, num_columns = max(runs[:-1])
