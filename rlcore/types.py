@@ -65,6 +65,8 @@ class DeviceSpec:
     """Its ids are numbers, each greater than the one before it."""
     ray_resource: str | None = None
     """The resource name Ray schedules it by."""
+    vllm_plugin: str | None = None
+    """The distribution by which vLLM runs on it, such as "vllm-ascend"; None: vLLM by itself."""
     torch_build: str | None = None
     """Entry of ``torch.version`` that must be set, such as "hip", where vendors share a torch type."""
     is_host: bool = False
@@ -100,6 +102,7 @@ class DeviceSpec:
 _OPTIONAL_FIELDS = {
     "visible_devices_variable": str,
     "ray_resource": str,
+    "vllm_plugin": str,
     "torch_build": str,
     "program_limits": ProgramLimits,
 }

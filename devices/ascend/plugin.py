@@ -23,6 +23,7 @@ def rlcore_register_devices(register: RegisterDevice) -> None:
             visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
             visible_devices_rise=True,
             ray_resource="NPU",
+            vllm_plugin="vllm-ascend",
             program_limits=ProgramLimits(tile_bytes=_BUFFER_BYTES // 2, num_programs=65_535, has_float64=False),
         )
     )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 VERSIONS = ("0.23.0", "0.26.0rc1")
 """Those whose wheels were read; the code of the versions between and beside them may differ."""
-_INSTALL = f"pip install 'vllm-ascend=={VERSIONS[0]}' 'vllm=={VERSIONS[0].rpartition('.')[0]}.*'"
+_DISTRIBUTION = "vllm-ascend"
+_INSTALL = f"pip install '{_DISTRIBUTION}=={VERSIONS[0]}' 'vllm=={VERSIONS[0].rpartition('.')[0]}.*'"
 _FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"
 
 
@@ -53,7 +54,7 @@ def prepare(vllm_version: str) -> None:
         UnsupportedError: a version that was not held against the code, or of another vLLM.
         InvalidInputError: weights are to be kept in the vendor's order, in which nothing can be synced.
     """
-    check_versions(importlib.metadata.version("vllm-ascend"), vllm_version)
+    check_versions(importlib.metadata.version(_DISTRIBUTION), vllm_version)
     if os.environ.setdefault(_FORMAT_SWITCH, "0") != "0":
         raise InvalidInputError(
             f"{_FORMAT_SWITCH}={os.environ[_FORMAT_SWITCH]} keeps weights in the vendor's order (FRACTAL_NZ), into "
@@ -73,7 +74,7 @@ def check_device(device: Any) -> None:
             f"the vllm executor on {device.name}, {device.properties().name}",
             "it is simulated, and vLLM's kernels are not; set RLCORE_SIMULATED=1 to try how far it comes",
         )
-    is_npu = device.name.startswith("npu")
+    is_npu = device.spec.vllm_plugin == _DISTRIBUTION
     if is_npu and not is_installed():
         raise UnsupportedError(
             f"the vllm executor on {device.name}",

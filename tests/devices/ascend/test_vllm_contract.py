@@ -18,6 +18,8 @@ from rlcore.engines.executors.vllm import ascend, regions
 from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.launchers import launch
 from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
+from rlcore.registry import registry
+from rlcore.types import DeviceSpec
 from tests.devices.ascend import vllm_contract as contract
 
 RECORD: dict[str, Any] = json.loads(contract.RECORD.read_text())
@@ -105,6 +107,11 @@ def test_weights_in_the_vendors_order_are_refused(monkeypatch: pytest.MonkeyPatc
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
 
 
+def spec(name: str) -> DeviceSpec:
+    """As it is registered."""
+    return registry().devices[name][0]
+
+
 def test_without_an_npu_it_does_not_start() -> None:
     with pytest.raises(DeviceError, match="device 'npu' is not available here: torch_npu is not installed"):
         rlcore.InferenceEngine("nowhere", executor="vllm").build(devices="npu:0")
@@ -112,7 +119,7 @@ def test_without_an_npu_it_does_not_start() -> None:
 
 def test_on_a_simulated_device_it_does_not_start_unless_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     names = SimpleNamespace(name="Ascend910B1 (simulated CANN)")
-    device = SimpleNamespace(evidence="simulated", name="npu:0", properties=lambda: names)
+    device = SimpleNamespace(evidence="simulated", spec=spec("npu"), name="npu:0", properties=lambda: names)
     monkeypatch.setattr(ascend, "is_installed", lambda: True)
     with pytest.raises(UnsupportedError, match=r"vllm executor on npu:0, Ascend910B1 \(simulated CANN\).*SIMULATED=1"):
         ascend.check_device(device)
@@ -124,7 +131,7 @@ def test_on_a_simulated_device_it_does_not_start_unless_it_is_asked_to(monkeypat
 
 
 def test_an_npu_and_vllm_ascend_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    npu, cpu = (SimpleNamespace(evidence="declared", name=name) for name in ("npu:0", "cpu:0"))
+    npu, cpu = (SimpleNamespace(evidence="declared", spec=spec(name), name=f"{name}:0") for name in ("npu", "cpu"))
     ascend.check_device(cpu)
     words = rf"on npu:0.*{re.escape(sys.executable)} has no vllm-ascend.*'vllm-ascend==0\.23\.0' 'vllm==0\.23\.\*'"
     with pytest.raises(UnsupportedError, match=words):
