@@ -8,261 +8,21 @@ bytes in vLLM's parameters.
 from __future__ import annotations
 
 import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
 from rlcore.bench import steps
-from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases import vllm_worker
-from rlcore.bench.cases.offload import Link
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair, joined
+from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.bench.cases import vllm_limits
+from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
+from rlcore.bench.cases.vllm_ways import Done, Ways
 from rlcore.errors import MissingDependencyError, UnsupportedError
-from rlcore.registry import get_device
-from rlcore.types import SyncReport
 
 _NUM_RUNS = 5
-_PIECE_BYTES = 1 << 30
-_NUM_COPIES = 8
-"""Of a piece; the time of all bytes is taken from them."""
 _MOST_NAMES_ONE_BY_ONE = 1000
 """More would take minutes."""
 _FEW_RUNS = 2
 """Of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
-
-
-# ---------------------------------------------------------------------------------------------------- what is timed
-
-
-class _Done(NamedTuple):
-    seconds: float
-    """Of the whole call, as its user sees it."""
-    state: int
-    """Of the trainer's weights, 0 or 1."""
-    sums: list[dict[str, int]]
-    """Of vLLM's parameters, by rank."""
-    quantities: Mapping[str, Quantity] = {}
-    report: SyncReport | None = None
-
-
-class _Limits(NamedTuple):
-    """What this device was seen to do just before, without an engine."""
-
-    to_host: float
-    to_device: float
-    """Bytes a second."""
-    weights_s: float
-    """To allocate as many bytes as vLLM's weights have, in one piece."""
-    kv_cache_s: float
-    """To allocate in one piece, and set to zero, as many as its KV cache has."""
-    copy_s: float
-    """To copy as many bytes as the weights have, within the device."""
-    peer: float | None
-    """Bytes a second from the next device, where there are several."""
-
-
-def _measure_limits(pair: VllmPair) -> _Limits:
-    link = Link(pair.device)
-    rates = link.rates()
-    del link
-    return _Limits(
-        *rates,
-        weights_s=_allocation_s(pair.device, pair.nbytes, is_zeroed=False),
-        kv_cache_s=_allocation_s(pair.device, pair.kv_bytes, is_zeroed=True),
-        copy_s=_copy_s(pair.device, pair.device, pair.nbytes),
-        peer=_peer_rate(pair) if pair.layout.devices > 1 else None,
-    )
-
-
-def _peer_rate(pair: VllmPair) -> float:
-    other = get_device(f"{pair.device.spec.name}:{pair.device.index + 1}")
-    return pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
-
-
-def _allocation_s(device: Any, nbytes: int, *, is_zeroed: bool) -> float:
-    device.memory.empty_cache()
-    device.synchronize()
-    started = time.perf_counter()
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
-    if is_zeroed:
-        memory.zero_()
-    device.synchronize()
-    seconds = time.perf_counter() - started
-    del memory
-    device.memory.empty_cache()
-    return seconds
-
-
-def _copy_s(to: Any, from_: Any, nbytes: int) -> float:
-    piece = min(_PIECE_BYTES, nbytes)
-    source = torch.ones(piece, dtype=torch.uint8, device=from_.torch_device)
-    destination = torch.empty_like(source, device=to.torch_device)
-    seconds = []
-    for _ in range(_NUM_COPIES):
-        for device in (to, from_):
-            device.synchronize()
-        started = time.perf_counter()
-        destination.copy_(source)
-        for device in (to, from_):
-            device.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:]) * (nbytes / piece)
-
-
-class _Ways:
-    """How vLLM gets new weights; each leaves it and the trainer on the device."""
-
-    def __init__(self, pair: VllmPair, limits: _Limits) -> None:
-        self._pair, self._limits = pair, limits
-        self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
-
-    def turn(self) -> _Done:
-        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it.
-
-        The limit of vLLM's tags is what their memory alone takes to come back just before: as many pieces, at the same
-        addresses, as captured graphs need them.
-        """
-        pair, limits = self._pair, self._limits
-        train, infer = pair.train, pair.infer
-        train.offload()
-        train.onload()  # as after the turn before: its memory is not where vLLM knew it
-        pair.step()
-        infer.meta()
-        pieces: dict[str, int] = {}
-
-        def bare_s(tag: str) -> float:
-            seconds, pieces[tag] = pair.bare_s(tag)
-            return seconds
-
-        phases = (
-            _Phase("wake_weights", lambda: infer.onload("weights"), lambda: bare_s("weights")),
-            _Phase("sync", lambda: train.sync_weights(infer), lambda: limits.copy_s),
-            _Phase("trainer_offload", train.offload, lambda: pair.nbytes / limits.to_host),
-            _Phase("wake_kv_cache", lambda: infer.onload("kv_cache"), lambda: bare_s("kv_cache")),
-        )
-        seconds, found, least = {}, {}, {}
-        for phase in phases:
-            least[phase.name] = phase.limit()
-            started = time.perf_counter()
-            found[phase.name] = phase.step()
-            seconds[phase.name] = time.perf_counter() - started
-        train.onload()
-        report: SyncReport = found["sync"]
-        quantities = {
-            **_named("{}", seconds),
-            **_named("{}_limit", least),
-            **{f"{name}_of_limit": Quantity(one / least[name], "1") for name, one in seconds.items()},
-            **_named("{}_moving", {name: joined(found[name]).seconds for name in ("wake_weights", "wake_kv_cache")}),
-            "wake_weights_of_allocation": Quantity(seconds["wake_weights"] / limits.weights_s, "1"),
-            "wake_kv_cache_of_allocation": Quantity(seconds["wake_kv_cache"] / limits.kv_cache_s, "1"),
-            **{f"pieces_of_{tag}": Quantity(count, "piece") for tag, count in pieces.items()},
-            "turn": Quantity(sum(seconds.values()), "s"),
-            "read_amplification": Quantity(report.moved_bytes / report.needed_bytes, "1"),
-            **self._first_moves(),
-        }
-        if limits.peer is not None:
-            bound = 2 * report.needed_bytes / self._num_receivers / limits.peer + 0.020
-            quantities["sync_of_bound"] = Quantity(seconds["sync"] / bound, "1")
-        return self._done(seconds["sync"], quantities, report)
-
-    def _first_moves(self) -> dict[str, Quantity]:
-        """Of vLLM's weights to the host and back, when the engine was new."""
-        found = {"first_sync": Quantity(self._pair.first_s, "s")}
-        rates = self._limits.to_host, self._limits.to_device
-        for kind, both in self._pair.left.items():
-            for way, seconds, rate in zip(("to_host", "to_device"), both, rates, strict=True):
-                found[f"{kind}_{way}"] = Quantity(seconds, "s")
-                found[f"{kind}_{way}_of_link"] = Quantity(self._pair.moved_bytes / seconds / rate, "1")
-        if self._pair.left:
-            found["reserved_of_moved"] = Quantity(self._pair.ready_bytes / self._pair.moved_bytes, "1")
-        return found
-
-    @property
-    def _num_receivers(self) -> int:
-        return self._pair.layout.tensor_parallel * self._pair.layout.replicas
-
-    def again(self) -> _Done:
-        """Nothing else was moved since the last sync, which had new weights too, or it would have opened nothing."""
-        self._pair.step()
-        self._pair.train.sync_weights(self._pair.infer)
-        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
-
-    def packed(self) -> _Done:
-        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer, route="packed"))
-
-    def nothing_new(self) -> _Done:
-        self._pair.train.sync_weights(self._pair.infer)
-        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
-
-    def per_tensor(self) -> _Done:
-        """For each weight by name a copy, a handle, a call, and the engine's own loader, as in RLite."""
-        memory = self._pair.device.memory
-
-        def loop() -> None:
-            for name, weight in self.named():
-                copy = weight.clone(memory_format=torch.contiguous_format)
-                handle = memory.export_ipc(copy)
-                self._pair.device.synchronize()
-                self._pair.ask("take", name, handle.to_bytes())
-                memory.revoke(handle)
-
-        return self._timed(loop)
-
-    def vllm_ipc(self, *, is_packed: bool) -> _Done:
-        """Raises UnsupportedError where vLLM's own way is not to be had."""
-        if is_packed not in self._senders:
-            ask = functools.partial(self._pair.ask, "transfer")
-            device = self._pair.device
-            self._senders[is_packed] = vllm_worker.VllmIpcSender(device, self.named, ask, is_packed=is_packed)
-        return self._timed(self._senders[is_packed].send)
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """The trainer's own tensors: it is in this process."""
-        yield from self._pair.train.call("named")[0]
-
-    def _timed(self, send: Callable[[], Any], *, is_new: bool = True) -> _Done:
-        if is_new:
-            self._pair.step()
-        self._pair.device.synchronize()
-        started = time.perf_counter()
-        found = send()
-        seconds = time.perf_counter() - started
-        return self._done(seconds, {}, found if isinstance(found, SyncReport) else None)
-
-    def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> _Done:
-        sums = [one for replica in self._pair.infer._call("sums") for one in replica]
-        parts = {} if report is None else _parts(report)
-        return _Done(seconds, self._pair.state, sums, {**quantities, **parts}, report)
-
-
-class _Phase(NamedTuple):
-    """Of a turn."""
-
-    name: str
-    step: Callable[[], Any]
-    limit: Callable[[], float]
-    """Seconds; asked for just before the step."""
-
-
-def _parts(report: SyncReport) -> dict[str, Quantity]:
-    """Where the time of a sync went."""
-    found = {**_named("call_{}", report.calls_s), f"route_{report.route}": Quantity(1, "1")}
-    if report.handles_opened:
-        found["handles_opened"] = Quantity(report.handles_opened, "handle")
-    if report.slabs_wait_by:
-        found[f"waits_by_{report.slabs_wait_by}"] = Quantity(1, "1")
-    return found
-
-
-def _named(pattern: str, seconds: Mapping[str, float]) -> dict[str, Quantity]:
-    return {pattern.format(name): Quantity(one, "s") for name, one in seconds.items()}
-
-
-# --------------------------------------------------------------------------------------------------------- the cases
 
 
 def _prepare(model: Model, layout: Layout, device: Any) -> Work:
@@ -275,15 +35,15 @@ def _prepare(model: Model, layout: Layout, device: Any) -> Work:
     pair = VllmPair(model, layout, device)
     steps.begin("limits")
     try:
-        limits = _measure_limits(pair)  # while there is room
+        limits = vllm_limits.measure(pair)  # while there is room
         pair.start()
     except BaseException:
         pair.close()
         raise
-    ways = _Ways(pair, limits)
+    ways = Ways(pair, limits)
     expected: dict[int, list[dict[str, int]]] = {}
 
-    def check(done: _Done) -> None:
+    def check(done: Done) -> None:
         wanted = expected.setdefault(done.state, done.sums)
         expect(done.sums == wanted, "vLLM's parameters are not those that another way, or an earlier round, made")
         expect(expected.get(0) != expected.get(1), "the weights of two steps are the same")
@@ -294,7 +54,7 @@ def _prepare(model: Model, layout: Layout, device: Any) -> Work:
 
     is_one_by_one_slow = pair.num_names > _MOST_NAMES_ONE_BY_ONE
 
-    def contender(name: str, run: Callable[[], _Done]) -> Contender:
+    def contender(name: str, run: Callable[[], Done]) -> Contender:
         return Contender(
             implementation=name,
             most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,

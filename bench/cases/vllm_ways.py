@@ -1,0 +1,177 @@
+"""The ways in which real vLLM gets new weights, each timed as its user sees it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.case import Quantity
+from rlcore.bench.cases import vllm_worker
+from rlcore.bench.cases.vllm_limits import Limits
+from rlcore.bench.cases.vllm_pair import VllmPair, joined
+from rlcore.types import SyncReport
+
+
+class Done(NamedTuple):
+    seconds: float
+    """Of the whole call, as its user sees it."""
+    state: int
+    """Of the trainer's weights, 0 or 1."""
+    sums: list[dict[str, int]]
+    """Of vLLM's parameters, by rank."""
+    quantities: Mapping[str, Quantity] = {}
+    report: SyncReport | None = None
+
+
+class Ways:
+    """How vLLM gets new weights; each leaves it and the trainer on the device."""
+
+    def __init__(self, pair: VllmPair, limits: Limits) -> None:
+        self._pair, self._limits = pair, limits
+        self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
+
+    def turn(self) -> Done:
+        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it.
+
+        The limit of vLLM's tags is what their memory alone takes to come back just before: as many pieces, at the same
+        addresses, as captured graphs need them.
+        """
+        pair, limits = self._pair, self._limits
+        train, infer = pair.train, pair.infer
+        train.offload()
+        train.onload()  # as after the turn before: its memory is not where vLLM knew it
+        pair.step()
+        infer.meta()
+        pieces: dict[str, int] = {}
+
+        def bare_s(tag: str) -> float:
+            seconds, pieces[tag] = pair.bare_s(tag)
+            return seconds
+
+        phases = (
+            _Phase("wake_weights", lambda: infer.onload("weights"), lambda: bare_s("weights")),
+            _Phase("sync", lambda: train.sync_weights(infer), lambda: limits.copy_s),
+            _Phase("trainer_offload", train.offload, lambda: pair.nbytes / limits.to_host),
+            _Phase("wake_kv_cache", lambda: infer.onload("kv_cache"), lambda: bare_s("kv_cache")),
+        )
+        seconds, found, least = {}, {}, {}
+        for phase in phases:
+            least[phase.name] = phase.limit()
+            started = time.perf_counter()
+            found[phase.name] = phase.step()
+            seconds[phase.name] = time.perf_counter() - started
+        train.onload()
+        report: SyncReport = found["sync"]
+        quantities = {
+            **_named("{}", seconds),
+            **_named("{}_limit", least),
+            **{f"{name}_of_limit": Quantity(one / least[name], "1") for name, one in seconds.items()},
+            **_named("{}_moving", {name: joined(found[name]).seconds for name in ("wake_weights", "wake_kv_cache")}),
+            "wake_weights_of_allocation": Quantity(seconds["wake_weights"] / limits.weights_s, "1"),
+            "wake_kv_cache_of_allocation": Quantity(seconds["wake_kv_cache"] / limits.kv_cache_s, "1"),
+            **{f"pieces_of_{tag}": Quantity(count, "piece") for tag, count in pieces.items()},
+            "turn": Quantity(sum(seconds.values()), "s"),
+            "read_amplification": Quantity(report.moved_bytes / report.needed_bytes, "1"),
+            **self._first_moves(),
+        }
+        if limits.peer is not None:
+            bound = 2 * report.needed_bytes / self._num_receivers / limits.peer + 0.020
+            quantities["sync_of_bound"] = Quantity(seconds["sync"] / bound, "1")
+        return self._done(seconds["sync"], quantities, report)
+
+    def _first_moves(self) -> dict[str, Quantity]:
+        """Of vLLM's weights to the host and back, when the engine was new."""
+        found = {"first_sync": Quantity(self._pair.first_s, "s")}
+        rates = self._limits.to_host, self._limits.to_device
+        for kind, both in self._pair.left.items():
+            for way, seconds, rate in zip(("to_host", "to_device"), both, rates, strict=True):
+                found[f"{kind}_{way}"] = Quantity(seconds, "s")
+                found[f"{kind}_{way}_of_link"] = Quantity(self._pair.moved_bytes / seconds / rate, "1")
+        if self._pair.left:
+            found["reserved_of_moved"] = Quantity(self._pair.ready_bytes / self._pair.moved_bytes, "1")
+        return found
+
+    @property
+    def _num_receivers(self) -> int:
+        return self._pair.layout.tensor_parallel * self._pair.layout.replicas
+
+    def again(self) -> Done:
+        """Nothing else was moved since the last sync, which had new weights too, or it would have opened nothing."""
+        self._pair.step()
+        self._pair.train.sync_weights(self._pair.infer)
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
+
+    def packed(self) -> Done:
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer, route="packed"))
+
+    def nothing_new(self) -> Done:
+        self._pair.train.sync_weights(self._pair.infer)
+        return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
+
+    def per_tensor(self) -> Done:
+        """For each weight by name a copy, a handle, a call, and the engine's own loader, as in RLite."""
+        memory = self._pair.device.memory
+
+        def loop() -> None:
+            for name, weight in self.named():
+                copy = weight.clone(memory_format=torch.contiguous_format)
+                handle = memory.export_ipc(copy)
+                self._pair.device.synchronize()
+                self._pair.ask("take", name, handle.to_bytes())
+                memory.revoke(handle)
+
+        return self._timed(loop)
+
+    def vllm_ipc(self, *, is_packed: bool) -> Done:
+        """Raises UnsupportedError where vLLM's own way is not to be had."""
+        if is_packed not in self._senders:
+            ask = functools.partial(self._pair.ask, "transfer")
+            device = self._pair.device
+            self._senders[is_packed] = vllm_worker.VllmIpcSender(device, self.named, ask, is_packed=is_packed)
+        return self._timed(self._senders[is_packed].send)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's own tensors: it is in this process."""
+        yield from self._pair.train.call("named")[0]
+
+    def _timed(self, send: Callable[[], Any], *, is_new: bool = True) -> Done:
+        if is_new:
+            self._pair.step()
+        self._pair.device.synchronize()
+        started = time.perf_counter()
+        found = send()
+        seconds = time.perf_counter() - started
+        return self._done(seconds, {}, found if isinstance(found, SyncReport) else None)
+
+    def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> Done:
+        sums = [one for replica in self._pair.infer._call("sums") for one in replica]
+        parts = {} if report is None else _parts(report)
+        return Done(seconds, self._pair.state, sums, {**quantities, **parts}, report)
+
+
+class _Phase(NamedTuple):
+    """Of a turn."""
+
+    name: str
+    step: Callable[[], Any]
+    limit: Callable[[], float]
+    """Seconds; asked for just before the step."""
+
+
+def _parts(report: SyncReport) -> dict[str, Quantity]:
+    """Where the time of a sync went."""
+    found = {**_named("call_{}", report.calls_s), f"route_{report.route}": Quantity(1, "1")}
+    if report.handles_opened:
+        found["handles_opened"] = Quantity(report.handles_opened, "handle")
+    if report.slabs_wait_by:
+        found[f"waits_by_{report.slabs_wait_by}"] = Quantity(1, "1")
+    return found
+
+
+def _named(pattern: str, seconds: Mapping[str, float]) -> dict[str, Quantity]:
+    return {pattern.format(name): Quantity(one, "s") for name, one in seconds.items()}
