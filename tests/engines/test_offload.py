@@ -34,11 +34,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch, device: Any) -> Iterator[None
     arena_of(device).trim()
 
 
-def patch_memory(patch: pytest.MonkeyPatch, device: Any, name: str, method: Callable[..., Any]) -> None:
-    """Of the class: on the device that all files of a process share, undoing would leave the method of now."""
-    patch.setattr(type(device.memory), name, staticmethod(method))
-
-
 def no_guard(*_: Any) -> None:
     pass
 
@@ -113,7 +108,7 @@ def test_many_small_tensors_leave_in_few_calls(device: Any, monkeypatch: pytest.
     monkeypatch.setattr(arena_module, "_SLAB_BYTES", 1 << 20)
     tensors = random_tensors(device, [512] * 5000)
     copy_batch, calls = device.memory.copy_batch, []
-    patch_memory(monkeypatch, device, "copy_batch", lambda *args: (calls.append(len(args[0])), copy_batch(*args)))
+    monkeypatch.setattr(device.memory, "copy_batch", lambda *args: (calls.append(len(args[0])), copy_batch(*args)))
     resident_of(device, tensors).offload()
     assert sum(calls) >= 5000 and len(calls) <= 4
 
@@ -194,7 +189,7 @@ def test_pageable_memory_is_used_and_named_where_pinning_fails(
     def refuse(nbytes: int) -> Any:
         raise DeviceError("planted")
 
-    patch_memory(monkeypatch, device, "host_alloc", refuse)
+    monkeypatch.setattr(device.memory, "host_alloc", refuse)
     tensors = random_tensors(device, [30_000])
     before = tensors[0].clone()
     resident = resident_of(device, tensors)
@@ -271,7 +266,7 @@ def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.
                 raise KeyboardInterrupt
             copy_batch(*args)
 
-        patch_memory(monkeypatch, device, "copy_batch", copy)
+        monkeypatch.setattr(device.memory, "copy_batch", copy)
 
     for move in (resident.offload, resident.onload):
         fail_at(failing)
@@ -280,7 +275,7 @@ def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.
         assert error.value.__notes__[0].startswith("Nothing has moved")
         assert resident.is_away == (move == resident.onload)
         assert resident.device_bytes == (0 if resident.is_away else 50_000)
-        patch_memory(monkeypatch, device, "copy_batch", copy_batch)
+        monkeypatch.setattr(device.memory, "copy_batch", copy_batch)
         assert move().moved_bytes == 50_000
     assert all(map(torch.equal, tensors, before))
     assert arena_of(device).free_bytes == arena_of(device).total_bytes
@@ -365,7 +360,7 @@ def test_what_arrives_starts_before_all_has_left(device: Any, monkeypatch: pytes
         ways.append("out" if dst[0].data_ptr() not in {t.data_ptr() for t in second._tensors()} else "in")
         copy_batch(dst, src, stream)
 
-    patch_memory(monkeypatch, device, "copy_batch", copy)
+    monkeypatch.setattr(device.memory, "copy_batch", copy)
     exchange([first], [second])
     assert ways.index("in") <= 4
     assert [way for way, _ in itertools.groupby(ways)].count("in") > 10, ways
@@ -383,7 +378,7 @@ def test_one_way_alone_is_further_ahead_of_the_allocator(device: Any, monkeypatc
         calls.append("allocate" if nbytes else "free")
         return resize(storage, nbytes)
 
-    patch_memory(monkeypatch, device, "copy_batch", copy)
+    monkeypatch.setattr(device.memory, "copy_batch", copy)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
     first.offload()
     assert calls == ["copy"] * 16 + ["free", "copy"] * 24 + ["free"] * 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlcore.engines.offload import cargo as cargo_module
-from rlcore.engines.offload.arena import Arena
+from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.cargo import Arrival
 from rlcore.engines.offload.resident import Resident, exchange
 from rlcore.registry import get_device
@@ -80,7 +80,7 @@ def test_a_swap_gathers_nothing(asked: Callable[[int], list[int]]) -> None:
 def emptied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each time that the host was given free memory back."""
     calls: list[int] = []
-    monkeypatch.setattr(type(get_device("cpu").memory), "empty_cache", lambda self: calls.append(len(calls)))
+    monkeypatch.setattr(get_device("cpu").memory, "empty_cache", lambda: calls.append(len(calls)))
     return calls
 
 
@@ -107,7 +107,7 @@ def test_a_failed_move_gives_nothing_back(emptied: list[int], monkeypatch: pytes
     cpu = get_device("cpu")
     resident, tensors = away([8192] * 4, cpu)
     resident.onload()
-    monkeypatch.setattr(Arena, "reserve", lambda *_: 1 / 0)
+    monkeypatch.setattr(arena_of(cpu), "reserve", lambda nbytes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         resident.offload()
     assert len(emptied) == 1
@@ -124,9 +124,10 @@ def test_few_handles_open_what_has_come_back(small: int) -> None:
     del kept  # what torch keeps is not used again
     resident.onload()
     assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
-    handles, _ = device.memory.export_ipc_together(tensors)
-    assert len(handles) <= 16 + small / 2 + 1, "small ones lie in segments of 2 MiB"
-    for handle in handles:
+    handles = device.memory.export_ipc_together(tensors)
+    exports = {handle.export_id: handle for handle in handles}
+    assert len(exports) <= 16 + small / 2 + 1, "small ones lie in segments of 2 MiB"
+    for handle in exports.values():
         device.memory.revoke(handle)
 
 
