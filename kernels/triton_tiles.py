@@ -306,11 +306,10 @@ def tile_statistics(
     edge = V // TILE_V * TILE_V  # masking the columns beyond V costs time in every tile, so those tiles go apart
     stored = 0 if exponentials_TV is None else exponentials_TV.shape[1]
     for first_v, end_v in itertools.pairwise(sorted({0, min(stored, edge), edge, V})):
-        programs = _num_programs(T, end_v - first_v, hidden_TH.device)
-        _statistics_kernel[(programs,)](
+        _statistics_kernel[_grid(T, end_v - first_v, hidden_TH.device)](
             *tiles, bias_V, rows.sharpness, peak_JT, total_JT, moment_JT,
             _stored(exponentials_TV) if end_v <= stored else None,
-            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=programs, **_PRODUCT,
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=_num_cores(hidden_TH.device), **_PRODUCT,
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.is_ignored, rows.sharpness, peak_JT, total_JT, moment_JT,
@@ -350,11 +349,10 @@ def dlogits_from_product(
     (T, H), strip_VH = hidden_TH.shape, weight_VH[columns]
     if T == 0:
         return out
-    programs = _num_programs(T, len(strip_VH), hidden_TH.device)
-    _dlogits_kernel[(programs,)](
+    _dlogits_kernel[_grid(T, len(strip_VH), hidden_TH.device)](
         _tiles(hidden_TH, TILE_T), _tiles(strip_VH, TILE_V), None if bias_V is None else bias_V[columns],
         rows.sharpness, statistics.normaliser, slopes.slant, slopes.bend, _stored(out), T, len(strip_VH), H,
-        NUM_PROGRAMS=programs, **_PRODUCT,
+        NUM_PROGRAMS=_num_cores(hidden_TH.device), **_PRODUCT,
     )  # fmt: skip
     _set_target(out, columns.start, rows, statistics, slopes)
     return out
@@ -376,10 +374,13 @@ def _stored(x_TV: Tensor | None) -> TensorDescriptor | None:
     return None if x_TV is None else TensorDescriptor.from_tensor(x_TV, [TILE_T, TILE_V])
 
 
-def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
-    """One for each core, or for each tile if those are fewer."""
+def _grid(num_rows: int, num_columns: int, device: torch.device) -> tuple[int]:
+    """A program for each core, or for each tile if those are fewer: then none takes the constant step to a second one.
+
+    With the number of programs for a step, each number of rows would be compiled anew.
+    """
     num_tiles: int = triton.cdiv(num_rows, TILE_T) * triton.cdiv(num_columns, TILE_V)
-    return min(_num_cores(device), num_tiles)
+    return (min(_num_cores(device), num_tiles),)
 
 
 def rows_of_a_wave(num_columns: int, device: torch.device) -> int | None:

@@ -533,6 +533,35 @@ def test_a_wave_has_a_tile_for_almost_every_core(
 
 
 @pytest.mark.usefixtures("_tiles_on_cpu")
+def test_any_number_of_rows_runs_what_was_compiled_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: set[tuple[str, int, int]] = set()
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton_tiles, name)
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+            def run(*args: Any, **constants: Any) -> Any:
+                launches.add((self.name, grid[0], constants["NUM_PROGRAMS"]))
+                return self.kernel[grid](*args, **constants)
+
+            return run
+
+    names = ("_statistics_kernel", "_dlogits_kernel")
+    for name in names:
+        monkeypatch.setattr(triton_tiles, name, Recorded(name))
+    (hidden, weight, _), targets, _ = head_inputs()
+    for rows in (slice(3, 4), slice(3, T)):
+        found = scored_in_tiles(
+            hidden[rows].requires_grad_(), weight[:300], targets[rows] % 300, memory_budget_bytes=80_000
+        )
+        found.logprob.sum().backward(retain_graph=True)
+        found.logprob.sum().backward()
+    assert {grid for _, grid, _ in launches} == {1, 2}
+    assert {(name, step) for name, _, step in launches} == {(name, 2) for name in names}
+
+
+@pytest.mark.usefixtures("_tiles_on_cpu")
 def test_tiles_without_rows_give_zeros() -> None:
     (_, weight, _), _, _ = head_inputs()
     hidden, weight = torch.zeros(0, H, requires_grad=True), weight.requires_grad_()
