@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import timeit
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,15 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("RLCORE_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def short_runtime_folder() -> Iterator[Path]:
+    """For RLCORE_RUNTIME where this process exports: it listens for ever where it first did, by a path of at most 107
+    bytes, of which a ``tmp_path`` may take too many."""
+    folder = Path(tempfile.mkdtemp(prefix="rl-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,10 +15,10 @@ TINY = ModelSizes(vocab=24, hidden=8, inner=6, q=8, kv=4, layers=1, experts=2)
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path) -> None:
     monkeypatch.setattr(weight_sync, "_HOST_SHRINK", 1)
     monkeypatch.setattr(weight_sync, "_ROUNDS", 1)
-    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

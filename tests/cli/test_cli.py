@@ -143,6 +143,7 @@ def test_terminal_gets_colour_unless_it_is_refused(env: dict[str, str], has_colo
     output = b""
     while chunk := _read_or_end(ours):
         output += chunk
+    os.close(ours)
     assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]", output)) == has_colour, output
     assert b"available" in output
 

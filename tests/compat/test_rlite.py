@@ -39,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("executor", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_the_tutorial_runs_whole(executor: str, folder: Path, tmp_path: Path, run_python: RunPython) -> None:
+def test_the_tutorial_runs_whole(
+    executor: str, folder: Path, tmp_path: Path, short_runtime_folder: Path, run_python: RunPython
+) -> None:
     program = (ROOT / "examples" / "rlite_tutorial.py").read_text()
     # What the tutorial leaves to the reader: the sampler has the trainer's weights.
     program += """
@@ -49,7 +51,11 @@ def test_the_tutorial_runs_whole(executor: str, folder: Path, tmp_path: Path, ru
 """
     (tmp_path / "tutorial.py").write_text(program)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = {"RLCORE_DEVICE": device, "RLCORE_RUNTIME": str(tmp_path), "TORCH_COMPILE_DISABLE": "1"}
+    settings = {
+        "RLCORE_DEVICE": device,
+        "RLCORE_RUNTIME": str(short_runtime_folder),
+        "TORCH_COMPILE_DISABLE": "1",
+    }
     result = run_python([str(tmp_path / "tutorial.py"), str(folder), executor], env=settings)
     assert result.returncode == 0, result.stderr
     *_, last = result.stdout.splitlines()

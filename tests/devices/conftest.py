@@ -6,11 +6,9 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,18 +75,10 @@ def _no_garbage(request: pytest.FixtureRequest) -> None:
 MakePeer = Callable[..., Peer]
 
 
-@pytest.fixture(scope="session")
-def _runtime_folder() -> Iterator[Path]:
-    """Short: the path of a Unix socket has at most 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="rl-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def runtime_folder(_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RLCORE_RUNTIME", str(_runtime_folder))
-    return _runtime_folder
+def runtime_folder(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+    return short_runtime_folder
 
 
 @pytest.fixture

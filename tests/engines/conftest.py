@@ -108,9 +108,9 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
 
 
 @pytest.fixture
-def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path) -> str:
     """ "inline", unless the test names others: ``@pytest.mark.parametrize("launcher", [...], indirect=True)``."""
-    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / "runtime"))
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     return str(getattr(request, "param", "inline"))
 
 
