@@ -123,7 +123,7 @@ def committed(folder: Path) -> str:
     """Name of the data folder of the last complete checkpoint; "" if there is none that can be read."""
     try:
         return _manifest(folder).data
-    except (FileNotFoundError, msgspec.DecodeError, CheckpointError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, CheckpointError):
         return ""
 
 

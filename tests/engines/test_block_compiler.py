@@ -147,3 +147,40 @@ def test_a_graph_keeps_what_products_gave_and_no_more(monkeypatch: pytest.Monkey
     for tensor, wanted in zip(found, expected, strict=True):
         assert float((tensor - wanted).norm() / wanted.norm()) < 2e-2
     assert NEEDED <= kept < 1.1 * NEEDED
+
+
+class DroppingBlock(torch.nn.Module):
+    """What it gives is what its second product reads, whose gradient adds that up."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(size, size, bias=False), torch.nn.Linear(size, size, bias=False)
+        torch.nn.init.eye_(self.down.weight)
+
+    def forward(self, input_TH: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.dropout(self.up(input_TH).square(), 0.5))  # type: ignore[no-any-return]
+
+
+class DroppingBlocks(TrainModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.one = torch.nn.Sequential(DroppingBlock(size))
+
+    def wrap_classes(self) -> list[str]:
+        return ["DroppingBlock"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_what_is_random_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    place = device.torch_device
+    if place.type == "cpu":
+        partition = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+        monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: partition)
+    torch.manual_seed(0)
+    module = DroppingBlocks(SIZE).to(place)
+    shard(module, Sharding(compile=True), place, lambda: None, size=1)
+    result_TH = module.one(torch.randn(TOKENS, SIZE, device=place))
+    result_TH.sum().backward()
+    read_H = module.one[0].down.weight.grad[0]
+    torch.testing.assert_close(read_H, result_TH.detach().sum(0), rtol=1e-2, atol=1e-2)
+    assert 0.4 < float((result_TH == 0).float().mean()) < 0.6

@@ -486,3 +486,13 @@ def test_plain_values_are_checked_before_anything_is_copied(engine: rlcore.Train
     with pytest.raises(InvalidInputError, match="a checkpoint's state must be plain values"):
         engine.save(tmp_path, {"step": object()}, blocking=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_a_file_is_named_and_left_alone(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("kept")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*notes.txt: .*Not a directory"):
+        engine.save(path)
+    with pytest.raises(CheckpointError, match=r"notes.txt is damaged: .*Not a directory"):
+        engine.load(path)
+    assert path.read_text() == "kept"
