@@ -20,6 +20,7 @@ _ANY_NUMBER = {"devices": 0}
 PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
 """Of rl/step; "the rest" follows them."""
 _BARS = "bars met"
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
     for label, question in questions.items():
         cells = [question(run) for run in runs]
         if any(cells):
-            absent = _Cell("none set for it" if label == _BARS else "not measured")
+            absent = _Cell("none set for it" if label == _BARS else NOT_MEASURED)
             models = {cell.params["model"] for cell in cells if cell and "model" in cell.params}
             beside = _with_model if len(models) > 1 else functools.partial(_beside, first=cells[0], name=runs[0].name)
             found.append(Headline(label, [beside(cell or absent) for cell in cells]))

@@ -14,7 +14,7 @@ from typing import Any
 from rlcore.bench import charts, evidence
 from rlcore.bench.bars import verdicts
 from rlcore.bench.compare import NOTES, compare, device_of, what_differs
-from rlcore.bench.headlines import PHASES, Run, find_step, headlines, words
+from rlcore.bench.headlines import NOT_MEASURED, PHASES, Run, find_step, headlines, words
 from rlcore.bench.limits import peak, unit
 from rlcore.bench.missing import missing
 from rlcore.bench.result import Record
@@ -35,6 +35,7 @@ def render(runs: Sequence[Run]) -> str:
     return template.render(
         runs=[_about(run) for run in runs],
         headlines=headlines(runs),
+        absent=NOT_MEASURED,
         has_step=any(find_step(run.record) for run in runs),
         steps=list(filter(None, map(evidence.step, runs))),
         phase_names=[(charts.square(i), name) for i, name in enumerate([*map(words, PHASES), "the rest"])],

@@ -231,7 +231,9 @@ def read(path: Path) -> Record:
     except OSError as error:
         raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path} is no {SCHEMA} record: {error} (line {_line(data, error)})") from error
+        is_of_another = "enum value 'rlcore.bench/" in str(error)
+        advice = "; another version of rlcore wrote it, and reads it" if is_of_another else ""
+        raise BenchError(f"{path} is no {SCHEMA} record: {error} (line {_line(data, error)}){advice}") from error
 
 
 def _without_repeats(record: Record) -> Record:

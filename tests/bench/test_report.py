@@ -181,6 +181,16 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
     assert "Collectives, latency" in shown and "bus bandwidth" not in shown
 
 
+def test_what_was_not_measured_is_not_set_as_an_answer() -> None:
+    bare = msgspec.structs.replace(a_record(), calibration=None, cases=a_record().cases[-1:])
+    page = render([Run("a", a_record()), Run("b", bare)])
+    answers = page[: page.index("</table>")]
+    cells = re.findall(r'<td( class="absent")? data-label="\w">([^<]*)</td>', answers)
+    assert {text for absent, text in cells if absent} == {"not measured"}
+    assert all(absent for absent, text in cells if text == "not measured")
+    assert not all(absent for absent, _ in cells)
+
+
 def test_bars_of_the_device_are_counted() -> None:
     gpu = msgspec.structs.replace(
         a_record(accelerator_model_name="NVIDIA H200"),

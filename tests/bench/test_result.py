@@ -85,6 +85,10 @@ def first_metric(found: dict[str, Any]) -> dict[str, Any]:
         (b"[]", "Expected `object`, got `array`"),
         (changed(lambda r: r.pop("schema")), "missing required field `schema`"),
         (changed(lambda r: r.update(schema="asv/2")), "Invalid enum value 'asv/2' - at `$.schema`"),
+        (
+            changed(lambda r: r.update(schema="rlcore.bench/2")),
+            "at `$.schema` (line 1); another version of rlcore wrote it, and reads it",
+        ),
         (changed(lambda r: r.update(price=3)), "unknown field `price`"),
         (changed(lambda r: r["system"].pop("device")), "missing required field `device` - at `$.system`"),
         (changed(lambda r: r.update(num_threads="2")), "Expected `int`, got `str` - at `$.num_threads`"),
