@@ -100,9 +100,11 @@ def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
 
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Make ``folder`` what ``write`` writes; a model folder that is there is replaced once the new one is whole."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} is not empty and holds no model (no config.json); export to another folder")
     try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder} is not empty and holds no model (no config.json); export to another folder"
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
             new, old = Path(temporary, "new"), Path(temporary, "old")

@@ -6,7 +6,7 @@ Engines whose workers share processes are one party, which moves all it has in o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.residency import Move
@@ -37,13 +37,14 @@ def swap(*, out: Sequence[Entry], in_: Sequence[Entry]) -> SwapReports:
         in_: engines and the tags that come back, such as ``[(infer, "weights")]``.
 
     Raises:
-        InvalidInputError: a tag that an engine does not have, or one that is to move twice.
+        InvalidInputError: an entry that is no such pair, or a tag that its engine does not have or that is named twice.
         StateError: a move that is not allowed now; nothing is moved then.
         UnsupportedError: engines share some of their workers' processes, and neither has a worker in all of them.
         DeviceError: host or device memory does not do. Everything is where it was then.
     """
-    plan = [*_steps(Move.OFFLOAD, out, 0), *_steps(Move.ONLOAD, in_, len(out))]
-    _check_once(plan)
+    leaving, coming = [_named(entry) for entry in out], [_named(entry) for entry in in_]
+    _check_once([*leaving, *coming])
+    plan = [*_steps(Move.OFFLOAD, leaving, 0), *_steps(Move.ONLOAD, coming, len(out))]
     reports: list[Reports] = [{} for _ in (*out, *in_)]
     parties = parties_of(plan)
     found = take_turns(parties) if len(parties) > 1 else parties[0].swap() if parties else {}
@@ -53,18 +54,29 @@ def swap(*, out: Sequence[Entry], in_: Sequence[Entry]) -> SwapReports:
     return SwapReports(reports[: len(out)], reports[len(out) :])
 
 
-def _steps(move: Move, entries: Sequence[Entry], first: int) -> list[Step]:
+def _named(entry: Any) -> tuple[Engine, tuple[str, ...]]:
+    match entry:
+        case (Engine() as engine, str(tag)):
+            return engine, (tag,)
+        case (Engine() as engine, [*tags]):
+            return engine, tuple(tags)
+    raise InvalidInputError(
+        f"swap() takes pairs of an engine and its tags, such as (train, 'weights') or (train, ()), all; got {entry!r}"
+    )
+
+
+def _steps(move: Move, entries: Sequence[tuple[Engine, tuple[str, ...]]], first: int) -> list[Step]:
     steps = []
-    for number, (engine, given) in enumerate(entries, first):
-        tags = (given,) if isinstance(given, str) else tuple(given)
+    for number, (engine, tags) in enumerate(entries, first):
         states = engine._planned(move, tags)
         steps += [Step(engine, number, move, tag, engine.state[tag], after) for tag, after in states.items()]
     return steps
 
 
-def _check_once(plan: Sequence[Step]) -> None:
+def _check_once(entries: Sequence[tuple[Engine, tuple[str, ...]]]) -> None:
     seen = set()
-    for step in plan:
-        if (step.engine, step.tag) in seen:
-            raise InvalidInputError(f"swap() moves a tag once; {step.tag!r} of {step.engine.label} is named twice")
-        seen.add((step.engine, step.tag))
+    for engine, tags in entries:
+        for tag in tags or engine.tags:
+            if (engine, tag) in seen:
+                raise InvalidInputError(f"swap() moves a tag once; {tag!r} of {engine.label} is named twice")
+            seen.add((engine, tag))

@@ -138,6 +138,10 @@ def test_wrong_orders_move_nothing(build_train: Build, build_infer: Build) -> No
         rlcore.swap(out=[(infer, ())], in_=[(train, ())])
     with pytest.raises(InvalidInputError, match="'weights' of the inference engine is named twice"):
         rlcore.swap(out=[(infer, "weights"), (infer, ())], in_=[])
+    with pytest.raises(InvalidInputError, match="'weights' of the inference engine is named twice"):
+        rlcore.swap(out=[(infer, ())], in_=[(infer, "weights")])
+    with pytest.raises(InvalidInputError, match=r"swap\(\) takes pairs of an engine and its tags, .* got <rlcore"):
+        rlcore.swap(out=[infer], in_=[])
     with pytest.raises(InvalidInputError, match="has the tags weights, kv_cache; got 'grads'"):
         rlcore.swap(out=[(infer, "grads")], in_=[])
     assert set(infer.state.values()) == {"loaded"}

@@ -690,6 +690,8 @@ def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="is not empty and holds no model"):
         engine.export(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"cannot write the model to .*notes.txt: .*Not a directory"):
+        engine.export(tmp_path / "other" / "notes.txt")
 
 
 @on_both_launchers
