@@ -1,7 +1,8 @@
 """A step of the train engine beside a plain loop of torch's FSDP2, and packed lengths that differ beside equal ones.
 
 Both train the same model from the same weights on the same tokens, with the same packed attention, compiled blocks,
-recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them. Where
+recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them, and its
+compiler chooses by itself what blocks keep for their backward, which the engine's is told (``block_compiler``). Where
 neither recomputes, the engine is shown once more as it recomputes what is cheap, which the plain loop does not; and on
 one device of several, for what each of several does of that. Each contender is built, warmed up, timed and closed
 before the next, so that each has the devices to itself.
