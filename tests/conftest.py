@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
+import types
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+_PATCHED = {bool, int, float, str, type, types.FunctionType}
+"""Of what modules hold: constants, classes and functions."""
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -80,6 +84,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
         if item.get_closest_marker(marker) and (reason := _missing_gpus(needed)):
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rlcore_stays_as_it_is() -> Iterator[None]:
+    """What a file patches and leaves so would fail another, whichever comes later in the same process."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "rlcore"]
+    before = [(module, dict(vars(module))) for module in modules]
+    yield
+    left = [
+        f"{module.__name__}.{name}"
+        for module, found in before
+        for name, value in found.items()
+        if type(value) in _PATCHED and vars(module).get(name) != value
+    ]
+    assert not left, f"this file changed {', '.join(left)} and did not take it back"
 
 
 @pytest.fixture(autouse=True)
