@@ -14,6 +14,9 @@ import pytest
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_samples_what_the_trainer_says(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "matplotlib", reason="needs matplotlib, which draws its picture: pip install 'rlcore[quickstart]'"
+    )
     command = [sys.executable, "-m", "rlcore", "quickstart", "--executor", "vllm", "--steps", "3", "--output", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,14 +148,38 @@ def test_architectures_that_no_code_names(
     tmp_path: Path,
 ) -> None:
     config, changes = ARCHITECTURES[name]
-    if DEVICE == "cpu:0" and name in ("moe", "mixtral"):
-        pytest.skip("needs a CUDA device: vLLM's CPU build cannot reload packed experts, which another test holds")
     folder = write_model(config, **changes)
     with build_vllm(folder) as infer, build_train(folder) as train:
         train.shake(1)
-        report = train.sync_weights(infer, verify=True)
+        try:
+            report = train.sync_weights(infer, verify=True)
+        except UnsupportedError as refused:
+            if DEVICE != "cpu:0" or name not in ("moe", "mixtral"):
+                raise
+            pytest.skip(f"needs a CUDA device: this vLLM's build for the CPU packs experts. {refused}")
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "export"))
         assert report.fallback_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bfloat16_engine_has_what_its_own_loader_makes_of_the_trainers_export(
+    dtype: str,
+    model_folder: Path,
+    build_vllm: Callable[..., rlcore.InferenceEngine],
+    build_train: BuildTrain,
+    tmp_path: Path,
+) -> None:
+    with build_vllm(model_folder, dtype="bfloat16") as infer, build_train(model_folder, dtype=dtype) as train:
+        before = infer.generate(PROMPTS, GREEDY)
+        train.shake(2)
+        assert train.sync_weights(infer, verify=True).fallback_bytes == 0
+        synced = [one.outputs[0] for one in infer.generate(PROMPTS, GREEDY)]
+        assert [one.logprobs for one in synced] != [one.outputs[0].logprobs for one in before]
+        train.export(tmp_path / "export")
+    with build_vllm(tmp_path / "export", dtype="bfloat16") as infer:
+        loaded = [one.outputs[0] for one in infer.generate(PROMPTS, GREEDY)]
+    assert [(one.token_ids, one.logprobs) for one in synced] == [(one.token_ids, one.logprobs) for one in loaded]
 
 
 @pytest.mark.slow
@@ -165,8 +190,14 @@ def test_a_model_that_vllm_reloads_otherwise_than_it_loaded_it_is_refused(
     folder = write_model("Qwen3MoeConfig", **MOE)
     with build_vllm(folder) as infer, build_train(folder) as train:
         expected = infer.generate(PROMPTS, GREEDY)
-        with pytest.raises(UnsupportedError, match=r"reloads \d+ tensors otherwise .*experts"):
+        try:
             train.sync_weights(infer)
+        except UnsupportedError as refused:
+            assert re.search(r"reloads \d+ tensors otherwise .*experts", str(refused))
+        else:
+            pytest.skip(
+                "this vLLM reloads experts as it loads them, as 0.26 does; another test compares what comes out"
+            )
         with pytest.raises(UnsupportedError, match="build the engine again from an exported folder"):
             infer.load()
         assert infer.sync_state == "serving"
