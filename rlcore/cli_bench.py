@@ -94,29 +94,28 @@ def run(
     limit = TimeLimit(within, durations, started)
     minutes = max(1, round(durations.total(chosen) / 60))
     told = "" if within is None else f"; what does not fit into {within:g} min is skipped"
-    print(f"{len(chosen)} cases on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
-    try:
-        with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
-            record = noted(isolated.new_record(effort), note)
-            record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
-            running = Run(
-                record=record,
-                path=path,
-                run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
-                rounds=plan.rounds,
-                report=shown.report,
-                has_time_for=limit.has_time_for,
-            )
-            if stay := running.settled.intersection(case.name for case in chosen):
-                print(f"{len(stay)} cases stay as another commit, or files with changes, had them", file=sys.stderr)
-            try:
-                done = running.cases(chosen, left_out)
-            finally:
-                durations.keep(running.record)
-    except KeyboardInterrupt:
-        if path.exists():
+    number = f"{len(chosen)} case{'s' * (len(chosen) != 1)}"
+    print(f"{number} on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
+    with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
+        record = noted(isolated.new_record(effort), note)
+        record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
+        running = Run(
+            record=record,
+            path=path,
+            run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
+            rounds=plan.rounds,
+            report=shown.report,
+            has_time_for=limit.has_time_for,
+        )
+        if stay := running.settled.intersection(case.name for case in chosen):
+            print(f"{len(stay)} cases stay as another commit, or files with changes, had them", file=sys.stderr)
+        try:
+            done = running.cases(chosen, left_out)
+        except KeyboardInterrupt:
             print(f"interrupted; with --continue the same command does the rest\n{path}", file=sys.stderr)
-        raise
+            raise
+        finally:
+            durations.keep(running.record)
     if as_json:
         sys.stdout.write(encode(done).decode())
     else:

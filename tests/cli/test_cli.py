@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import rlcore
 from rlcore import cli
+from rlcore.bench.isolated import Isolated
 from rlcore.bench.result import read
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -249,10 +251,25 @@ def test_bench_run_without_a_file_names_one_after_device_and_time(
 ) -> None:
     result = rlcore_command("bench", "run", "dispatch/op", "--device", "cpu", "--quick", cwd=tmp_path, env=cache)
     (file,) = tmp_path.iterdir()
-    assert re.match(r"1 cases on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
+    assert re.match(r"1 case on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
     assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +15", result.stdout)
+
+
+def test_bench_run_interrupted_before_the_first_case_leaves_an_earlier_file_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Isolated, "new_record", interrupt)
+    file = tmp_path / "out.json"
+    file.write_text("of another run")
+    found = CliRunner().invoke(cli.app, ["bench", "run", "dispatch/op", "--device", "cpu", "-o", str(file)])
+    assert found.exit_code != 0
+    assert "1 case on cpu:0" in found.stderr and "--continue" not in found.stderr
+    assert file.read_text() == "of another run"
 
 
 def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path, cache: dict[str, str]) -> None:
