@@ -36,7 +36,7 @@ def test_a_file_that_is_skipped_fails_as_it_may_have_had_such_tests(run_python: 
 
 def test_ci_requires_the_tests_on_the_simulated_cann() -> None:
     command = (Path(__file__).parents[1] / ".ci" / "run").read_text()
-    assert re.search(r"-m pytest -m npu_sim --never-skip npu_sim .*tests/devices/ascend", command)
+    assert re.search(r"-m npu_sim --never-skip npu_sim .*tests/devices/ascend", command)
 
 
 def _run(run_python: Any, folder: Path, code: str, *options: str) -> Any:
