@@ -6,9 +6,10 @@ Letters: T rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
@@ -26,9 +27,6 @@ from rlcore.kernels.operands import (
 )
 from rlcore.kernels.rows import Rows, wide_dtype
 from rlcore.kernels.vocab_shard import VocabularyShard
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class HeadInputs(NamedTuple):
@@ -53,6 +51,10 @@ class HeadTask:
     shard: VocabularyShard | None = None
     """The weight is this rank's part of the vocabulary."""
 
+    def whole(self, inputs: HeadInputs) -> HeadInputs:
+        """With the rows of all ranks, where each has a part of them."""
+        return inputs if self.shard is None else inputs._replace(hidden=self.shard.all_rows(inputs.hidden))
+
     def query(self, inputs: HeadInputs, *options: str) -> Query:
         """For the dispatcher; ``options`` are features in use besides the task's own."""
         flags = {
@@ -68,7 +70,7 @@ class HeadTask:
 
 
 def head_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: ProcessGroup | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup | None
 ) -> HeadInputs:
     """What is multiplied: whole tensors, as ``torch.nn.functional.linear`` would lower them under autocast.
 
@@ -79,6 +81,11 @@ def head_inputs(
         check_tensor(name, tensor)
     if _is_dtensor(hidden):
         raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInputError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
+            "Of a DeviceMesh it is mesh.get_group(dim)"
+        )
     if group is not None and _is_dtensor(weight):
         raise InvalidInputError("with group= weight must be this rank's rows; got a DTensor: pass weight.to_local()")
     inputs = _lowered(HeadInputs(hidden, weight, bias))
@@ -90,12 +97,19 @@ def head_inputs(
         raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
     if weight.dtype != hidden.dtype:
         raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
-    check_shape("targets", targets, (len(hidden),), "one token for each row of hidden")
+    if not _is_split(hidden, targets, group):
+        parts = "" if group is None else f", or of the equal parts that {group.size()} ranks have"
+        check_shape("targets", targets, (len(hidden),), f"one token for each row of hidden{parts}")
     check_same_device("hidden", hidden.device, weight=weight, targets=targets, bias=bias)
     if bias is not None:
         check_float("bias", bias)
         check_shape("bias", bias, (len(weight),), "one value for each row of weight")
     return inputs
+
+
+def _is_split(hidden: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Each rank has an equal part of the rows: the lengths alone say so, on every rank."""
+    return group is not None and targets.dim() == 1 and len(targets) == len(hidden) * group.size() != len(hidden)
 
 
 def _lowered(inputs: HeadInputs) -> HeadInputs:
@@ -136,7 +150,7 @@ def head_task(
     logit_scale: float,
     with_entropy: bool,
     ignore_index: int,
-    group: ProcessGroup | None,
+    group: dist.ProcessGroup | None,
     memory_budget_bytes: int | None,
 ) -> HeadTask:
     """The task of scoring ``targets``.
@@ -157,6 +171,7 @@ def head_task(
     if group is None:
         rows = Rows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
         return HeadTask(rows, softcap, with_entropy, memory_budget_bytes)
-    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden))
+    is_split = _is_split(inputs.hidden, targets, group)
+    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden), is_split=is_split)
     rows = Rows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
     return HeadTask(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

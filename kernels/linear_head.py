@@ -136,7 +136,7 @@ class HeadGradients:
             for run in row_chunks(len(operand_TV), self._product_rows or max(len(operand_TV), 1)):
                 self._head.product(operand_TV[run], self._head.weight_VH, out=chunk_TH[run])
             if self._shard is not None:
-                self._sums.append(self._shard.sum_begun(chunk_TH))
+                self._sums += self._shard.sums_begun(self.hidden_TH, rows)
         if not self._needs.weight:
             return
         factors = operand_TV.T, hidden_TH.to(self._head.operand)

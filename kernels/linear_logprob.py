@@ -116,7 +116,7 @@ def linear_logprob(
     """Log-probability of ``targets[t]`` given ``hidden[t]``, and the entropy, without ``[T, V]`` logits.
 
     Args:
-        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides.
+        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
         weight: [V, H], same dtype. May be the tied embedding.
         targets: [T], int64 or int32 token ids, or ``ignore_index``.
         bias: [V], any float dtype.
@@ -171,6 +171,7 @@ def linear_logprob(
 @graph_break("linear_logprob with group= exchanges statistics with other ranks")
 def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
     task = head_task(inputs, targets, **options)
+    inputs = task.whole(inputs)
     run = choose("linear_logprob", task.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
         result: Logprobs = run(*inputs, task)

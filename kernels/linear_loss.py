@@ -128,7 +128,7 @@ def linear_loss(
     nothing, to the loss and to every gradient, whatever they hold, NaN included.
 
     Args:
-        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides.
+        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
         weight: [V, H], same dtype. May be the tied embedding.
         targets: [T], int64 or int32 token ids, or ``ignore_index``.
         loss_fn: see ``rlcore.kernels.losses.interface``; a plain PyTorch function of [t] vectors, run chunk
@@ -159,7 +159,7 @@ def linear_loss(
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
     inputs = head_inputs(hidden, weight, bias, targets, group)
-    check_tokens("hidden", hidden, per_token, token_weight)
+    check_tokens("targets", targets, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
     task = head_task(
         inputs,
@@ -172,11 +172,12 @@ def linear_loss(
         group=group,
         memory_budget_bytes=memory_budget_bytes,
     )
+    inputs = task.whole(inputs)
     is_sequence_level = isinstance(loss_fn, sequence_level)
     loss = LossTask(
         refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
         TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~task.rows.is_ignored),
-        _sequence_edges(cu_seqlens, per_token, len(hidden)) if is_sequence_level else None,
+        _sequence_edges(cu_seqlens, per_token, len(targets)) if is_sequence_level else None,
     )
     query = task.query(inputs, *(["sequence_level"] if is_sequence_level else []))
     run = choose("linear_loss", query, implementation).fn

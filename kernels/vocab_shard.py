@@ -1,7 +1,8 @@
 """A vocabulary of which each rank of a process group holds a part: what the ranks tell each other about their rows.
 
-The ranks have the same rows of hidden states, and each its own rows of the weight: any number of them, in the order of
-the ranks. Of its part r of the logits z a rank finds, c = sharpness (z - m_r) and y the target,
+The ranks have the same rows of hidden states, or each an equal part of them, and each its own rows of the weight: any
+number of them, in the order of the ranks. Of its part r of the logits z a rank finds, c = sharpness (z - m_r) and y the
+target,
 
     m_r = max z      a_r = sum exp(c)      z_y, or -inf if the target is elsewhere      d_r = sum exp(c) c
 
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import even_rows, fitting_rows
@@ -42,20 +45,20 @@ class VocabularyShard:
     """Id of the part's first token."""
     vocab_size: Tensor
     """Of all parts."""
+    own_rows: slice | None = None
+    """Of the hidden states, this rank's, where they are split (sequence parallelism)."""
 
     @staticmethod
-    def of(group: dist.ProcessGroup, weight_VH: Tensor, num_rows: int) -> VocabularyShard:
+    def of(group: dist.ProcessGroup, weight_VH: Tensor, num_rows: int, *, is_split: bool) -> VocabularyShard:
         """Every rank calls it.
 
+        Args:
+            num_rows: of this rank's hidden states.
+
         Raises:
-            InvalidInputError: ``group`` is none of this rank's. Also, but only on the CPU and with RLCORE_DEBUG=1
-                (elsewhere collectives fail or hang): ranks have different numbers of rows, or none has a token.
+            InvalidInputError: on the CPU and with RLCORE_DEBUG=1 (elsewhere collectives fail or hang): ranks have
+                different numbers of rows, or none has a token.
         """
-        if not isinstance(group, dist.ProcessGroup):
-            raise InvalidInputError(
-                f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
-                "Of a DeviceMesh it is mesh.get_group(dim)"
-            )
         sizes = [torch.full((1,), size, device=weight_VH.device) for size in (len(weight_VH), num_rows)]
         sizes_G2 = _gathered(torch.cat(sizes), group)
         if not is_checked_on_device(sizes_G2):
@@ -64,7 +67,8 @@ class VocabularyShard:
                 raise InvalidInputError(f"ranks of group must score the same rows; they have {numbers}, by rank")
             if not any(vocab_sizes):
                 raise InvalidInputError("weight must be [V, H] with V > 0 on some rank of group; it is 0 on all")
-        return VocabularyShard(group, sizes_G2[: group.rank(), 0].sum(), sizes_G2[:, 0].sum())
+        own_rows = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows) if is_split else None
+        return VocabularyShard(group, sizes_G2[: group.rank(), 0].sum(), sizes_G2[:, 0].sum(), own_rows)
 
     def rows(self, rows: Rows, vocab_size: int) -> Rows:
         """With targets as rows of this rank's weight."""
@@ -108,10 +112,39 @@ class VocabularyShard:
         here = self.group.rank()
         return RowStatistics(logprob_T, entropy_T, _reference(peak_GT[here]), total_T / scale_GT[here])
 
-    def sum_begun(self, partial: Tensor) -> dist.Work:
-        """The sum over the ranks, in the place of ``partial``, dense; wait for it before reading."""
-        work: dist.Work = dist.all_reduce(partial, group=self.group, async_op=True)
-        return work
+    def all_rows(self, hidden_TH: Tensor) -> Tensor:
+        """The hidden states of all ranks, where each has a part of them. Their gradient is whole in its own part."""
+        if self.own_rows is None:
+            return hidden_TH
+        whole: Tensor = _AllRows.apply(hidden_TH, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def sums_begun(self, partial_TH: Tensor, rows: slice) -> list[dist.Work]:
+        """Sums over the ranks in the place of ``rows`` of ``partial_TH``, dense; wait for them before reading.
+
+        Where the rows are split each sum goes to the rank that has them, as a reduce-scatter of all would send it.
+        """
+        if self.own_rows is None:
+            return [dist.all_reduce(partial_TH[rows], group=self.group, async_op=True)]
+        each = self.own_rows.stop - self.own_rows.start
+        owners = range(rows.start // each, math.ceil(rows.stop / each))
+        parts = (slice(max(rows.start, owner * each), min(rows.stop, (owner + 1) * each)) for owner in owners)
+        return [
+            dist.reduce(partial_TH[part], group=self.group, group_dst=owner, async_op=True)
+            for owner, part in zip(owners, parts, strict=True)
+        ]
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.own_rows = shard.own_rows
+        return _gathered(hidden_TH, shard.group).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TH: Tensor) -> tuple[Tensor, None]:
+        return g_TH[ctx.own_rows].clone(), None  # a view would hold the other ranks' rows
 
 
 def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:

@@ -163,6 +163,61 @@ def test_losses_are_those_of_one_process(
         assert_close(linear_loss(*here[:2], targets, loss_fn, bias=here[2], group=group(), **tokens, **options), want)
 
 
+EACH = T // SIZE
+"""Rows of a rank, where those of the hidden states are split as well."""
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_states_may_be_split_by_rows(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Chunks end within a rank's rows, and where they end."""
+    (hidden, *head), own = random_head(dtype), slice(RANK * EACH, (RANK + 1) * EACH)
+    (_, *here), cuts = parts_of([hidden, *head], CUTS[0]), CUTS[0]
+    whole, part = (hidden.detach()[rows].requires_grad_() for rows in (slice(SIZE * EACH), own))
+    options = {name: x[: SIZE * EACH] if isinstance(x, Tensor) else x for name, x in options.items()}
+    per_token, token_weight, _ = random_tokens(torch.float32).values()
+    tokens: dict[str, Any] = {
+        "per_token": {name: x[: SIZE * EACH] for name, x in per_token.items()},
+        "token_weight": token_weight[: SIZE * EACH],
+        "cu_seqlens": torch.tensor([0, 3, 60, SIZE * EACH]),
+    }
+    targets, loss_fn = random_targets()[: SIZE * EACH], policy_loss(is_sequence_level=True)
+
+    def results(hidden: Tensor, head: list[Tensor], group: Any) -> list[Tensor]:
+        logprob = linear_logprob(hidden, head[0], targets, bias=head[1], group=group, **options)
+        loss = linear_loss(
+            hidden, head[0], targets, loss_fn, bias=head[1], group=group, **tokens, **{"with_entropy": True} | options
+        ).loss
+        return [logprob[0], loss, *torch.autograd.grad(combined(logprob) + 3 * loss, [hidden, *head])]
+
+    want, found = results(whole, head, None), results(part, here, group())
+    assert_close(found[:2], want[:2])
+    assert_close(found[2], want[2][own], dtype)
+    assert_close(found[3:], [x[cuts[RANK] : cuts[RANK + 1]] for x in want[3:]], dtype)
+
+
+def test_gradients_of_split_rows_go_to_their_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (hidden, weight, _), targets = parts_of(random_head(), CUTS[0]), random_targets()[: SIZE * EACH]
+    part = hidden.detach()[RANK * EACH : (RANK + 1) * EACH].requires_grad_()
+    found, sent, reduce = linear_logprob(part, weight, targets, group=group()), [0] * SIZE, dist.reduce
+
+    def counted(rows: Tensor, *, group_dst: int, **options: Any) -> Any:
+        sent[group_dst] += len(rows)
+        return reduce(rows, group_dst=group_dst, **options)
+
+    monkeypatch.setattr(dist, "reduce", counted)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("to all"))
+    torch.autograd.grad(combined(found), (part, weight))
+    assert sent == [EACH] * SIZE
+
+
+def test_a_part_of_another_length_is_refused() -> None:
+    hidden, weight, _ = parts_of(random_head(), CUTS[0])
+    message = rf"one token for each row of hidden, or of the equal parts that {SIZE} ranks have = \[11\]; got \[{T}\]"
+    with pytest.raises(InvalidInputError, match=message):
+        linear_logprob(hidden[:11], weight, random_targets(), group=group())
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> None:
     whole, targets = random_head(), random_targets()

@@ -579,7 +579,7 @@ def test_under_debug_a_value_of_the_wrong_shape_is_named_first(monkeypatch: pyte
         ({"per_token": {"x": torch.ones(5)}}, r"per_token\['x'\] must have one entry for each of the 61 rows .* \[5\]"),
         ({"per_token": {"x": torch.ones(T, requires_grad=True)}}, r"per_token\['x'\] requires grad, .*\.detach\(\)"),
         ({"token_weight": torch.ones(T, requires_grad=True)}, "token_weight requires grad"),
-        ({"token_weight": torch.ones(T, device="meta")}, "token_weight is on meta but hidden is on cpu"),
+        ({"token_weight": torch.ones(T, device="meta")}, "token_weight is on meta but targets is on cpu"),
         ({"loss_fn": gspo}, "a sequence-level loss needs cu_seqlens"),
         ({"loss_fn": gspo, "cu_seqlens": torch.tensor([0, 60])}, r"must rise from 0 to the 61 rows .* got \[0, 60\]"),
         ({"loss_fn": gspo, "cu_seqlens": torch.tensor([0, 9, 8, T])}, "cu_seqlens must rise from 0"),
