@@ -25,12 +25,13 @@ class BlockCompiler:
 
     def __init__(self) -> None:
         self._number = next(_numbers)
-        self._codes: dict[str, CodeType] = {}
+        self._codes: dict[type, CodeType] = {}
 
-    def compiled(self, forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """``forward(block, ...)``, compiled when it is first called with such inputs."""
+    def compiled(self, forward: Callable[..., Any], cls: type) -> Callable[..., Any]:
+        """``forward(block, ...)`` of a block of ``cls``, compiled when it is first called with such inputs."""
         call = _caller(forward)
-        call.__code__ = self._codes.setdefault(kind, call.__code__.replace(co_name=f"{kind}_{self._number}"))
+        own = call.__code__.replace(co_name=f"{cls.__name__}_{self._number}")
+        call.__code__ = self._codes.setdefault(cls, own)
         limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
         if not limit:  # older torch has one for all that a process compiles
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)

@@ -150,7 +150,7 @@ def _replace_forward(block: nn.Module, options: Sharding, *, is_alone: bool, com
         if options.activation_checkpointing:
             forward = functools.wraps(forward)(_checkpointed(forward, options))
         if options.compile:
-            forward = compiler.compiled(forward, type(block).__name__)
+            forward = compiler.compiled(forward, type(block))
         return computing_outside(forward) if options.compile and is_alone else forward
 
     replace_method(block, "forward", replaced)

@@ -80,7 +80,6 @@ class Transfer:
         self._ended: dict[Departure | Arrival, float] = {}
         self._is_first_use = False
         self._grant: Grant | None = None
-        self._most_queued = _QUEUED if out and in_ else _QUEUED_ALONE
 
     def run(self) -> None:
         """All of it; what has left and is not taken again is the device's, for other processes.
@@ -110,7 +109,7 @@ class Transfer:
         Raises:
             DeviceError: host or device memory does not do.
         """
-        self._grant, self._most_queued = grant, _QUEUED
+        self._grant = grant
         before = self._freed_bytes
         self._move(self._moved_bytes + _TURN_BLOCKS * BLOCK_BYTES)
         if self._freed_bytes > before:
@@ -229,6 +228,12 @@ class Transfer:
             way.has_arrived(parcel, self._arena)
         if way.is_over:
             self._ended[way] = time.perf_counter()
+
+    @property
+    def _most_queued(self) -> int:
+        """In each direction."""
+        is_alone = self._grant is None and not (self._out and self._in)
+        return _QUEUED_ALONE if is_alone else _QUEUED
 
     def _num_queued(self, kind: type) -> int:
         return sum(isinstance(queued.way, kind) for queued in self._queue)

@@ -49,19 +49,25 @@ class Block(torch.nn.Module):
 
 
 class Blocks(TrainModule):
-    def __init__(self, size: int) -> None:
+    """Two of them, one behind the other."""
+
+    def __init__(self, cls: Any, size: int) -> None:
         super().__init__()
-        self.both = torch.nn.Sequential(Block(size), Block(size))
+        self._cls = cls
+        self.both = torch.nn.Sequential(cls(size), cls(size))
 
     def wrap_classes(self) -> list[str]:
-        return ["Block"]
+        return [self._cls.__name__]
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        return self.both(batch)  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torch.fx.GraphModule]) -> None:
     different: set[int] = set()
     for size in (16, 32, 48, 64, 80):
-        module = Blocks(size)
+        module = Blocks(Block, size)
         shard(module, Sharding(compile=True), torch.device("cpu"), lambda: None, size=1)
         for num_tokens in (5, 7):  # graphs for the first, and for any number
             graphs_run.clear()
@@ -76,7 +82,7 @@ def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: l
     def forward(module: Any, input_T: Tensor) -> Tensor:
         return input_T + len(module.kind)
 
-    call = BlockCompiler().compiled(forward, "block")
+    call = BlockCompiler().compiled(forward, SimpleNamespace)
     for count in range(20):
         assert call(SimpleNamespace(kind="k" * count), torch.zeros(2)).tolist() == [count] * 2
     assert len({id(graph) for graph in graphs_run}) == 20
@@ -97,22 +103,10 @@ class GatedBlock(torch.nn.Module):
         return hidden_TH + self.down(gated)  # type: ignore[no-any-return]
 
 
-class GatedBlocks(TrainModule):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.both = torch.nn.Sequential(GatedBlock(size), GatedBlock(size))
-
-    def wrap_classes(self) -> list[str]:
-        return ["GatedBlock"]
-
-    def hidden_states(self, batch: Any) -> Tensor:
-        return self.both(batch)  # type: ignore[no-any-return]
-
-
 def kept_and_gradients(device: torch.device, **options: Any) -> tuple[int, list[Tensor]]:
     """Bytes besides the parameters that wait for the backward of two blocks, and what it gives."""
     torch.manual_seed(0)
-    module, kept = GatedBlocks(SIZE).to(device), dict[int, int]()
+    module, kept = Blocks(GatedBlock, SIZE).to(device), dict[int, int]()
     shard(module, Sharding(compute_dtype="bfloat16", **options), device, lambda: None, size=1)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
