@@ -59,9 +59,9 @@ def _ours_and_best(record: Record, case: str, metric: str) -> list[str]:
 
 def _beside_plain_loop(record: Record) -> str:
     lines = []
-    for label, (case, ours, other) in _TRAINED.items():
-        both = [_first(record, case, {"implementation": "engine", **ours})]
-        both.append(_first(record, case, {"implementation": "torch FSDP2", **other}))
+    for label, (case, lengths) in _TRAINED.items():
+        names = "engine", "torch FSDP2"
+        both = [_first(record, case, {"implementation": name, "lengths": lengths}) for name in names]
         rates, peaks = ([median(one, metric) for one in both] for metric in ("tokens_a_device", "peak_memory"))
         lines.append([label, *map(count, rates), f"{rates[0] / rates[1]:.2f}"])
         lines[-1] += [*(rate(peak, "B") for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"]
@@ -188,13 +188,10 @@ _PARTS: dict[str, Callable[[Record], str]] = {
     "train": _beside_plain_loop,
     "offload": _offload,
 }
-_EQUAL, _UNEVEN = {"lengths": "equal"}, {"lengths": "uneven"}
-_SMALL, _LARGE = "train/dense_1.5b", "train/dense_7b"
-_TRAINED: dict[str, tuple[str, Selector, Selector]] = {
-    "1.5B, sequences of equal length": (_SMALL, {**_EQUAL, "recompute": "False"}, _EQUAL),
-    "the same, recomputing what is cheap": (_SMALL, {**_EQUAL, "recompute": "selective"}, _EQUAL),
-    "1.5B, sequences of 64 to 4,096 tokens": (_SMALL, _UNEVEN, _UNEVEN),
-    "7B, sequences of equal length": (_LARGE, _EQUAL, _EQUAL),
+_TRAINED = {
+    "1.5B, sequences of equal length": ("train/dense_1.5b", "equal"),
+    "1.5B, sequences of 64 to 4,096 tokens": ("train/dense_1.5b", "uneven"),
+    "7B, sequences of equal length": ("train/dense_7b", "equal"),
 }
 _MOVED = {
     "a 7B trainer of {moved}, for the first time": ("offload/trainer", "engine", "first_"),

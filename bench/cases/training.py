@@ -2,10 +2,9 @@
 
 Both train the same model from the same weights on the same tokens, with the same packed attention, compiled blocks,
 recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them, and its
-compiler chooses by itself what blocks keep for their backward, which the engine's is told (``block_compiler``). Where
-neither recomputes, the engine is shown once more as it recomputes what is cheap, which the plain loop does not; and on
-one device of several, for what each of several does of that. Each contender is built, warmed up, timed and closed
-before the next, so that each has the devices to itself.
+compiler chooses by itself what blocks keep for their backward, which the engine's is told (``block_compiler``). Of
+several devices the engine is shown on one too, for what each of several does of that. Each contender is built, warmed
+up, timed and closed before the next, so that each has the devices to itself.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,7 +99,7 @@ class _Job(NamedTuple):
     device_names: list[str]
     dense: Dense
     compute_dtype: torch.dtype
-    recomputes: bool | Literal["selective"]
+    recomputes: bool
     compiles: bool
 
 
@@ -306,8 +305,6 @@ def _prepare(dense: Dense, device: Any) -> Work:
     contenders = [contender(*plain, "equal"), contender(*engine, "equal")]
     if dense is not QWEN_7B:  # questions of attention and of the host, and one model answers them
         contenders += [contender(*one, "uneven") for one in ([engine] if is_host else [plain, engine])]
-    if not job.recomputes:
-        contenders.append(contender(*engine, "equal", job._replace(recomputes="selective")))
     if num_devices > 1 and dense is not QWEN_7B:
         alone = job._replace(device_names=job.device_names[:1])
         contenders.append(contender("engine on one device", _engine_steps, "equal", alone))

@@ -91,7 +91,6 @@ def test_bars_of_training_find_what_the_case_measures_on_one_device() -> None:
         ("engine", "equal", "False"),
         ("torch FSDP2", "uneven", "False"),
         ("engine", "uneven", "False"),
-        ("engine", "equal", "selective"),
     ]
     cases = [
         result(
