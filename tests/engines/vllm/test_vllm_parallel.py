@@ -80,7 +80,9 @@ def test_two_tensor_parallel_workers(
 
         replica = infer.executors[0].workers[0].process_id
         names = shared_names(replica)
-        assert {path.name.partition("_")[0].partition(".")[0] for path in names} >= {"psm", "sem"}
+        # Semaphores have names where workers are spawned; on a GPU vLLM may fork them.
+        expected = {"psm", "sem"} if KIND == "cpu" else {"psm"}
+        assert {path.name.partition("_")[0].partition(".")[0] for path in names} >= expected
         os.kill(next(pid for pid in children(replica) if "Worker" in title(pid)), signal.SIGKILL)
         train.scale(0.9)
         started = time.monotonic()
