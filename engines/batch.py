@@ -95,7 +95,10 @@ def _on_host(name: str, value: Any) -> Tensor:
 
 
 def _pack(host: dict[str, Tensor]) -> dict[str, Tensor]:
-    mask_NL = host.setdefault("attention_mask", torch.ones_like(host["input_ids"], dtype=torch.bool))
+    shape = list(host["input_ids"].shape)
+    mask_NL = host.setdefault("attention_mask", torch.ones(shape, dtype=torch.bool))
+    if list(mask_NL.shape) != shape:
+        raise InvalidInputError(f"attention_mask must have the shape of input_ids, {shape}, got {list(mask_NL.shape)}")
     packed = dict(pack(host))
     empty = (mask_NL == 0).all(1).nonzero().flatten().tolist()
     if empty:

@@ -40,7 +40,7 @@ class Engine(ABC):
         self._executor_class = executor_class(self.kind, executor)
         self._executor_name = executor
         self._group: WorkerGroup | None = None
-        self._residency = Residency(self.label, self.tags)
+        self._residency = Residency(self.label, self.tags, self._refill)
         self._is_closed = False
         self._start: Callable[[], WorkerGroup]
         self._options: dict[str, Any] = {}
@@ -79,7 +79,8 @@ class Engine(ABC):
                 installed. What they are sent is plain data and import paths; code does not travel.
             onload: False leaves the engine in host memory until ``onload()``.
             host_memory_bytes: the most host memory that everything offloaded from one device of this process may take,
-                besides the limits of the control group; None keeps what an earlier build said.
+                besides the limits of the control group; None keeps what an earlier build said, also of an engine
+                that is closed.
             reserve_host_bytes: host memory for each worker to allocate in the background while the engine is built, so
                 that its first offload is as fast as the later ones.
             timeout_s: the longest that one call of a worker may take.
@@ -137,7 +138,7 @@ class Engine(ABC):
 
     def _bring_up(self, onload: bool) -> None:
         self._group = self._start()
-        self._residency = Residency(self.label, self.tags)
+        self._residency = Residency(self.label, self.tags, self._refill)
         try:
             if self._host_memory != (None, None):
                 self._call("reserve_host_memory", *self._host_memory)
@@ -145,8 +146,15 @@ class Engine(ABC):
             if not onload:
                 self.offload()
         except BaseException:
+            self._restore_host_limit()
             self._discard_workers()
             raise
+
+    def _restore_host_limit(self) -> None:
+        """The build failed: later ones in these processes are not to find its ``host_memory_bytes``."""
+        if self._host_memory[0] is not None:
+            with contextlib.suppress(RlcoreError):  # the workers may have ended
+                self._call("restore_host_limit")
 
     def restart(self) -> Self:
         """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
@@ -270,6 +278,17 @@ class Engine(ABC):
         """The new state of each tag that has to move; raises StateError for a wrong order."""
         self._built_group()
         return self._residency.plan(move, tags)
+
+    @property
+    @abstractmethod
+    def _refill(self) -> str:
+        """The calls that give weights without values some, in words."""
+
+    def _require(self, tag: str, purpose: str, *, may_be_empty: bool = False) -> None:
+        """Raise StateError unless the engine is built and ``tag`` on the device, with values or ``may_be_empty``."""
+        self._built_group()
+        if not (may_be_empty and self._residency.states[tag] is State.EMPTY):
+            self._residency.require(tag, purpose)
 
     def _take_back(self, tag: str, state: State) -> None:
         """A move failed on some worker, which undid it: bring the others back to ``state`` too."""

@@ -51,6 +51,10 @@ class InferenceEngine(AsynchronousRequests, Engine):
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
         self._executor_class.check(self._path, options, python)
 
+    @property
+    def _refill(self) -> str:
+        return "sync_weights() into it or load(path)"
+
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._serving = Serving()
         self._call("build", self._path, **options)
@@ -107,7 +111,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
         self._built_group()
         self._require_serving(purpose)
         for tag in self.tags:
-            self._residency.require(tag, purpose)
+            self._require(tag, purpose)
 
     # ------------------------------------------------------------------------------------------------ sync
 
@@ -127,10 +131,8 @@ class InferenceEngine(AsynchronousRequests, Engine):
 
     def receiving_group(self) -> WorkerGroup:
         """The workers that take new weights; raises StateError when theirs are not on the device."""
-        group = self._built_group()
-        if self._residency.states["weights"] is not State.EMPTY:
-            self._residency.require("weights", "sync_weights()")
-        return group
+        self._require("weights", "sync_weights()", may_be_empty=True)
+        return self._built_group()
 
     @contextlib.contextmanager
     def receiving(self, *, is_staged: bool) -> Iterator[None]:

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.arguments import LIST, NUMBER
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.packing import balance, inverse_permutation
 
@@ -36,8 +38,8 @@ class NeedParallel:
         if self.type != "dp":
             raise InvalidInputError(f"NeedParallel.type must be 'dp' or 'seq', got {self.type!r}")
         rows = _num_rows(self.data)
-        if self.balance_by is not None and len(self.balance_by) != rows:
-            raise InvalidInputError(f"NeedParallel.balance_by has {len(self.balance_by)} costs for {rows} rows")
+        if self.balance_by is not None:
+            _check_costs(self.balance_by, rows)
 
     def split(self, parts: int) -> list[Any]:
         """``parts`` pieces; without ``balance_by`` they are contiguous and in order."""
@@ -51,6 +53,17 @@ class NeedParallel:
         """The rows of each part, where they are balanced."""
         assert self.balance_by is not None
         return balance(self.balance_by, num_bins=parts)
+
+
+def _check_costs(costs: Any, rows: int) -> None:
+    values = costs.tolist() if isinstance(costs, Tensor | np.ndarray) else costs
+    if not LIST.has(values):
+        raise InvalidInputError(f"NeedParallel.balance_by takes one cost a row in a list or tensor, got {costs!r}")
+    if len(values) != rows:
+        raise InvalidInputError(f"NeedParallel.balance_by has {len(values)} costs for {rows} rows")
+    for row, cost in enumerate(values):
+        if not (NUMBER.has(cost) and cost >= 0 and cost % 1 == 0):  # a NaN and infinity are not whole either
+            raise InvalidInputError(f"NeedParallel.balance_by takes whole numbers from 0, got {cost!r} for row {row}")
 
 
 def _num_rows(data: Any) -> int:

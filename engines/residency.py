@@ -49,7 +49,8 @@ _TABLES: dict[str, dict[tuple[Move, State], State]] = {
 MOVE_TO = {L: Move.ONLOAD, E: Move.ONLOAD, O: Move.OFFLOAD, R: Move.META}
 """State -> what a worker does that is to be in it again, after a move that others could not make."""
 _REMEDY = {
-    (Move.ONLOAD, R): "{owner} released its {tag}; call load(path), or build it again",
+    (Move.ONLOAD, R): "{owner} released its {tag}; call load(path), or restart(), which begins again at the last "
+    "checkpoint, else at the model folder",
     (
         Move.OFFLOAD,
         R,
@@ -57,15 +58,16 @@ _REMEDY = {
     (
         Move.OFFLOAD,
         E,
-    ): "the {tag} of {owner} have no values yet; call sync_weights() or load(path) first, or meta({tag!r})",
+    ): "the {tag} of {owner} have no values yet; call {refill} first, or meta({tag!r})",
 }
 
 
 class Residency:
-    """The state of each tag of one engine, and the moves it allows."""
+    """The state of each tag of one engine, and the moves it allows; ``refill`` is what gives empty weights values."""
 
-    def __init__(self, owner: str, tags: tuple[str, ...]) -> None:
+    def __init__(self, owner: str, tags: tuple[str, ...], refill: str) -> None:
         self._owner = owner
+        self._refill = refill
         self._states = dict.fromkeys(tags, State.LOADED)
         self._absent: set[str] = set()
 
@@ -91,7 +93,7 @@ class Residency:
         if (move, state) not in _TABLES[tag]:
             if tag in self._absent:
                 return State.LOADED if move is Move.ONLOAD else state
-            raise StateError(_REMEDY[move, state].format(owner=self._owner, tag=tag))
+            raise StateError(_REMEDY[move, state].format(owner=self._owner, tag=tag, refill=self._refill))
         return _TABLES[tag][move, state]
 
     def declare_absent(self, tag: str) -> None:
@@ -108,8 +110,7 @@ class Residency:
             return
         remedy = {
             State.OFFLOADED: f"call onload({tag!r})",
-            State.RELEASED: f"call onload({tag!r})"
-            + (", then sync_weights() or load(path)" if tag == "weights" else ""),
-            State.EMPTY: "call sync_weights() into it or load(path)",
+            State.RELEASED: f"call onload({tag!r})" + (f", then {self._refill}" if tag == "weights" else ""),
+            State.EMPTY: f"call {self._refill}",
         }[state]
         raise StateError(f"{purpose} needs the {tag} of {self._owner}, which are {state}; {remedy}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rlcore.arguments import FLAG, NUMBER, WHOLE, Kind, optional, takes
+from rlcore.arguments import FLAG, MAPPING, NUMBER, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
@@ -25,12 +26,13 @@ from rlcore.kernels.token_weights import Mode
 from rlcore.kernels.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.types import SyncReport
-from rlcore.weights.adapters import check_adapters
+from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
+_log = logging.getLogger(__name__)
 _MAX_TOKENS = 16384
 _BATCH_KINDS = {
     "batch": Kind("a dict of tensors, as rlcore.collate() makes,", lambda value: hasattr(value, "items")),
@@ -74,6 +76,15 @@ class TrainEngine(CheckpointedEngine):
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
         return super().build(data_parallel_size=replicas * data_parallel_size, replicas=replicas, **options)
 
+    @property
+    def _has_adapters(self) -> bool:
+        return bool(adapted_layers(self._module))
+
+    @property
+    def _refill(self) -> str:
+        # A state dict of adapters is without the base.
+        return "load(path) or restart()" if self._has_adapters else "load(path), load_state_dict(state) or restart()"
+
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
         self._num_changes += 1
@@ -102,7 +113,7 @@ class TrainEngine(CheckpointedEngine):
         check_gather(gather)
         if not callable(getattr(self._module_class, name, None)):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
-        self._residency.require("weights", f"{name}()")
+        self._require("weights", f"{name}()")
         self._num_changes += 1
         calls = split_arguments(args, kwargs, len(group.workers))
         found = gathered(name, group.call(f"module.{name}", calls), gather)
@@ -132,7 +143,7 @@ class TrainEngine(CheckpointedEngine):
         temperature: float = 1.0,
         with_entropy: bool = True,
     ) -> dict[str, float]:
-        """One optimizer step on the whole batch.
+        """One optimizer step on the whole batch, also where no token of it is trained on, which a warning names.
 
         The loss is ``sum_t token_weight[t] * loss_fn(...)[t]`` over the batch, however it is cut into micro-batches.
 
@@ -150,11 +161,12 @@ class TrainEngine(CheckpointedEngine):
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
 
         Raises:
-            InvalidInputError: token ids outside the vocabulary, or a NaN on a token that is trained on.
+            InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
+                ``loss_mask`` of other values than 0 and 1.
             StateError: weights, optimizer or gradients are not on the device.
         """
         for tag in self.tags:
-            self._residency.require(tag, "train_batch()")
+            self._require(tag, "train_batch()")
         options = StepOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_grad_norm=max_grad_norm,
@@ -162,9 +174,15 @@ class TrainEngine(CheckpointedEngine):
             with_entropy=with_entropy,
         )
         packed = self._weighted(batch, token_weights, max_length)
+        num_tokens = int((packed[WEIGHT] != 0).sum())
+        if not num_tokens:
+            _log.warning(
+                "train_batch() got no token that is trained on: optimizers and schedulers take a step all the same; "
+                "leave such a batch out"
+            )
         self._num_changes += 1
         metrics: dict[str, float] = self._call_on_shares("train_step", packed, loss_fn, options)
-        return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
+        return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
     def eval_batch(
@@ -185,7 +203,7 @@ class TrainEngine(CheckpointedEngine):
         Returns:
             ``loss``, ``num_tokens`` and the loss's statistics.
         """
-        self._residency.require("weights", "eval_batch()")
+        self._require("weights", "eval_batch()")
         options = LossOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
         )
@@ -221,7 +239,7 @@ class TrainEngine(CheckpointedEngine):
             float32 on the host, shaped as ``input_ids``; 0 on first tokens, on padding, and outside ``loss_mask``
             when the batch has one.
         """
-        self._residency.require("weights", "forward_logprobs()")
+        self._require("weights", "forward_logprobs()")
         packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
@@ -280,7 +298,7 @@ class TrainEngine(CheckpointedEngine):
             SyncError: the models differ, or the sync failed; the message or a note says what the targets hold.
         """
         targets = as_targets(target)
-        self._residency.require("weights", "sync_weights()")
+        self._require("weights", "sync_weights()")
         group = self._built_group()
         new_version = max(one.version for one in targets) + 1 if version is None else version
 
@@ -306,16 +324,15 @@ class TrainEngine(CheckpointedEngine):
         Args:
             adapters: merged into the weights, or "base", the weights without, or "only" those of adapters.
         """
-        self._residency.require("weights", "state_dict()")
+        self._require("weights", "state_dict()")
         state: dict[str, Tensor] = self._call("state_dict", adapters)[0]
         return state
 
+    @takes("load_state_dict()", state=Kind("a mapping of tensors, as state_dict() gives,", MAPPING.has))
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite every weight, or every one of adapters: the names must be those of ``state_dict()``, or of
         ``state_dict(adapters="only")`` where the module has some."""
-        self._built_group()
-        if self._residency.states["weights"] is not State.EMPTY:
-            self._residency.require("weights", "load_state_dict()")
+        self._require("weights", "load_state_dict()", may_be_empty=not self._has_adapters)
         self._num_changes += 1
         self._call("load_state_dict", state)
         self._residency.set("weights", State.LOADED)
@@ -341,7 +358,14 @@ def _check_module(module: TrainModule) -> None:
 
 def _loss_mask(packed: Mapping[str, Tensor]) -> Tensor:
     """[T] bool: tokens that count; never a sequence's first, which nothing precedes."""
-    mask_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"])).bool().clone()
+    given_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"]))
+    others = given_T[(given_T != 0) & (given_T != 1)]
+    if len(others):
+        raise InvalidInputError(
+            f"loss_mask must be 0 or 1, or False or True, for each token, got {others[0].item()}; to weight tokens, "
+            "multiply in loss_fn by an entry of another name"
+        )
+    mask_T = given_T.bool().clone()
     mask_T[packed["cu_seqlens"][:-1].long()] = False
     return mask_T
 

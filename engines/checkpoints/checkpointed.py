@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
+from rlcore.arguments import PATH, takes
 from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.engine import Engine
 from rlcore.engines.residency import State
@@ -32,6 +33,7 @@ class CheckpointedEngine(Engine):
     def save(
         self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[False]
     ) -> PendingSave: ...
+    @takes("save()", folder=PATH)
     def save(
         self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: bool = True
     ) -> float | PendingSave:
@@ -50,7 +52,7 @@ class CheckpointedEngine(Engine):
                 in the background, and nothing is written now.
         """
         for tag in ("weights", "optimizer"):
-            self._residency.require(tag, "save()")
+            self._require(tag, "save()")
         self._settle_save()
         folder = Path(folder)
         data, seconds = self._call("save", folder, extra or {}, blocking)[0]
@@ -99,16 +101,16 @@ class CheckpointedEngine(Engine):
             self._settle_save_quietly()
         super().__exit__(*raised)
 
+    @takes("load()", folder=PATH)
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where ``save`` was called; returns its ``extra``.
 
         Raises:
             CheckpointError: missing, damaged, or of another model; nothing is changed then.
         """
-        if self._residency.states["weights"] is not State.EMPTY:
-            self._residency.require("weights", "load()")
+        self._require("weights", "load()", may_be_empty=True)
         if self._residency.states["optimizer"] is State.OFFLOADED:
-            self._residency.require("optimizer", "load()")
+            self._require("optimizer", "load()")
         self._settle_save()
         self._num_changes += 1
         extra: dict[str, Any] = self._call("load", Path(folder))[0]
@@ -117,6 +119,7 @@ class CheckpointedEngine(Engine):
         self._last_checkpoint = Path(folder)
         return extra
 
+    @takes("export()", folder=PATH)
     def export(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write a Hugging Face model folder that ``AutoModelForCausalLM`` and inference engines load.
 
@@ -128,6 +131,5 @@ class CheckpointedEngine(Engine):
         Raises:
             CheckpointError: the folder is not empty, or could not be written.
         """
-        self._built_group()
-        self._residency.require("weights", "export()")
+        self._require("weights", "export()")
         self._call("export", Path(folder), max_shard_bytes)

@@ -63,6 +63,7 @@ class Worker:
         self.emit = context.emit
         self._residents: dict[str, Resident] = {}
         self._exchange: Exchange | None = None
+        self._earlier_host_limit = arena_of(self.device).limit_bytes
 
     def onload(self, tag: str) -> OffloadReport:
         return self._residents[tag].onload()
@@ -124,6 +125,10 @@ class Worker:
             arena.set_limit(host_memory_bytes)
         if reserve_host_bytes is not None:
             arena.reserve(reserve_host_bytes)
+
+    def restore_host_limit(self) -> None:
+        """The limit of offloads is what it was before this worker."""
+        arena_of(self.device).set_limit(self._earlier_host_limit)
 
     def memory_report(self) -> MemoryReport:
         tags: dict[str, TagBytes] = {

@@ -28,6 +28,7 @@ _SLAB_BYTES = 1 << 30
 """Enough for all threads that touch its pages; a registration each, of which a batch of copies looks at all."""
 _ALIGNMENT = 64
 """Of tensors within a block, a cache line; blocks are multiples of it."""
+_RAISE_OWN_LIMIT = "raise the limit (set by the last build() in this process that gave one; pass host_memory_bytes=)"
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +88,11 @@ class Arena:
     @property
     def is_growing(self) -> bool:
         return self._growing_bytes > 0
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What ``set_limit`` said."""
+        return self._limit_bytes
 
     def set_limit(self, host_memory_bytes: int | None) -> None:
         """The most bytes to hold at any time; None leaves it to the limits of the process."""
@@ -162,15 +168,15 @@ class Arena:
     # --------------------------------------------------------------------------------------------- growing
 
     def _check_room(self, missing: int) -> None:
-        limits = cgroup_limits()
+        limits = [(limit, "raise the limit") for limit in cgroup_limits()]
         if self._limit_bytes is not None:
             held = sum(slab.tensor.numel() for slab in self._slabs) + self._growing_bytes
-            limits.append(HostLimit("host_memory_bytes", self._limit_bytes, held))
-        for limit in limits:
+            limits.append((HostLimit("host_memory_bytes", self._limit_bytes, held), _RAISE_OWN_LIMIT))
+        for limit, remedy in limits:
             if missing > limit.room_bytes:
                 raise DeviceError(
                     f"the offload of {self._device.name} needs {missing} bytes of host memory more, and {limit}; "
-                    "raise the limit, offload fewer tags, or release with meta() what need not come back"
+                    f"{remedy}, offload fewer tags, or release with meta() what need not come back"
                 )
 
     def _grow(self, missing: int) -> None:

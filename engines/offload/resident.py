@@ -21,6 +21,7 @@ from rlcore.engines.offload.cargo import Arrival, Cargo, Departure, Parcel, whol
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.storages import distinct_storages, freeable_storages
 from rlcore.engines.offload.transfer import Transfer
+from rlcore.errors import InvalidInputError
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
 
@@ -242,7 +243,11 @@ def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadRepo
 
     Needs no engine. Using the module or an optimizer inside raises ``StateError``. The host memory is kept for the
     next time.
+
+    Raises:
+        InvalidInputError: a module without parameters, or something else than a module and optimizers.
     """
+    _check_offloadable(module, optimizers)
     device = get_device(next(module.parameters()).device)
 
     def tensors() -> Iterator[Tensor]:
@@ -260,3 +265,16 @@ def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadRepo
         yield report
     finally:
         resident.onload()
+
+
+def _check_offloadable(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidInputError(f"offloaded() takes a torch.nn.Module first, got {type(module).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidInputError(
+                f"offloaded() takes torch.optim.Optimizer after the module, got {type(optimizer).__name__}; "
+                "give each optimizer by itself, and leave schedulers out"
+            )
+    if next(module.parameters(), None) is None:
+        raise InvalidInputError(f"offloaded() takes a module with parameters; this {type(module).__name__} has none")

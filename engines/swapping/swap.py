@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.residency import Move
 from rlcore.engines.swapping.party import Step, parties_of
@@ -16,6 +17,7 @@ from rlcore.errors import InvalidInputError
 
 Entry = tuple[Engine, str | Sequence[str]]
 """An engine and its tags; () means all."""
+_ENTRIES = Kind("a list of pairs of an engine and its tags, such as [(train, ())],", LIST.has)
 
 
 class SwapReports(NamedTuple):
@@ -26,6 +28,7 @@ class SwapReports(NamedTuple):
     in_: list[Reports]
 
 
+@takes("swap()", out=_ENTRIES, in_=_ENTRIES)
 def swap(*, out: Sequence[Entry], in_: Sequence[Entry]) -> SwapReports:
     """Offload ``out`` while ``in_`` is onloaded: both directions of the link work at once.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,11 @@ def test_rows_are_dealt_out_by_cost_and_come_back_in_order() -> None:
     assert in_order_of_rows(torch.tensor(list(map(ord, joined))), [], {"x": rows}, 3).tolist() == list(b"abcdefg")
 
 
+def test_costs_may_be_any_whole_numbers() -> None:
+    for costs in (torch.tensor([3.0, 1.0, 2.0]), np.array([3, 1, 2]), (3, np.int64(1), 2)):
+        assert sorted(NeedParallel(list("abc"), balance_by=costs).split(2)) == [["a"], ["b", "c"]]  # type: ignore[arg-type]
+
+
 def test_fewer_rows_than_workers_leave_some_without() -> None:
     assert sorted(map(len, NeedParallel([1, 2], balance_by=[5, 6]).split(4))) == [0, 0, 1, 1]
 
@@ -43,6 +49,11 @@ def test_what_cannot_be_split_is_named() -> None:
         NeedParallel({"a": [1], "b": [1, 2]})
     with pytest.raises(InvalidInputError, match="balance_by has 2 costs for 3 rows"):
         NeedParallel([1, 2, 3], balance_by=[1, 2])
+    for costs, cost in (([5, float("nan"), 2], "nan"), (torch.tensor([5, 0.5, 2]), "0.5"), ([5, -1, 2], "-1")):
+        with pytest.raises(InvalidInputError, match=f"balance_by takes whole numbers from 0, got {cost} for row 1"):
+            NeedParallel([1, 2, 3], balance_by=costs)
+    with pytest.raises(InvalidInputError, match="balance_by takes one cost a row in a list or tensor, got 3"):
+        NeedParallel([1, 2, 3], balance_by=3)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="no executor splits sequences yet"):
         NeedParallel([1], type="seq")
 

@@ -183,6 +183,31 @@ def test_host_memory_is_limited_and_reserved_at_build(build_train: Build, monkey
     assert arena.total_bytes == 1 << 20
     assert not train.offload("weights")["weights"][0].first_use
     train.close()
+    assert arena.limit_bytes == 1 << 20, "for the engines that are built later in this process"
     assert arena.total_bytes == 0, "a closed engine gives its host memory back"
     with pytest.raises(DeviceError, match="needs 1048640 bytes of host memory more, and host_memory_bytes is 1048576"):
         build_train(devices="cpu", reserve_host_bytes=(1 << 20) + 1)
+
+
+def test_a_limit_of_an_earlier_build_is_named_as_such(build_train: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_arenas", {})
+    build_train(devices="cpu", host_memory_bytes=4096).close()
+    message = (
+        r"host_memory_bytes is 4096 bytes, .* \(set by the last build\(\) in this process that gave one; pass host_m"
+    )
+    with pytest.raises(DeviceError, match=message):
+        build_train(devices="cpu").offload()
+
+
+@pytest.mark.parametrize("options", [{"onload": False}, {"reserve_host_bytes": 8192}], ids=str)
+def test_a_build_that_fails_leaves_the_limit_of_host_memory(
+    build_train: Build, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(arena_module, "_arenas", {})
+    arena = arena_of(rlcore.get_device("cpu"))
+    for earlier in (None, 1 << 30):
+        arena.set_limit(earlier)
+        with pytest.raises(DeviceError, match="host_memory_bytes is 4096 bytes"):
+            build_train(devices="cpu", host_memory_bytes=4096, **options)
+        assert arena.limit_bytes == earlier
+        build_train(devices="cpu", **options).close()

@@ -553,7 +553,7 @@ def test_every_move_from_every_state_of_the_weights(engine: rlcore.TrainEngine, 
 def test_a_released_optimizer_does_not_come_back_empty(engine: rlcore.TrainEngine) -> None:
     engine.meta("optimizer")
     for tags in (("optimizer",), ()):
-        with pytest.raises(StateError, match=r"released its optimizer; call load\(path\), or build it again"):
+        with pytest.raises(StateError, match=r"released its optimizer; call load\(path\), or restart\(\)"):
             engine.onload(*tags)
     assert engine.state["weights"] == "loaded", "a refused move moves nothing"
 

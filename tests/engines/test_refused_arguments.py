@@ -1,0 +1,109 @@
+"""Arguments of another kind than a function takes are refused by name, and not by what fails on them further down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.errors import InvalidInputError
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+
+from .train_batches import padded_batch
+
+
+@pytest.fixture(scope="session")
+def policy() -> Any:
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+
+    return Policy
+
+
+@pytest.fixture
+def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    with rlcore.meta_device():
+        module = policy.from_pretrained(qwen2_folder)
+    with rlcore.TrainEngine(module) as built:
+        yield built.build(devices="cpu")
+
+
+def test_of_a_train_engine(engine: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        r"save\(\) takes a str or Path as folder, got None": lambda: engine.save(None),
+        r"load\(\) takes a str or Path as folder, got None": lambda: engine.load(None),
+        r"export\(\) takes a str or Path as folder, got 3": lambda: engine.export(3),
+        r"load_state_dict\(\) takes a mapping of tensors, as state_dict\(\) gives, as state, got None": lambda: (
+            engine.load_state_dict(None)
+        ),
+        r"swap\(\) takes a list of pairs .* as out, got <": lambda: rlcore.swap(out=engine, in_=[]),
+        r"swap\(\) takes a list of pairs .* such as \[\(train, \(\)\)\], as in_, got None": lambda: rlcore.swap(
+            out=[],
+            in_=None,  # type: ignore[arg-type]
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(InvalidInputError, match=f"^{message}"):
+            call()
+
+
+def test_of_offloaded() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    calls: dict[str, tuple[Any, ...]] = {
+        "a module with parameters; this ReLU has none": (torch.nn.ReLU(),),
+        "a torch.nn.Module first, got SGD": (optimizer, module),
+        "torch.optim.Optimizer after the module, got StepLR; give each": (module, optimizer, scheduler),
+    }
+    for message, arguments in calls.items():
+        with pytest.raises(InvalidInputError, match=rf"^offloaded\(\) takes {message}"), rlcore.offloaded(*arguments):
+            pass
+    assert module.weight.untyped_storage().nbytes() > 0
+
+
+def test_an_attention_mask_of_another_shape_is_named_with_that_of_the_tokens(engine: rlcore.TrainEngine) -> None:
+    batch = padded_batch()
+    for mask in (batch["attention_mask"][:, :-1], batch["attention_mask"][:-1], batch["attention_mask"][0]):
+        message = (
+            rf"^attention_mask must have the shape of input_ids, \[5, 12\], got \[{', '.join(map(str, mask.shape))}\]"
+        )
+        with pytest.raises(InvalidInputError, match=message):
+            engine.train_batch(batch | {"attention_mask": mask}, ppo_clip())
+        with pytest.raises(InvalidInputError, match=message):
+            engine.forward_logprobs(batch | {"attention_mask": mask})
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
+def test_a_loss_mask_of_fractions_is_refused(engine: rlcore.TrainEngine, value: float) -> None:
+    batch = padded_batch()
+    batch["loss_mask"] = batch["loss_mask"].float()
+    engine.train_batch(batch, ppo_clip())
+    batch["loss_mask"][1, 2] = value
+    message = rf"^loss_mask must be 0 or 1, or False or True, for each token, got {value}; .* multiply in loss_fn"
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(InvalidInputError, match=message):
+            call(batch, ppo_clip())
+    with pytest.raises(InvalidInputError, match=message):
+        engine.forward_logprobs(batch)
+
+
+def test_a_batch_without_a_trained_token_takes_a_step_and_warns(
+    engine: rlcore.TrainEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = padded_batch()
+    engine.train_batch(batch, ppo_clip())
+    assert not caplog.records
+    found = engine.train_batch(batch | {"loss_mask": torch.zeros(5, 12)}, ppo_clip())
+    assert (found["num_tokens"], found["grad_norm"], found["loss"]) == (0, 0.0, 0.0)
+    assert "no token that is trained on: optimizers and schedulers take a step all the same" in caplog.text
+    assert engine.train_batch(batch, ppo_clip())["lr/optimizer"] == pytest.approx(1e-2 / 4), "the third step's rate"
