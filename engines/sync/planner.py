@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlcore.engines.sync.completeness import lacking
 from rlcore.engines.sync.place import Place
 from rlcore.engines.sync.plan import Plan, make_plan, misfits
 from rlcore.engines.sync.proof import prove
@@ -25,7 +26,7 @@ class Planner:
         self._number = number
         self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, place)]
         self._recording = record(*target.meta_model(), manifest, live=target.tensors())
-        if refusal := self._recording.refusal:
+        if refusal := self._recording.refusal or lacking(self._recording, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
         written = [one.destination for one in self._recording.written]
         self._target = target

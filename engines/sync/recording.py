@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -51,8 +51,12 @@ class Destination(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str
 
     @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize
+        return self.numel * dtype_of(self.dtype).itemsize
 
 
 class Write(NamedTuple):
@@ -92,6 +96,8 @@ class Recording:
     """Weights for which the loader raised, and what; -1: with none in its hands."""
     idle: frozenset[int]
     """Weights that reach nothing, such as experts of other workers."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """How many elements no weight wrote, of each destination that some weight reaches, or would if none had failed."""
     refusal: str = ""
     """Why these are the weights of another model, so that no load of them can be complete; or ""."""
 
@@ -202,7 +208,7 @@ class _Reader:
         num_weights = len(self._result.manifest.weights)
         idle = frozenset(range(num_weights)) - self._reached
         result = self._result
-        return Recording(result.manifest, result.written, result.not_plain, result.untouched, result.failures, idle)
+        return replace(result, idle=idle)
 
     def _sort(self, memory: Memory, place: _Place, names: list[str]) -> None:
         destination = Destination(names[0], tuple(names[1:]), place.shape, place.stride, dtype_name(place.dtype))
@@ -214,7 +220,7 @@ class _Reader:
                 weight for name in names if name in self._after for weight in self._weights_in(self._after[name])
             )
         else:
-            found = self._writes(memory, place)
+            found = self._writes(memory, place, names[0])
         self._reached |= weights
         if isinstance(found, str):
             self._result.not_plain.append(NotPlain(destination, found, weights))
@@ -248,7 +254,7 @@ class _Reader:
                 return "its loader changes its shape"
         return ""
 
-    def _writes(self, memory: Memory, place: _Place) -> list[Write] | str:
+    def _writes(self, memory: Memory, place: _Place, name: str) -> list[Write] | str:
         """What is written within a place, or why that is not plain."""
         try:
             found = list(_within(visible(memory.writes), place))
@@ -256,15 +262,18 @@ class _Reader:
             return f"it is written by {error}"
         if memory.dtype != place.dtype and memory.writes:
             return f"its memory is written as {dtype_name(memory.dtype)}"
+        numel = torch.Size(place.shape).numel()
+        missing = numel - sum(copy.numel for copy, _ in found)
+        if missing and (found or self._recorder.failures):
+            self._result.unwritten[name] = missing
         writes = []
         for copy, origin in found:
             if reason := self._objection(origin):
                 return reason
             assert not isinstance(origin, Changed)
             writes.append(Write(copy, origin))
-        missing = torch.Size(place.shape).numel() - sum(write.copy.numel for write in writes)
         if writes and missing:
-            return f"{missing} of its {torch.Size(place.shape).numel()} elements are written by no weight"
+            return f"{missing} of its {numel} elements are written by no weight"
         return writes
 
     def _objection(self, origin: Origin) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -36,6 +36,13 @@ class Target(ABC):
 
         The loader is called once, with all weights on meta. What it copies where is recorded; nothing live is touched.
         """
+
+    def checkpoint(self) -> Mapping[str, Tensor] | None:
+        """The weights that the engine was made from, on meta, by the names that its loader knows; None: not known.
+
+        Asked for where a trainer's weights fill a tensor in part: what these leave too is padding.
+        """
+        return None
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

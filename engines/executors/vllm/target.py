@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.interfaces import Config
 from rlcore.engines.executors.vllm.meta_model import meta_model
 from rlcore.engines.offload.storages import distinct_storages
+from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.sync.target import LoadWeights, Target, Weights
+from rlcore.engines.weight_source import TensorSlices, in_files
+from rlcore.errors import CheckpointError
 
 
 class VllmTarget(Target):
@@ -27,6 +31,14 @@ class VllmTarget(Target):
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         return meta_model(self._vllm_config)
+
+    def checkpoint(self) -> dict[str, Tensor] | None:
+        """Of its folder; None where vLLM was given a name, or files of another kind."""
+        try:
+            files = check_model_folder(self._vllm_config.model_config.model).weight_files
+        except CheckpointError:
+            return None
+        return {name: _on_meta(found) for name, found in in_files(files).items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Kept from the first call on: a reload takes them out of the model for a while."""
@@ -76,3 +88,8 @@ class VllmTarget(Target):
 
     def committed(self, version: int) -> None:
         """What was computed with earlier weights is the replica's, which drops it."""
+
+
+def _on_meta(found: TensorSlices) -> Tensor:
+    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
+    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")

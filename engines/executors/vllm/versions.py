@@ -287,7 +287,7 @@ def register_weight_transfer(name: str, module: str, class_name: str) -> None:
 def reloading(model: nn.Module, vllm_config: Config) -> Iterator[None]:
     """Inside, ``model.load_weights`` may be called, also in parts; what it got is processed at the end.
 
-    Of a layer that got some of its tensors vLLM would leave the others undefined: they are kept.
+    Of a layer that got some of its elements vLLM would leave the others undefined: they are kept.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -299,21 +299,39 @@ def reloading(model: nn.Module, vllm_config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        kept = [
-            (tensor, tensor.clone()) for layer in model.modules() for tensor in _not_loaded(get_layerwise_info(layer))
-        ]
+        kept = [found for layer in model.modules() for found in _kept(layer, get_layerwise_info(layer))]
         finalize_layerwise_reload(model, vllm_config.model_config)
         for tensor, before in kept:
             tensor.copy_(before)
 
 
-def _not_loaded(info: Reloading) -> list[Tensor]:
-    """Of a layer that got something, but not all, what it did not get."""
+def _kept(layer: nn.Module, info: Reloading) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a layer that got something, but not all, what it did not get, and its values.
+
+    What it got in part is to be loaded over the values that it has.
+    """
     if not info.loaded_weights or info.kernel_tensors is None:
-        return []
+        return
     loaded = {name for name, _ in info.loaded_weights}
     parameters, buffers = info.kernel_tensors
-    return [tensor.detach() for name, tensor in {**parameters, **buffers}.items() if name not in loaded]
+    for name, tensor in {**parameters, **buffers}.items():
+        if name not in loaded:
+            yield tensor.detach(), tensor.detach().clone()
+        elif (empty := getattr(layer, name)).is_meta and _is_alike(empty, tensor):
+            setattr(layer, name, _with_values(empty, tensor))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Of one layout: what is loaded is what the kernels use."""
+    return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+def _with_values(empty: Tensor, values: Tensor) -> Tensor:
+    """As vLLM makes a parameter of one on meta, whose class and attributes its loader reads."""
+    made = values.data.clone()
+    made.__class__ = empty.__class__
+    made.__dict__ = empty.__dict__.copy()
+    return made
 
 
 def kv_caches(runner: Runner) -> list[Tensor]:
