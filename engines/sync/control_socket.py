@@ -14,6 +14,7 @@ from rlcore.errors import InvalidInputError, SyncError
 
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
+_MOST_AT_ONCE = 1 << 20
 _SEND_S = 30.0
 _POLL_S = 0.05
 
@@ -23,6 +24,8 @@ class ControlSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._received = bytearray()
+        """Of a message that has not come whole."""
 
     @classmethod
     def connect(cls, address: str | Path, timeout_s: float = 60.0) -> ControlSocket:
@@ -43,27 +46,44 @@ class ControlSocket:
                     raise SyncError(f"no weight sender listens at {address} after {timeout_s:g} s: {error}") from error
                 time.sleep(_POLL_S)
 
-    def send(self, data: bytes) -> None:
-        self._connection.settimeout(_SEND_S)
-        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+    def send(self, data: bytes, timeout_s: float = _SEND_S) -> None:
+        """Raises TimeoutError where the other end does not take all of it in time; after a part of it, this end closes.
+
+        What came next would be taken for the rest of that message.
+        """
+        if self._connection.fileno() < 0:
+            raise ConnectionError("this end has closed, perhaps since a message was not taken whole; connect again")
+        message = memoryview(_LENGTH.pack(len(data)) + data)
+        deadline = time.monotonic() + timeout_s
+        num_sent = 0
+        try:
+            while num_sent < len(message):
+                self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
+                num_sent += self._connection.send(message[num_sent:])
+        except BaseException:
+            if num_sent:
+                self.close()
+            raise
 
     def recv(self, timeout_s: float) -> bytes:
+        """What has come of a message when the time is over is kept for the next call."""
         deadline = time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
+        self._receive(_LENGTH.size, deadline)
+        (length,) = _LENGTH.unpack_from(self._received)
         if length > _MOST_BYTES:
             raise ConnectionError(f"a message of {length} bytes is announced: the other end is no control channel")
-        return bytes(self._exactly(length, deadline))
+        self._receive(_LENGTH.size + length, deadline)
+        message, self._received = self._received, bytearray()
+        return bytes(memoryview(message)[_LENGTH.size :])
 
-    def _exactly(self, size: int, deadline: float) -> memoryview:
-        found = memoryview(bytearray(size))
-        num_read = 0
-        while num_read < size:
+    def _receive(self, size: int, deadline: float) -> None:
+        """Until so many bytes of the message are here."""
+        while (missing := size - len(self._received)) > 0:
             self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = self._connection.recv_into(found[num_read:])
+            part = self._connection.recv(min(missing, _MOST_AT_ONCE))
             if not part:
                 raise ConnectionError("the other end has closed")
-            num_read += part
-        return found
+            self._received += part
 
     def close(self) -> None:
         self._connection.close()

@@ -26,6 +26,10 @@ Exchange = Callable[[bytes], list[bytes]]
 """Gives the bytes of all ranks, by rank; all ranks call it together."""
 
 
+class LateError(SyncError):
+    """A party did not answer within what was left of its round; the round says how long that was in all."""
+
+
 class Parties(ABC):
     """All senders, or all receivers, of a round, in one order."""
 

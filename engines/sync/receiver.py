@@ -56,6 +56,7 @@ class Receiver:
         self._meeting: Meeting | None = None
         self.is_whole = True
         """What the target holds is of one version: it may be used."""
+        self.why_abandoned = ""
 
     # ---------------------------------------------------------------------------------------------- agree
 
@@ -339,8 +340,9 @@ class Receiver:
         self.is_whole = True
         self._drop_round()
 
-    def abandon(self, meeting: str = "") -> None:
+    def abandon(self, meeting: str = "", why: str = "") -> None:
         """A round has failed: what it held is given up, with the group ``meeting``. What was written stays."""
+        self.why_abandoned = why
         self._drop_round()
         self._let_go_of_trainer()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.engines.sync.options import Clock, RoundOptions
-from rlcore.engines.sync.parties import Parties, TimedParties
+from rlcore.engines.sync.parties import LateError, Parties, TimedParties
 from rlcore.engines.sync.place import Place, decoded, is_unwise, refusal
 from rlcore.engines.sync.planned import Summary
 from rlcore.engines.sync.routes import PATHS, Direct, Local, Packed, PackedOnHost, Path
@@ -108,19 +108,21 @@ class Rounds:
         round_ = _Round(self, options)
         try:
             return round_.run(poisoned)
-        except BaseException:
+        except BaseException as error:
             if round_.is_under_way or not round_.is_agreed:
                 self.agreement = None
-            self._abandon()
-            raise
+            if isinstance(error, LateError):
+                error = SyncError(f"{error}: the {options.timeout_s:g} s of this round are over")
+            self._abandon(str(error) or type(error).__name__)
+            raise error
 
-    def _abandon(self) -> None:
+    def _abandon(self, why: str) -> None:
         """Both sides give up what they hold for a round, if they still live; the next one opens its route anew."""
         meeting = "".join(path.meeting for path in self.paths.values())
         self.paths, self.last = {}, []
-        for side in (self.receivers, self.senders):
+        for side, told in ((self.receivers, (meeting, why)), (self.senders, (meeting,))):
             with contextlib.suppress(RlcoreError):
-                side.call("abandon", [(meeting,)] * len(side), _GRACE_S)
+                side.call("abandon", [told] * len(side), _GRACE_S)
         if meeting:
             shutil.rmtree(meeting, ignore_errors=True)
 

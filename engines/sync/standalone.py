@@ -23,16 +23,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rlcore.engines.sync.control_socket import ControlSocket
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.named_holding import NamedHolding, NamedTensors
 from rlcore.engines.sync.options import RoundOptions
-from rlcore.engines.sync.parties import Call, JoinedParties, LocalParties, Parties, SpmdParties
+from rlcore.engines.sync.parties import Call, JoinedParties, LateError, LocalParties, Parties, SpmdParties
 from rlcore.engines.sync.place import Route, decoded
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Sender
 from rlcore.engines.sync.target import ModuleTarget, Target
-from rlcore.errors import InvalidInputError, RlcoreError, SyncError
+from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 
@@ -95,20 +96,25 @@ class _RemoteParty(Parties):
         self.label = label
         self._control = control
         self._numbers = itertools.count(time.monotonic_ns())  # answers to an earlier sender are not taken
+        self._is_late = False
 
     def call(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> list[Any]:
+        if self._is_late and method == "abandon":  # the round is over; it will read this when it goes on
+            timeout_s = 0.0
         arguments = msgspec.Raw(msgspec.msgpack.encode(() if calls is None else calls[0]))
         number = next(self._numbers)
         deadline = time.monotonic() + timeout_s
         try:
-            self._control.send(msgspec.msgpack.encode(_Request(number, method, arguments)))
+            _send(self._control, _Request(number, method, arguments), timeout_s)
             answer = self._answer(deadline)
             while answer.number != number:
                 answer = self._answer(deadline)
         except TimeoutError as error:
-            raise SyncError(f"{self.label} did not answer {method}() within {timeout_s:g} s") from error
+            self._is_late = True
+            raise LateError(f"{self.label} did not answer {method}()") from error
         except OSError as error:
             raise SyncError(f"{self.label} is gone; {method}() found: {error}") from error
+        self._is_late = False
         if answer.error:
             raise SyncError(f"{method}() failed at {self.label}: {answer.error}")
         return [answer.result]
@@ -122,6 +128,14 @@ class _RemoteParty(Parties):
     @property
     def is_here(self) -> bool:
         return False
+
+
+def _send(control: Control, message: _Request | _Answer, timeout_s: float) -> None:
+    data = msgspec.msgpack.encode(message)
+    if isinstance(control, ControlSocket):
+        control.send(data, timeout_s)
+    else:  # how long it may wait is its own business
+        control.send(data)
 
 
 def _remote(control: Control | Sequence[Control]) -> Parties:
@@ -253,11 +267,11 @@ class WeightReceiver:
             request = self._request(timeout_s)
             answer = self._answered(request)
             try:
-                self._control.send(msgspec.msgpack.encode(answer))
+                _send(self._control, answer, timeout_s)
             except OSError as error:
                 raise self._failed(f"the sender is gone: {error}") from error
             if request.method == "abandon":
-                raise self._failed("the sender gave the round up")
+                raise self._failed(f"the sender gave the round up: {self._receiver.why_abandoned}")
             if request.method == "commit" and not answer.error:
                 self.version = msgspec.msgpack.decode(request.arguments, type=tuple[int, int])[1]
                 return self.version
@@ -276,7 +290,7 @@ class WeightReceiver:
                 raise SyncError(f"a receiver has no {request.method!r}")
             arguments = msgspec.msgpack.decode(request.arguments, type=list[Any])
             return _Answer(request.number, "", getattr(self._receiver, request.method)(*arguments))
-        except (RlcoreError, RuntimeError, TypeError, ValueError, LookupError, msgspec.MsgspecError) as error:
+        except Exception as error:  # whatever a loader raises: the sender waits for an answer
             return _Answer(request.number, f"{type(error).__name__}: {error}")
 
     def _failed(self, why: str) -> SyncError:

@@ -50,6 +50,52 @@ def test_what_is_no_control_channel_is_not_believed() -> None:
         ControlSocket(ours).recv(60)
 
 
+def test_what_has_come_of_a_message_is_kept_for_the_next_call() -> None:
+    ours, theirs = socket.socketpair()
+    message = bytes(range(200))
+    wire = struct.pack("<Q", len(message)) + message
+    with ours, theirs:
+        control = ControlSocket(ours)
+        for part in (wire[:3], wire[3:8], wire[8:50]):
+            theirs.sendall(part)
+            with pytest.raises(TimeoutError):
+                control.recv(0.01)
+        theirs.sendall(wire[50:] + wire)
+        assert [control.recv(60), control.recv(60)] == [message, message]
+
+
+def test_a_message_that_is_not_taken_in_time_ends_the_connection_where_a_part_of_it_went() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        control = ControlSocket(ours)
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            control.send(bytes(1 << 24), 0.2)
+        assert time.monotonic() - started < 5, "its own deadline"
+        with pytest.raises(ConnectionError, match="this end has closed, perhaps since a message was not taken whole"):
+            control.send(b"next")
+        with pytest.raises(ConnectionError, match="the other end has closed"):
+            ControlSocket(theirs).recv(60)
+
+
+def test_a_message_of_which_nothing_went_may_be_sent_again() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1 << 16))
+        control = ControlSocket(ours)
+        with pytest.raises(TimeoutError):
+            control.send(b"late", 0.01)
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while theirs.recv(1 << 20):
+                pass
+        control.send(b"again", 60)
+        assert ControlSocket(theirs).recv(60) == b"again"
+
+
 def test_only_this_user_can_connect_and_the_socket_goes_away(tmp_path: Path) -> None:
     path = tmp_path / "s"
     modes = []

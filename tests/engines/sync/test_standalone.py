@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import rlcore
+from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
+from rlcore.engines.sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, SyncError
+from rlcore.registry import get_device
 
 SHAPES = {"0.weight": (30, 40), "0.bias": (30,), "1.weight": (3, 30)}
 
@@ -146,7 +150,8 @@ def test_names_that_differ_are_refused_on_both_sides(other: Other, control: Sock
     with pytest.raises(SyncError, match="unexpected: weight"):
         sender.send()
     found = other.says()
-    assert "the sender gave the round up. The model's weights are whole" in found["error"]
+    assert "the sender gave the round up: prepare() failed at the receiver: SyncError: " in found["error"]
+    assert found["error"].endswith("unexpected: weight. The model's weights are whole")
     with pytest.raises(InvalidInputError, match="at least one named tensor"):
         rlcore.WeightSender({}, control)
 
@@ -154,9 +159,17 @@ def test_names_that_differ_are_refused_on_both_sides(other: Other, control: Sock
 def test_a_receiver_that_ends_or_stops_is_named_in_time(other: Other, control: SocketControl) -> None:
     sender = rlcore.WeightSender(tensors(1.0), control)
     sender.send()
+    assert other.says()["version"] == 1
     os.kill(other.process.pid, signal.SIGSTOP)
-    with pytest.raises(SyncError, match=r"the receiver did not answer begin\(\) within [\d.]+ s"):
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=r"^the receiver did not answer begin\(\): the 2 s of this round are over$"):
         sender.send(timeout_s=2.0)
+    assert time.monotonic() - started < 7, "nobody waits for what it would say to that"
+    os.kill(other.process.pid, signal.SIGCONT)
+    told = "the sender gave the round up: the receiver did not answer begin(): the 2 s of this round are over."
+    assert told in other.says()["error"]
+    assert sender.send(version=5, timeout_s=60.0).version == 5
+    assert other.says() == {"version": 5, "sums": sums(1.0), "is_whole": True}
     other.process.kill()
     other.process.wait()
     with pytest.raises(SyncError, match=r"the receiver is gone; begin\(\) found"):
@@ -198,6 +211,35 @@ sender.send(slab_bytes=1 << 16)
         receiver.close()
         control.close()
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind", [AssertionError, OSError, AttributeError], ids=lambda kind: kind.__name__)
+def test_whatever_the_receivers_loader_raises_is_told_at_once(kind: type[Exception], tmp_path: Path) -> None:
+    class Loader(ModuleTarget):
+        def reload(self, weights: Any) -> None:
+            raise kind("the loader says no")
+
+    def receive() -> str:
+        control = ControlSocket.connect(tmp_path / "control")
+        receiver = rlcore.WeightReceiver(Loader(torch.nn.Linear(2, 2), get_device("cpu")), control)
+        with pytest.raises(SyncError) as caught:
+            receiver.receive(timeout_s=100)
+        control.close()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive)
+        controls = accept_controls(tmp_path / "control", 1)
+        sender = rlcore.WeightSender(torch.nn.Linear(2, 2).named_parameters, controls)
+        started = time.monotonic()
+        with pytest.raises(SyncError) as caught:
+            sender.send(timeout_s=50, verify=True)
+        assert time.monotonic() - started < 25, "it does not wait for its deadline"
+        refusal = f"load() failed at receiver 0: {kind.__name__}: the loader says no"
+        assert str(caught.value) == refusal
+        assert f"the sender gave the round up: {refusal}. The model's weights are a mixture" in received.result()
+    sender.close()
+    controls[0].close()
 
 
 def test_messages_that_are_none_are_refused() -> None:
