@@ -67,7 +67,9 @@ def test_what_fails_in_generate_leaves_no_request(replica: Replica, engine: Fail
 def test_host_memory_is_reserved_while_vllm_loads_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that vLLM has yet to start are told later."""
     asked: list[Any] = []
-    arena = SimpleNamespace(set_limit=lambda nbytes: asked.append(("limit", nbytes)), reserve=asked.append)
+    arena = SimpleNamespace(
+        limit_bytes=None, set_limit=lambda nbytes: asked.append(("limit", nbytes)), reserve=asked.append
+    )
     monkeypatch.setattr(worker, "arena_of", lambda device: arena)
     alone, several = (VllmWorker(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",) * count)) for count in (1, 2))
     several.reserve_host_memory(1 << 20, 4096)
