@@ -33,6 +33,7 @@ class Child:
         self._workers: dict[int, Any] = {}
         self._contexts: dict[int, WorkerContext] = {}
         self._call = 0
+        self._given_up: set[int] = set()
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="rlcore-listen", daemon=True).start()
@@ -47,7 +48,10 @@ class Child:
     def _listen(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
-                self._messages.put(message)
+                if message[0].kind == "give up":  # of the call that runs, or of one that waits
+                    self._given_up.add(message[0].call)
+                else:
+                    self._messages.put(message)
         except BaseException:  # such as no descriptor left for a tensor: what follows cannot be read either
             traceback.print_exc()
             sys.stderr.flush()
@@ -62,6 +66,8 @@ class Child:
         # SystemExit and KeyboardInterrupt too: a failed call is not the end of other engines' workers.
         except BaseException as error:
             self._channel.send("error", self._call, msgspec.msgpack.encode(describe(error)))
+        finally:
+            self._given_up.discard(self._call)
 
     def _execute(self, envelope: Envelope, method: str, args: Any, kwargs: Any) -> Any:
         if envelope.kind == "start":
@@ -78,7 +84,7 @@ class Child:
 
     def _start(self, number: int, worker_class: Any, context: WorkerContext) -> None:
         context.device.activate()
-        context = replace(context, emit=self._emit)
+        context = replace(context, emit=self._emit, is_given_up=lambda: self._call in self._given_up)
         with context.turn("start"):
             self._workers[number] = worker_class(context)
         self._contexts[number] = context

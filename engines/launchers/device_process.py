@@ -186,7 +186,14 @@ class DeviceProcess:
             first = next(iter(self._pending.values()), None)
             if first is None:
                 return None
-            return Current(first.context.engine, first.method, first.timeout_s, self._first_since)
+            return Current(first.context.engine, first.method, first.timeout_s, self._first_since, first.future)
+
+    def give_up(self, answer: Future[Any]) -> None:
+        """Tell the child that nobody waits for this call; it is still answered."""
+        with self._lock:
+            found = [call for call, pending in self._pending.items() if pending.future is answer]
+        for call in found:
+            self._outgoing.put(("give up", call, 0, b"", []))
 
     def _transmit(self) -> None:
         # A thread of its own: a stopped child does not read, and whoever calls it must still meet his deadline.

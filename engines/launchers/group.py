@@ -77,7 +77,13 @@ class WorkerGroup:
             worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=timeout_s or self._timeout_s)
             for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
         ]
-        return self._results(method, self._send(prepared), inbox)
+        futures = self._send(prepared)
+        try:
+            return self._results(method, futures, inbox)
+        except BaseException:  # Ctrl-C, or what on_event raised: the workers would go on for nobody
+            for worker, future in zip(self.workers, futures, strict=True):
+                worker.give_up(future)
+            raise
 
     def _check_usable(self, method: str) -> None:
         if self._owner != os.getpid():
@@ -118,7 +124,7 @@ class WorkerGroup:
                 item = inbox.get(timeout=min(_LONGEST_WAIT_S, max(0.0, patience_s)))
             except queue.Empty:
                 if late := {rank: at for rank, at in self._present(futures).items() if at.remaining_s <= 0}:
-                    raise self._timeout(method, late) from None
+                    raise self._timeout(method, late, futures) from None
                 continue
             if not isinstance(item, Future):
                 item()
@@ -146,7 +152,7 @@ class WorkerGroup:
             self._break(error)
         return error
 
-    def _timeout(self, method: str, late: dict[int, Current]) -> WorkerTimeoutError:
+    def _timeout(self, method: str, late: dict[int, Current], futures: list[Future[Any]]) -> WorkerTimeoutError:
         rank, current = next(iter(late.items()))
         stacks = [f"{self.workers[rank].context.where}:\n{self.workers[rank].stack()}" for rank in late]
         error = WorkerTimeoutError(
@@ -156,8 +162,9 @@ class WorkerGroup:
             timeout_s=current.timeout_s,
             stack="\n\n".join(stacks),
         )
-        if (current.engine, current.method) != (self.engine, method):
-            error.add_note(f"it is a call of {current.engine}; {method}() of {self.engine} waited behind it")
+        if current.answer not in futures:
+            which = "an earlier call" if current.engine == self.engine else "a call"
+            error.add_note(f"it is {which} of {current.engine}; {method}() of {self.engine} waited behind it")
         error.add_note("the executor's workers were ended; restart() brings them back")
         self._break(error)
         return error

@@ -47,6 +47,9 @@ class InlineWorker:
 
         return call
 
+    def give_up(self, answer: Future[Any]) -> None:
+        """A call has ended when it returns: what interrupts its caller interrupts it."""
+
     @property
     def current(self) -> None:
         """A call has ended when it returns."""

@@ -66,6 +66,9 @@ class ProcessWorker:
         pending = Pending(self.context, method, timeout_s, _returned(self._worker_class, method), on_event)
         return self._process.prepare(kind, self._number, (sent, dict(kwargs)), pending)
 
+    def give_up(self, answer: Future[Any]) -> None:
+        self._process.give_up(answer)
+
     def stack(self) -> str:
         return self._process.stack()
 

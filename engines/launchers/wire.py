@@ -27,7 +27,7 @@ from rlcore.engines.launchers.shared import Housekeeping, Inbox, Outbox, Parcel
 from rlcore.errors import InvalidInputError
 from rlcore.tensor_data import dtype_name, host_bytes
 
-Kind = Literal["start", "call", "close", "end", "result", "event", "error"]
+Kind = Literal["start", "call", "give up", "close", "end", "result", "event", "error"]
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that ride on it
 # A smaller tensor travels inside the message: that is cheaper, and whoever keeps it keeps no segment.
 SHARED_BYTES = 64 << 10

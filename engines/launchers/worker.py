@@ -26,6 +26,10 @@ def _ignore(event: Any) -> None:
     pass
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
     """A worker owns one device, or drives several; its executor has ``world_size`` workers."""
@@ -45,6 +49,8 @@ class WorkerContext:
     """Folder through which the workers find each other: no port is opened to the network."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
+    is_given_up: Callable[[], bool] = _never
+    """Nobody waits for the present call any more, such as after Ctrl-C: a long one may end early."""
     world: World = field(default_factory=World, repr=False, compare=False)
 
     @property
@@ -84,6 +90,7 @@ class Current:
     timeout_s: float
     since: float
     """``time.monotonic()`` when it was sent, or the call before it ended."""
+    answer: Future[Any]
 
     @property
     def remaining_s(self) -> float:
@@ -124,6 +131,9 @@ class WorkerHandle(Protocol):
             on_event: for what the method emits; called in any thread.
             timeout_s: how long it may run, for those who wait behind it.
         """
+
+    def give_up(self, answer: Future[Any]) -> None:
+        """Nobody waits for this call any more. It keeps its turn, and may end early."""
 
     @property
     def current(self) -> Current | None:

@@ -74,7 +74,11 @@ class Replica:
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
     ) -> list[RequestOutput]:
-        """Complete these prompts; ``advance`` hears the number of completions that ended, as they do."""
+        """Complete these prompts; ``advance`` hears the number of completions that ended, as they do.
+
+        Raises:
+            StateError: paused or held; or the caller has given the call up.
+        """
         with self.between_steps("generate"):
             self._require_running("generate()")
             self._set_version(version)
@@ -84,6 +88,8 @@ class Replica:
             try:
                 self._add(list(numbers), prompts, params, is_streamed=False)
                 while not all(number in self._done for number in numbers):
+                    if self._processes.context.is_given_up():
+                        raise StateError("generate() has ended early: its caller was interrupted")
                     if num_ended := self._step(numbers):
                         advance(num_ended)
                 return [self._done.pop(number) for number in numbers]

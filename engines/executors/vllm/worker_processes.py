@@ -32,7 +32,7 @@ class WorkerProcesses:
     """
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+        self.context = context
         self._lost = ""
         self._watching = threading.Thread(target=self._watch, name="rlcore-vllm-watch", daemon=True)
         self._are_any = len(context.devices) > 1
@@ -54,7 +54,7 @@ class WorkerProcesses:
             if self._are_any:
                 self._watching.join(_NEWS_S)
             if self._lost:
-                rank, device = self._context.rank, self._context.device_name
+                rank, device = self.context.rank, self.context.device_name
                 raise WorkerDiedError(rank=rank, device=device, method=method, how=f"lost {self._lost},") from error
             raise
 
@@ -64,7 +64,7 @@ class WorkerProcesses:
         while not ended:
             found = [process for process in active_children() if process not in processes]
             processes += found  # kept: of one that has ended Python soon knows nothing
-            patience_s = None if len(processes) == len(self._context.devices) else _LOOK_AGAIN_S
+            patience_s = None if len(processes) == len(self.context.devices) else _LOOK_AGAIN_S
             ended = connection.wait([process.sentinel for process in processes], patience_s)
         first = next(process for process in processes if process.sentinel == ended[0])
         if (code := _exit_code(first)) == 0:  # it told vLLM first why it cannot go on
@@ -78,7 +78,7 @@ class WorkerProcesses:
         where = [f"process {process.pid}"]
         if found := re.fullmatch(r"VllmWorker-(\d+)", process.name):
             rank = int(found[1])
-            where += [f"tensor-parallel rank {rank}", self._context.devices[rank]]
+            where += [f"tensor-parallel rank {rank}", self.context.devices[rank]]
         return f"vLLM's {process.name} ({', '.join(where)})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,6 +283,18 @@ def test_the_users_process_has_no_vllm_and_a_killed_replica_comes_back(
             engine.generate(PROMPTS, GREEDY)
         assert tokens(engine.restart().generate(PROMPTS, GREEDY)) == expected
         assert engine.collect(timeout_s=0) == {}
+
+
+def test_ctrl_c_leaves_no_request_in_the_way(infer: rlcore.InferenceEngine) -> None:
+    expected = tokens(infer.generate(PROMPTS, GREEDY))
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    long = {"n": 4, "max_tokens": 250, "ignore_eos": True}
+    with pytest.raises(KeyboardInterrupt):
+        infer.generate(["1"] * 2048, long)  # minutes
+    started = time.monotonic()
+    assert infer.executors[0].call("progress", [((), {})]) == [{}]
+    assert tokens(infer.generate(PROMPTS, GREEDY)) == expected
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

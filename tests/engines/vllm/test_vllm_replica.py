@@ -1,8 +1,9 @@
-"""A replica whose engine fails; nothing here needs vLLM, whose engine another plays."""
+"""A replica whose engine fails, is interrupted, or gets new weights; nothing needs vLLM, whose engine another plays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,14 @@ from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, StateError
 
-READER: Any = SimpleNamespace(read=lambda prompts, params: prompts, stop_token_ids=())
+CONTEXT = WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",))
+READER: Any = SimpleNamespace(
+    read=lambda prompts, params: prompts,
+    stop_token_ids=(),
+    completion=lambda token_ids, logprobs, **rest: SimpleNamespace(token_ids=token_ids, **rest),
+)
 
 
 class FailingEngine:
@@ -34,6 +40,51 @@ class FailingEngine:
         raise RuntimeError("an illegal memory access")
 
 
+class CachingEngine(FailingEngine):
+    """Samples a token a step and request: what its keys and values, one a token, were computed with, added up.
+
+    As in vLLM, requests under way keep theirs unless they are reset too, and compute them again then.
+    """
+
+    weights = 1
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self._num_steps = num_steps
+        self.before_step: Callable[[], None] = lambda: None
+        self._caches: dict[str, list[int]] = {}
+        self.seen: dict[str, list[int]] = {}
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        super().add_request(request_id, prompt, params)
+        self._caches[request_id], self.seen[request_id] = [], []
+
+    def step(self) -> Any:
+        self.before_step()
+        found = []
+        for name in list(self.requests):
+            cache, seen = self._caches[name], self.seen[name]
+            cache += [self.weights] * (len(seen) + 1 - len(cache))
+            seen.append(sum(cache))
+            reason = "length" if len(seen) == self._num_steps else None
+            if reason:
+                self.requests.remove(name)
+            logprobs = [{seen[-1]: SimpleNamespace(logprob=-1.0)}]
+            sampled = SimpleNamespace(token_ids=seen[-1:], logprobs=logprobs, finish_reason=reason)
+            found.append(SimpleNamespace(request_id=name, outputs=[sampled]))
+        return found
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if reset_running_requests:
+            self._caches = {name: [] for name in self._caches}
+        return reset_running_requests or not self.requests
+
+    def reset_mm_cache(self) -> None:
+        """It has none."""
+
+    reset_encoder_cache = reset_mm_cache
+
+
 @pytest.fixture
 def engine() -> FailingEngine:
     return FailingEngine()
@@ -42,7 +93,7 @@ def engine() -> FailingEngine:
 @pytest.fixture
 def replica(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
-    replica = Replica(engine, WorkerProcesses(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",))), READER, lambda: None)
+    replica = Replica(engine, WorkerProcesses(CONTEXT), READER, lambda: None)
     yield replica
     replica.close()
 
@@ -62,6 +113,35 @@ def test_what_fails_in_generate_leaves_no_request(replica: Replica, engine: Fail
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         replica.run([[1, 2]], [SamplingParams(n=3)], 0, lambda number: None)
     assert engine.requests == [] and replica.progress() == {}
+
+
+def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=5)
+    replica = Replica(engine, WorkerProcesses(CONTEXT), READER, lambda: None)
+
+    def sync_after_three_steps() -> None:
+        if engine.weights == 1 and all(len(seen) == 3 for seen in engine.seen.values()):
+            engine.weights = 100
+            replica.weights_changed(version=8)
+
+    engine.before_step = sync_after_three_steps
+    outputs = replica.run([[1], [2]], [SamplingParams(), SamplingParams()], 7, lambda number: None)
+    for output in outputs:
+        (made,) = output.outputs
+        assert made.token_ids == [1, 2, 3, 400, 500], "no key or value of the old weights is left"
+        assert [(span.version, span.start, span.end) for span in made.spans] == [(7, 0, 3), (8, 3, 5)]
+
+
+def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=1000)
+    context = replace(CONTEXT, is_given_up=lambda: any(len(seen) == 3 for seen in engine.seen.values()))
+    replica = Replica(engine, WorkerProcesses(context), READER, lambda: None)
+    with pytest.raises(StateError, match=r"generate\(\) has ended early: its caller was interrupted"):
+        replica.run([[1], [2]], [SamplingParams(), SamplingParams(n=2)], 0, lambda number: None)
+    assert (engine.requests, replica.progress()) == ([], {})
+    assert [len(seen) for seen in engine.seen.values()] == [3, 3, 3]
 
 
 def test_host_memory_is_reserved_while_vllm_loads_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

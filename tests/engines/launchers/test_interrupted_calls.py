@@ -1,0 +1,99 @@
+"""A call whose caller leaves early, as with Ctrl-C: its worker is told, and whoever waits behind it learns of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import WorkerTimeoutError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
+
+LONG_S = 60.0
+
+
+class Worker:
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.was_given_up: list[bool] = []
+
+    def work(self, seconds: float, *, looks: bool = True) -> bool:
+        """So long, or until nobody waits for it."""
+        self.context.emit("begun")
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not (looks and self.context.is_given_up()):
+            time.sleep(0.01)
+        self.was_given_up.append(self.context.is_given_up())
+        return self.was_given_up[-1]
+
+    def told(self) -> list[bool]:
+        return self.was_given_up
+
+    def close(self) -> None:
+        pass
+
+
+def ask(
+    group: WorkerGroup, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any
+) -> list[Any]:
+    return group.call(method, [(args, kwargs)] * len(group.workers), on_event)
+
+
+def interrupt(_: Any) -> None:
+    """Ctrl-C, as it comes in the thread that waits for the call."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_worker_is_told_that_its_caller_was_interrupted(start_group: Any) -> None:
+    with start_group(Worker, 2) as group:
+        assert ask(group, "work", 0.01) == [False, False]
+        with pytest.raises(KeyboardInterrupt):
+            ask(group, "work", LONG_S, on_event=interrupt)
+        started = time.monotonic()
+        assert ask(group, "told") == [[False, True]] * 2, "the workers live on"
+        assert time.monotonic() - started < LONG_S / 2
+        assert ask(group, "work", 0.01) == [False, False], "it is said of one call"
+
+
+def test_a_call_that_waits_is_given_up_before_it_runs(start_group: Any, wait_until: Any) -> None:
+    with start_group(Worker, engine="the first") as first, start_group(Worker, engine="the second") as second:
+        thread = threading.Thread(target=ask, args=(first, "work", 2.0), kwargs={"looks": False})
+        thread.start()
+        wait_until(lambda: first.workers[0].current)
+        with pytest.raises(KeyboardInterrupt):
+            timer = threading.Timer(0.3, interrupt, (None,))
+            timer.start()
+            ask(second, "work", LONG_S)
+        thread.join()
+        assert (ask(first, "told"), ask(second, "told")) == ([[False]], [[True]])
+
+
+def test_what_a_listener_raises_gives_the_call_up_too(start_group: Any) -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("of the progress bar")
+
+    with start_group(Worker) as group:
+        with pytest.raises(ZeroDivisionError):
+            ask(group, "work", LONG_S, on_event=fail)
+        assert ask(group, "told") == [[True]]
+
+
+def test_an_earlier_call_that_does_not_look_is_named_by_the_one_behind_it(start_group: Any) -> None:
+    with start_group(Worker) as group:
+        with pytest.raises(KeyboardInterrupt):
+            group.call("work", [((LONG_S,), {"looks": False})], interrupt, timeout_s=1.0)
+        with pytest.raises(WorkerTimeoutError) as caught:
+            ask(group, "work", 0.01)
+        assert "it is an earlier call of the test engine; work() of the test engine waited behind it" in (
+            caught.value.__notes__
+        )
