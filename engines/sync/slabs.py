@@ -25,6 +25,8 @@ ALIGNMENT = 512
 HEADER = 4
 """int64 values: round, bucket, bytes, checksum."""
 _COLUMNS = 1024
+_COLUMN_FACTOR = 5
+_ROW_FACTOR = 2 * _COLUMN_FACTOR * _COLUMNS + 2  # above what the weights of two columns differ by; even
 
 
 class Piece(NamedTuple):
@@ -225,7 +227,9 @@ def check(slot: Tensor, round_id: int, number: int, bucket: Bucket, *, is_checke
 
 
 def checksum(data: Tensor) -> Tensor:
-    """A number that changes with every single change, and with exchanged parts.
+    """A number that changes with every single change.
+
+    Exchanged parts change it too, unless the sums of their words are equal or differ in high bits alone.
 
     Args:
         data: [n] uint8, n a multiple of 8, aligned to 8 bytes.
@@ -234,15 +238,14 @@ def checksum(data: Tensor) -> Tensor:
         int64 scalar on the device of ``data``.
     """
     words = data.view(torch.int64)
-    # Of one changed word the difference is multiplied by an odd number: it cannot vanish modulo 2^64.
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    total = _weighted(words[whole:], 3)
-    if whole:
-        grid = words[:whole].view(-1, _COLUMNS)
-        total = total * 7 + _weighted(grid.sum(0), 5) + _weighted(grid.sum(1), 22)
-    return total
+    # Each word is multiplied by an odd number of its own: the difference of one cannot vanish modulo 2^64.
+    rows = words.numel() // _COLUMNS
+    grid, last = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    by_column, by_row = grid.sum(0), torch.cat([grid.sum(1), last.sum(0, keepdim=True)])
+    by_column[: last.numel()] += last
+    return _weighted(by_column) * _COLUMN_FACTOR + _weighted(by_row) * _ROW_FACTOR
 
 
-def _weighted(values: Tensor, factor: int) -> Tensor:
+def _weighted(values: Tensor) -> Tensor:
     weights = torch.arange(values.numel(), device=values.device) * 2 + 1
-    return (values * weights).sum() * factor
+    return (values * weights).sum()
