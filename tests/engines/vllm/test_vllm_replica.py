@@ -126,7 +126,7 @@ def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypat
             replica.weights_changed(version=8)
 
     engine.before_step = sync_after_three_steps
-    outputs = replica.run([[1], [2]], [SamplingParams(), SamplingParams()], 7, lambda number: None)
+    outputs: list[Any] = replica.run([[1], [2]], [SamplingParams(), SamplingParams()], 7, lambda number: None)
     for output in outputs:
         (made,) = output.outputs
         assert made.token_ids == [1, 2, 3, 400, 500], "no key or value of the old weights is left"

@@ -65,3 +65,4 @@ def test_a_mixture_is_refused_at_the_end_of_an_update(
     assert torch.equal(model.weight, weight)
     sender.close()
     engine.shutdown()
+    here.close()
