@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from rlcore.arguments import FLAG, WHOLE, optional, takes
+from rlcore.arguments import COUNT, FLAG, optional, takes
 from rlcore.engines.build_options import check_executor_options
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
@@ -48,7 +48,7 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------------------------------------- life
 
-    @takes("build()", onload=FLAG, host_memory_bytes=optional(WHOLE), reserve_host_bytes=optional(WHOLE))
+    @takes("build()", onload=FLAG, host_memory_bytes=optional(COUNT), reserve_host_bytes=optional(COUNT))
     def build(
         self,
         *,

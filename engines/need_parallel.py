@@ -128,7 +128,12 @@ def in_order_of_rows(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ]
     if not balanced:
         return joined
-    places = inverse_permutation(balanced[0].rows_of(parts))
+    return _at(joined, inverse_permutation(balanced[0].rows_of(parts)))
+
+
+def _at(joined: Any, places: list[int]) -> Any:
+    if isinstance(joined, Mapping) and not _is_tensordict(joined):
+        return {name: _at(value, places) for name, value in joined.items()}
     if len(joined) != len(places):
         raise InvalidInputError(
             f"gather='cat' after balance_by needs one result a row: {len(joined)} results for {len(places)} rows; "
@@ -151,9 +156,23 @@ def gathered(name: str, results: list[Any], gather: Gather) -> Any:
     try:
         if gather == "mean":
             return sum(float(result) for result in results) / len(results)
-        if isinstance(results[0], Tensor):
-            return torch.cat(results)
-        return [item for result in results for item in result]
+        return _joined(results)
     except (RuntimeError, TypeError, ValueError) as error:
         what = f"{name}() gave, {results[0]!r:.80}"
         raise InvalidInputError(f"gather={gather!r} does not fit what {what}: {error}") from error
+
+
+def _joined(results: Sequence[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor) or _is_tensordict(first):
+        return torch.cat(results)  # type: ignore[arg-type]
+    if isinstance(first, Mapping):
+        if any(not isinstance(result, Mapping) or result.keys() != first.keys() for result in results):
+            raise TypeError("not all workers gave a dict of these entries")
+        return {name: _joined([result[name] for result in results]) for name in first}
+    for result in results:
+        if not isinstance(result, list | tuple):
+            raise TypeError(
+                f"a {type(result).__name__} has no rows; lists, tuples, tensors and dicts of them are joined"
+            )
+    return [item for result in results for item in result]

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ _BATCH_KINDS = {
     "max_tokens_per_micro_batch": WHOLE,
     "temperature": NUMBER,
 }
+_ADAPTERS = Kind("'merged', 'base' or 'only'", lambda value: value in get_args(Adapters))
 _LOSS_KINDS = _BATCH_KINDS | {
     "loss_fn": Kind("a function (logprob, entropy, per_token) -> (value, stats), such as ppo_clip(),", callable),
     "max_length": optional(WHOLE),
@@ -106,8 +107,8 @@ class TrainEngine(CheckpointedEngine):
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 
         Args:
-            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors or lists joined,
-                in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
+            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors, lists or dicts of
+                them joined, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
         """
         group = self._built_group()
         check_gather(gather)
@@ -318,6 +319,7 @@ class TrainEngine(CheckpointedEngine):
 
     p2p_weight_sync = sync_weights
 
+    @takes("state_dict()", adapters=_ADAPTERS)
     def state_dict(self, *, adapters: Adapters = "merged") -> dict[str, Tensor]:
         """Every weight by checkpoint name, copied to the host.
 

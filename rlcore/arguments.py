@@ -43,6 +43,7 @@ def optional(kind: Kind) -> Kind:
 
 FLAG = kind_of("True or False", bool)
 WHOLE = Kind("a whole number", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool))
+COUNT = Kind("a whole number of at least 1", lambda value: WHOLE.has(value) and value >= 1)
 NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
 TEXT = kind_of("a str", str)
 PATH = kind_of("a str or Path", str, os.PathLike)

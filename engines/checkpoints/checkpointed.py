@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from rlcore.arguments import PATH, takes
+from rlcore.arguments import FLAG, PATH, kind_of, optional, takes
 from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.engine import Engine
 from rlcore.engines.residency import State
@@ -33,7 +33,7 @@ class CheckpointedEngine(Engine):
     def save(
         self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[False]
     ) -> PendingSave: ...
-    @takes("save()", folder=PATH)
+    @takes("save()", folder=PATH, extra=optional(kind_of("a dict", dict)), blocking=FLAG)
     def save(
         self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: bool = True
     ) -> float | PendingSave:

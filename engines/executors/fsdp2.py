@@ -90,15 +90,13 @@ class Fsdp2Worker(Worker):
             guard.guard_module(module, message)
             guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
 
-        def guard_optimizers(tag: str) -> Any:
-            def guard_them(guard: Guard, state: str) -> None:
-                message = f"the {tag} of this {class_name} are {state}; call the engine's onload({tag!r})"
-                guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
-
-            return guard_them
+        def guard_optimizers(guard: Guard, state: str) -> None:
+            message = f"the optimizer of this {class_name} are {state}; call the engine's onload('optimizer')"
+            guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
 
         def guard_grads(guard: Guard, state: str) -> None:
-            guard_optimizers("grads")(guard, state)
+            message = f"the grads of this {class_name} are {state}; call the engine's onload('grads')"
+            guard.guard_steps(train_state.optimizers_of(module).values(), message)
             if state == "offloaded" and any(parameter.grad is not None for parameter in module.parameters()):
                 message = (
                     f"the grads of this {class_name} are in host memory, where zero_grad() does not reach them; "
@@ -111,7 +109,7 @@ class Fsdp2Worker(Worker):
             "optimizer": Resident(
                 self.device,
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
-                guard_optimizers("optimizer"),
+                guard_optimizers,
             ),
             "grads": GradResident(self.device, module, guard_grads),
         }
@@ -165,6 +163,12 @@ class Fsdp2Worker(Worker):
         if found := mismatch({name: weight.view for name, weight in own.items()}, state):
             call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
             raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
+        for name, weight in own.items():
+            if state[name].is_floating_point() != weight.view.is_floating_point():
+                raise InvalidInputError(
+                    f"load_state_dict() does not round {name} from {state[name].dtype} to {weight.view.dtype}; "
+                    "convert it first"
+                )
         if computed := [name for name, weight in own.items() if not weight.parts]:
             raise UnsupportedError(
                 f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from rlcore.errors import StateError
+
+_UNHOOKED = ("__deepcopy__", "_apply", "reset_parameters")
+"""Of a module; ``_apply`` is what moves, converts and shares its tensors."""
 
 
 class Guard:
@@ -17,30 +22,44 @@ class Guard:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle | _Replaced] = []
+        weakref.finalize(self, _lift, self._handles).atexit = False  # one hook is not of a guarded object
 
     def guard_module(self, module: nn.Module, message: str) -> None:
-        """Refuse ``forward`` of the module and of each part, and ``state_dict``."""
+        """Refuse what reads or writes the parameters of the module or of a part, and steps of any optimizer of them."""
         refuse = _refusal(message)
         for part in module.modules():
             # before the hooks of FSDP, which read the weights
             self._handles.append(part.register_forward_pre_hook(refuse, prepend=True))
-        self._handles.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self._handles += [_Replaced(part, name, refuse) for name in _UNHOOKED]
+        parameters = frozenset(module.parameters())
+
+        def refuse_theirs(optimizer: Optimizer, *_: Any) -> None:
+            if any(not parameters.isdisjoint(group["params"]) for group in optimizer.param_groups):
+                raise StateError(message)
+
+        self._handles.append(register_optimizer_step_pre_hook(refuse_theirs))
 
     def guard_optimizers(self, optimizers: Iterable[Optimizer], message: str) -> None:
-        """Refuse ``step`` and ``state_dict``."""
+        """Refuse what reads or writes their states."""
         refuse = _refusal(message)
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(refuse))
             self._handles.append(optimizer.register_state_dict_pre_hook(refuse))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
+            self._handles.append(_Replaced(optimizer, "__deepcopy__", refuse))
+
+    def guard_steps(self, optimizers: Iterable[Optimizer], message: str) -> None:
+        """Refuse ``step`` alone, for which gradients are needed."""
+        self._handles += [optimizer.register_step_pre_hook(_refusal(message)) for optimizer in optimizers]
 
     def guard_zero_grad(self, owners: Iterable[nn.Module | Optimizer], message: str) -> None:
         """Refuse ``zero_grad``, which would not find gradients that are to come back."""
         self._handles += [_Replaced(owner, "zero_grad", _refusal(message)) for owner in owners]
 
     def lift(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _lift(self._handles)
 
 
 class _Replaced:
@@ -57,6 +76,12 @@ class _Replaced:
             del self._own[self._name]
         else:
             self._own[self._name] = self._before
+
+
+def _lift(handles: list[RemovableHandle | _Replaced]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _refusal(message: str) -> Any:

@@ -241,8 +241,8 @@ def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadReport]:
     """Keep a module's weights and its optimizers' states in host memory inside the ``with`` block.
 
-    Needs no engine. Using the module or an optimizer inside raises ``StateError``. The host memory is kept for the
-    next time.
+    Needs no engine. Using the module inside, or any optimizer of its parameters, raises ``StateError``; its tensors
+    themselves must not be touched. The host memory is kept for the next time.
 
     Raises:
         InvalidInputError: a module without parameters, or something else than a module and optimizers.

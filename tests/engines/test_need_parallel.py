@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from rlcore.engines.need_parallel import NeedParallel, in_order_of_rows, split_arguments
+from rlcore.engines.need_parallel import NeedParallel, gathered, in_order_of_rows, split_arguments
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 
@@ -38,6 +40,35 @@ def test_costs_may_be_any_whole_numbers() -> None:
         assert sorted(NeedParallel(list("abc"), balance_by=costs).split(2)) == [["a"], ["b", "c"]]  # type: ignore[arg-type]
 
 
+def test_results_that_are_dicts_are_joined_by_entry() -> None:
+    results = [{"sum": torch.tensor([1, 2]), "name": ["a", "b"]}, {"sum": torch.tensor([3]), "name": ("c",)}]
+    joined = gathered("scores", results, "cat")
+    assert joined["sum"].tolist() == [1, 2, 3] and joined["name"] == ["a", "b", "c"]
+    rows = NeedParallel([1, 2, 3], balance_by=[1, 1, 9])
+    assert rows.rows_of(2) == [[2], [0, 1]]
+    assert in_order_of_rows(joined, [rows], {}, 2)["name"] == ["b", "c", "a"]
+    with pytest.raises(InvalidInputError, match="needs one result a row: 1 results for 3 rows"):
+        in_order_of_rows(joined | {"name": ["a"]}, [rows], {}, 2)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (
+            ["abc", "de"],
+            r"does not fit what scores\(\) gave, 'abc': a str has no rows; lists, tuples, tensors and dicts",
+        ),
+        ([["a"], "bc"], "a str has no rows"),
+        ([{"loss": 1.0}, {"loss": 2.0}], "a float has no rows"),
+        ([{"a": [1]}, {"b": [1]}], "not all workers gave a dict of these entries"),
+        ([{"a": [1]}, None], "not all workers gave a dict of these entries"),
+    ],
+)
+def test_results_that_have_no_rows_are_not_joined(results: list[Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        gathered("scores", results, "cat")
+
+
 def test_fewer_rows_than_workers_leave_some_without() -> None:
     assert sorted(map(len, NeedParallel([1, 2], balance_by=[5, 6]).split(4))) == [0, 0, 1, 1]
 
@@ -64,6 +95,7 @@ def test_a_tensordict_is_split_as_one() -> None:
     split = NeedParallel(data).split(3)
     assert [part.batch_size for part in split] == [torch.Size([1]), torch.Size([2]), torch.Size([2])]
     assert torch.cat([part["b", "c"] for part in split]).tolist() == data["b", "c"].tolist()
+    assert gathered("parts", split, "cat")["b", "c"].tolist() == data["b", "c"].tolist()
     dealt = NeedParallel({"batch": data, "cost": [5, 1, 1, 1, 1]}, balance_by=[5, 1, 1, 1, 1]).split(2)
     assert sorted(part["batch"]["a"].tolist() for part in dealt) == [[0], [1, 2, 3, 4]]
     with pytest.raises(InvalidInputError, match="its batch_size is empty"):

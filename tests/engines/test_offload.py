@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import rlcore
 from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload import transfer as transfer_module
 from rlcore.engines.offload.arena import Arena, arena_of
+from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import DeviceError, StateError, UnsupportedError
@@ -556,19 +558,53 @@ def test_each_use_of_what_is_away_is_refused(device: Any) -> None:
     trainer = Trainer(device, 0)
     trainer.step()
     module, optimizer = trainer.module, trainer.optimizer
+    weights, states = copy.deepcopy(module.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.SGD(module[2].parameters(), lr=1e-2)
     uses: list[Callable[[], Any]] = [
         lambda: module(torch.ones(1, 37, device=device.torch_device)),
         lambda: module[0](torch.ones(1, 37, device=device.torch_device)),
         module.state_dict,
+        module[0].state_dict,
+        lambda: module.load_state_dict(weights),
+        lambda: copy.deepcopy(module),
+        lambda: copy.deepcopy(module[0]),
+        lambda: torch.optim.swa_utils.AveragedModel(module),
+        lambda: module[0].reset_parameters(),  # noqa: PLW0108  # found only while it is away
+        module.float,
         optimizer.step,
+        other.step,
         optimizer.state_dict,
+        lambda: optimizer.load_state_dict(states),
+        lambda: copy.deepcopy(optimizer),
     ]
     with rlcore.offloaded(module, optimizer):
-        for use in uses:
+        for use in (*uses, module.share_memory):
             with pytest.raises(StateError, match=r"are offloaded inside `with offloaded\(...\)`"):
                 use()
     for use in uses:
         use()
+
+
+def test_optimizers_of_other_modules_step_meanwhile(device: Any) -> None:
+    away, here = Trainer(device, 0), Trainer(device, 1)
+    with rlcore.offloaded(away.module):
+        here.step()
+
+
+def test_what_is_dropped_while_it_is_away_leaves_no_guard(device: Any) -> None:
+    trainer = Trainer(device, 0)
+
+    def guard(up: Guard, state: str) -> None:
+        up.guard_module(trainer.module, state)
+
+    resident = Resident(device, trainer.module.parameters, guard)
+    resident.offload()
+    optimizer = torch.optim.SGD(trainer.module.parameters())
+    with pytest.raises(StateError, match="offloaded"):
+        optimizer.step()
+    del resident
+    gc.collect()
+    optimizer.step()  # of no gradients
 
 
 def test_a_failed_offload_leaves_no_guard(device: Any) -> None:

@@ -222,7 +222,12 @@ def test_unknown_options_and_sizes_are_refused(policy: Any, qwen2_folder: Path) 
         ({"activation_checkpointing": 1}, "activation_checkpointing must be False, True or 'selective', got 1"),
         ({"reduce_each_micro_batch": 1}, "reduce_each_micro_batch must be True or False, got 1"),
         ({"onload": "yes"}, r"build\(\) takes True or False as onload, got 'yes'"),
-        ({"reserve_host_bytes": "1GB"}, r"build\(\) takes a whole number, or None as reserve_host_bytes, got '1GB'"),
+        (
+            {"reserve_host_bytes": "1GB"},
+            r"takes a whole number of at least 1, or None as reserve_host_bytes, got '1GB'",
+        ),
+        ({"reserve_host_bytes": -5}, r"takes a whole number of at least 1, or None as reserve_host_bytes, got -5"),
+        ({"host_memory_bytes": 0}, r"takes a whole number of at least 1, or None as host_memory_bytes, got 0"),
     ],
 )
 def test_an_option_of_a_wrong_kind_is_refused_before_a_worker_starts(
@@ -658,6 +663,23 @@ def test_what_json_cannot_hold_is_refused_before_writing(engine: rlcore.TrainEng
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"blocking": None}, "takes True or False as blocking, got None"),
+        ({"blocking": "no"}, "takes True or False as blocking, got 'no'"),
+        ({"extra": "abc"}, "takes a dict, or None as extra, got 'abc'"),
+        ({"extra": [1]}, r"takes a dict, or None as extra, got \[1\]"),
+    ],
+)
+def test_save_refuses_options_of_a_wrong_kind(
+    engine: rlcore.TrainEngine, tmp_path: Path, given: Any, message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=rf"save\(\) {message}"):
+        engine.save(tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
     engine.save(tmp_path, {"step": 1})
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -703,6 +725,14 @@ def test_state_dict_round_trip(engine: rlcore.TrainEngine) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in engine.state_dict().items())
     with pytest.raises(InvalidInputError, match=r"missing: model\.norm\.weight"):
         engine.load_state_dict({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
+    whole = {name: tensor.to(torch.int8) for name, tensor in state.items()}
+    with pytest.raises(InvalidInputError, match=r"does not round .* from torch\.int8 to torch\.float32; convert it"):
+        engine.load_state_dict(whole)
+    assert all(torch.equal(state[name], tensor) for name, tensor in engine.state_dict().items())
+    with pytest.raises(
+        InvalidInputError, match=r"state_dict\(\) takes 'merged', 'base' or 'only' as adapters, got 'onyl'"
+    ):
+        engine.state_dict(adapters="onyl")  # type: ignore[arg-type]
 
 
 @on_both_launchers
@@ -741,6 +771,18 @@ def test_gradients_leave_and_come_back_and_nothing_touches_freed_memory(engine: 
     engine.meta("grads")
     engine.onload("grads")
     assert engine.call("accumulate", 3, gather="first") == alone, "after a release gradients start from none"
+
+
+def test_checkpoints_do_not_need_the_gradients(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    engine.train_batch(padded_batch(), ppo_clip())
+    engine.call("accumulate", 3)
+    engine.offload("grads")
+    engine.save(tmp_path)
+    engine.load(tmp_path)
+    with pytest.raises(
+        StateError, match=r"the grads of this Policy are offloaded; call the engine's onload\('grads'\)"
+    ):
+        module_of(engine).optimizer.step()
 
 
 def test_gradients_that_are_away_are_not_passed_over_by_zero_grad(engine: rlcore.TrainEngine) -> None:

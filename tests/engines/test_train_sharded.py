@@ -94,6 +94,10 @@ def policy() -> Any:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limits[0] is None else limits[0], hard))
 
+        def score_alone(self) -> None:
+            with torch.no_grad():
+                self.hidden_states(packed_batch())
+
         def mean_gradient(self, token: int) -> float:
             self(torch.full((1, 4), token, device=self.device)).logits.square().mean().backward()
             norm = whole(self.model.norm.weight.grad).norm()
@@ -374,6 +378,16 @@ def test_offloads_between_steps_change_no_bit(build: Build, place: Place) -> Non
         curves.append((losses, engine.state_dict()))
     assert curves[0][0] == curves[1][0]
     assert_same_weights(curves[1][1], curves[0][1], atol=0)
+
+
+@on_each_place
+def test_what_a_method_leaves_gathered_does_not_leave_the_device(build: Build, place: Place) -> None:
+    engine = build(place.workers, place.device)
+    engine.train_batch(packed_batch(), ppo_clip())  # from then on FSDP holds uneven shards padded
+    shards = [one["tags"]["weights"]["device_bytes"] for one in engine.memory_report()]
+    engine.score_alone()
+    assert [report.freed_device_bytes for report in engine.offload("weights")["weights"]] == shards
+    engine.onload("weights")
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
