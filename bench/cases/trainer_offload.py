@@ -33,6 +33,9 @@ _STATE_BYTES = 12
 _LAYERS_IN_TRAINING = 8
 _TRAINING_CYCLES = 20
 _SAME_MEMORY = 1.01
+_SAME_HOST_MEMORY = 1.02
+_HOST_SLACK_BYTES = 64 << 20
+"""What a process of this size takes and gives back by itself, which is more than a share of a small one."""
 _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 
 
@@ -212,6 +215,8 @@ def _prepare_training(device: Any) -> Work:
         # The first step makes the optimizer's states; a block of torch's allocator may be a little larger than asked.
         grown = max(done.device_bytes[1:]) / done.device_bytes[1]
         expect(is_host or grown <= _SAME_MEMORY, f"device memory grew: {done.device_bytes}")
+        most = _SAME_HOST_MEMORY * done.host_bytes[1] + _HOST_SLACK_BYTES
+        expect(done.host_bytes[-1] <= most, f"host memory grew: {done.host_bytes}")
 
     return Work(
         contenders=(

@@ -107,6 +107,25 @@ def test_bars_of_training_find_what_the_case_measures_on_one_device() -> None:
     assert [cells[2] for cells in unmeasured] == ["tokens_a_device at least 0.97 times that of engine on one device"]
 
 
+def test_bars_of_memory_and_of_the_first_cycle_find_what_their_cases_measure() -> None:
+    memory = {"device_memory_last_to_second": 1.0, "host_memory_last_to_second": 1.03}
+    cases = [
+        result("offload/training", "no offload", 1.0),
+        result("offload/training", "offload after each step", 1.0, **memory),
+        result("offload/first", "arena", 1.5, to_host=1.7e10),
+        result("offload/first", "torch_pin_memory", 20.0, to_host=1.2e9),
+        result("train/materialize", "engine", 2.0, read_a_rank=6.7e9, anonymous_memory=2e9),
+    ]
+    found = {(verdict.bar.case, verdict.bar.metric): verdict.word for verdict in verdicts(on_a_gpu(cases))}
+    assert found == {
+        ("offload/training", "device_memory_last_to_second"): "pass",
+        ("offload/training", "host_memory_last_to_second"): "miss",
+        ("offload/first", "to_host"): "pass",
+        ("train/materialize", "read_a_rank"): "pass",
+        ("train/materialize", "anonymous_memory"): "miss",
+    }
+
+
 def test_terminal_page_and_report_show_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [result("kernels/linear_logprob_forward/8b", "tiled", 0.0150)]
     write(on_a_gpu(cases), tmp_path / "mine.json")

@@ -73,6 +73,19 @@ def test_a_model_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch
     assert materialize._NUM_RUNS > 1
 
 
+@pytest.mark.parametrize("grown_mib", [0, 200, 400])
+def test_offload_that_keeps_host_memory_is_refused(grown_mib: int) -> None:
+    work = load_cases()["offload/training"].prepare(get_device("cpu"))
+    host_bytes = [1 << 30, 10 << 30, 10 << 30, (10 << 30) + (grown_mib << 20)]
+    done = trainer_offload._Learned([2.0, 1.5, 1.2, 1.0], [1 << 30] * 4, host_bytes, 1.0)
+    for contender in work.contenders:
+        if grown_mib < 300:  # 2 % are 205
+            contender.check(done)
+        else:
+            with pytest.raises(AssertionError, match="host memory grew: "):
+                contender.check(done)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_offload_that_brings_other_values_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
