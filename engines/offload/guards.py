@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from rlcore.errors import StateError
 
-_UNHOOKED = ("__deepcopy__", "_apply", "reset_parameters")
-"""Of a module; ``_apply`` is what moves, converts and shares its tensors."""
+_REPLACED = ("__deepcopy__", "_apply", "_load_from_state_dict", "reset_parameters")
+"""Of a module, where there is no hook or one takes long; ``_apply`` is what moves, converts and shares its tensors."""
 
 
 class Guard:
@@ -31,8 +31,7 @@ class Guard:
             # before the hooks of FSDP, which read the weights
             self._handles.append(part.register_forward_pre_hook(refuse, prepend=True))
             self._handles.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self._handles.append(part.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self._handles += [_Replaced(part, name, refuse) for name in _UNHOOKED]
+            self._handles += [_Replaced(part, name, refuse) for name in _REPLACED]
         parameters = frozenset(module.parameters())
 
         def refuse_theirs(optimizer: Optimizer, *_: Any) -> None:
