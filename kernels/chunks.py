@@ -68,7 +68,7 @@ def batched_row_chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[int | 
 
 
 def sequence_chunks(cu_seqlens: Sequence[int], rows: int) -> Iterator[tuple[slice, list[int]]]:
-    """Runs of whole sequences of at most ``rows`` rows, and their cu_seqlens. A longer one goes alone."""
+    """Runs of whole sequences of at most ``rows`` rows, and their cu_seqlens. None is longer."""
     first = 0
     for end in range(1, len(cu_seqlens)):
         is_last = end == len(cu_seqlens) - 1

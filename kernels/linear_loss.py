@@ -5,7 +5,8 @@
 logprob and entropy as in ``linear_logprob``. Chunk by chunk: logits, their statistics, the loss on [t]
 vectors and its two small gradients by autograd, the gradient of the logits in their place, and from it those
 of hidden states, weight and bias. Three products of T V H instead of the four of a log-probability whose
-gradient is not known in advance; the backward only multiplies by the upstream scalar.
+gradient is not known in advance; the backward only multiplies by the upstream scalar. A loss of sequences takes
+those four where one is longer than a chunk, in two passes (``scored_loss``).
 
 Letters: T rows, H hidden size, V vocabulary.
 Order of this file: reference, chunked implementation, public operator.
@@ -24,7 +25,7 @@ from rlcore.kernels.compiled import graph_break
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.head_task import HeadInputs, HeadTask, head_inputs, head_task
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
-from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_reference
+from rlcore.kernels.linear_logprob import chunk_rows, linear_logprob_chunked, linear_logprob_reference
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
 from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, checked_edges, sequence_level
@@ -36,6 +37,8 @@ from rlcore.kernels.operands import (
     unlowered,
 )
 from rlcore.kernels.rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.scored_loss import scored_loss
+from rlcore.kernels.scorer import Scorer
 from rlcore.kernels.token_loss import loss_of_scores
 from rlcore.kernels.vocab_shard import partial_statistics_
 
@@ -90,12 +93,20 @@ class _HeadWork(SummingWork):
 
 
 def linear_loss_chunked(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    task: HeadTask,
+    loss: LossTask,
+    *,
+    scorer: Scorer = linear_logprob_chunked,
 ) -> LossOutput:
-    """Plain torch in chunks of rows, or of whole sequences, on any device."""
+    """Plain torch in chunks of rows, or of whole sequences, on any device; longer ones by ``scorer``."""
     inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
-    work = _HeadWork(inputs, task)
-    return loss_in_chunks(work, inputs, loss, chunk_rows(hidden_TH, work.head, task))
+    rows = chunk_rows(hidden_TH, LinearHead(weight_VH, bias_V, task.softcap), task)
+    if loss.exceeds(rows):
+        return scored_loss(scorer, inputs, task, loss)
+    return loss_in_chunks(_HeadWork(inputs, task), inputs, loss, rows)
 
 
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
@@ -145,8 +156,8 @@ def linear_loss(
         ignore_index: marks targets that do not count.
         group: a process group over which the vocabulary is split.
         memory_budget_bytes: limit of memory beyond the gradients and their float32 accumulators; None is
-            ``chunks.DEFAULT_BUDGET_BYTES``. A sequence longer than it allows is still taken whole by a
-            sequence-level loss.
+            ``chunks.DEFAULT_BUDGET_BYTES``. Where a sequence-level loss has a longer sequence than it
+            allows, all log-probabilities come first, and the logits once more for the gradients.
         implementation: run this one or raise; None chooses.
 
     Returns:

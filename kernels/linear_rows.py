@@ -19,6 +19,7 @@ from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals, rounded
 from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks
 from rlcore.kernels.rows import Rows, RowStatistics
+from rlcore.kernels.scored_loss import scored_loss
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.triton_rows import row_gradient, row_statistics
 
@@ -118,5 +119,7 @@ def linear_loss_rows(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
 ) -> LossOutput:
     """Chunks of rows, or of whole sequences, whose logits the memory budget holds."""
-    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
-    return loss_in_chunks(_RowWork(inputs, task), inputs, loss, _rows_within(hidden_TH, weight_VH, task))
+    inputs, rows = HeadInputs(hidden_TH, weight_VH, bias_V), _rows_within(hidden_TH, weight_VH, task)
+    if loss.exceeds(rows):
+        return scored_loss(linear_logprob_rows, inputs, task, loss)
+    return loss_in_chunks(_RowWork(inputs, task), inputs, loss, rows)

@@ -36,8 +36,9 @@ from torch import Tensor
 from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
 from rlcore.kernels.head_task import HeadInputs, HeadTask
 from rlcore.kernels.linear_head import HeadGradients, LinearHead, Needs, Totals
-from rlcore.kernels.loss_in_chunks import ChunkWork, KnownGradients, LossOutput, LossTask, SummingWork, loss_in_chunks
+from rlcore.kernels.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks
 from rlcore.kernels.rows import Rows
+from rlcore.kernels.scored_loss import scored_loss
 from rlcore.kernels.scorer import Gradients, Scorer, Scores, Upstream
 from rlcore.kernels.tile_budget import Strip, rows_fitting, rows_of_chunks, rows_scored_at_once, strip_fitting
 from rlcore.kernels.triton_scaled import scaled
@@ -181,7 +182,7 @@ class _TiledWork(SummingWork):
         self._last = None
         rows = self._rows.at(chunk)
         known_TH = _aligned(rows.known(self._hidden_TH[chunk]))
-        exponentials_TV = None if self._gradients is None else self._room(len(known_TH))
+        exponentials_TV = None if self._gradients is None else self._buffer_TV[: len(known_TH)]
         found = tile_statistics(
             known_TH,
             self._weight_VH,
@@ -193,13 +194,6 @@ class _TiledWork(SummingWork):
         if exponentials_TV is not None:
             self._last = (chunk, rows, known_TH, exponentials_TV, found)
         return found.logprob, found.entropy
-
-    def _room(self, num_rows: int) -> Tensor:
-        if len(self._buffer_TV) < num_rows:  # a sequence longer than a chunk
-            like, V = self._buffer_TV, self._buffer_TV.shape[1]
-            del self._buffer_TV
-            self._buffer_TV = pitched(num_rows, V, like, torch.float16)
-        return self._buffer_TV[:num_rows]
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
@@ -215,42 +209,6 @@ class _TiledWork(SummingWork):
     @staticmethod
     def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return scaled(total, factor, dtype)
-
-
-class _KeptWork(ChunkWork):
-    """One chunk of all rows, whose exponentials the first backward turns into gradients, the upstream scalar included.
-
-    What a second backward needs it makes again.
-    """
-
-    dtype = torch.float32
-
-    def __init__(self, inputs: HeadInputs, task: HeadTask, room_bytes: int) -> None:
-        self._inputs, self._needs = inputs, Needs.of(*inputs)
-        self._task = replace(task, memory_budget_bytes=room_bytes)
-        self._scores: Scores | None = None
-        self._upstream: Upstream | None = None
-
-    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        self._scores = _forward(*self._inputs, self._task, for_backward=True)
-        return self._scores.logprob, self._scores.entropy
-
-    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
-        self._upstream = Upstream(g_logprob_T, g_entropy_T)
-
-    def gradients(self, inputs: HeadInputs) -> KnownGradients:
-        scores, upstream, needs, task = self._scores, self._upstream, self._needs, self._task
-        assert scores is not None and upstream is not None
-        saved, scores, is_spare_used = (*inputs, *scores.spare), scores._replace(spare=()), False
-
-        def times(tensors: Sequence[Any], factor: Tensor) -> Gradients:
-            nonlocal is_spare_used
-            hidden_TH, weight_VH, bias_V, *spare = tensors
-            last, is_spare_used = scores._replace(spare=() if is_spare_used else tuple(spare)), True
-            whole = Upstream(*(None if g_T is None else g_T * factor for g_T in upstream))
-            return _backward(hidden_TH, weight_VH, bias_V, task, needs=needs, scores=last, upstream=whole)
-
-        return KnownGradients(saved, times)
 
 
 def _needless_bytes(inputs: HeadInputs) -> int:
@@ -274,8 +232,11 @@ def linear_loss_tiled(
     inputs, num_rows = HeadInputs(hidden_TH, weight_VH, bias_V), max(len(hidden_TH), 1)
     needless = _needless_bytes(inputs)
     if needless and num_rows <= rows_fitting(_budget(task), len(weight_VH), beside=needless):
-        return loss_in_chunks(_KeptWork(inputs, task, _budget(task) + needless), inputs, loss, num_rows)
+        kept = replace(task, memory_budget_bytes=_budget(task) + needless)
+        return scored_loss(linear_logprob_tiled, inputs, kept, loss)
     fitting = rows_fitting(_budget(task), len(weight_VH), beside=_gradient_bytes(inputs))
+    if loss.exceeds(fitting):
+        return scored_loss(linear_logprob_tiled, inputs, task, loss)
     rows = rows_of_chunks(len(hidden_TH), fitting)
     return loss_in_chunks(_TiledWork(inputs, task, rows), inputs, loss, rows)
 

@@ -9,6 +9,7 @@ Letters: T rows.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,11 @@ class LossTask(NamedTuple):
     tokens: TokenInputs
     cu_seqlens: list[int] | None
     """Of a sequence-level loss: its chunks end where sequences end."""
+
+    def exceeds(self, rows_per_chunk: int) -> bool:
+        """Whether a sequence that must be taken whole does not fit into a chunk: see ``scored_loss``."""
+        edges = self.cu_seqlens or []
+        return any(end - start > rows_per_chunk for start, end in itertools.pairwise(edges))
 
 
 class KnownGradients(NamedTuple):

@@ -8,6 +8,8 @@ Letters: T rows, H hidden size, V vocabulary of this rank, S statistics.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from rlcore.kernels.chunks import row_chunks
@@ -40,5 +42,5 @@ linear_logprob_vocab_parallel = Scorer(_forward, recomputing_backward, num_resid
 """Plain torch in chunks of rows, on any device with collectives."""
 
 
-linear_loss_vocab_parallel = linear_loss_chunked
+linear_loss_vocab_parallel = functools.partial(linear_loss_chunked, scorer=linear_logprob_vocab_parallel)
 """One exchange a chunk, of [t, S] float32 statistics; every rank runs the loss function on the same numbers."""

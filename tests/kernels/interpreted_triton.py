@@ -21,6 +21,7 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels import linear_tiled, triton_rows, triton_tiles
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.head_task import HeadTask
+from rlcore.kernels.loss_in_chunks import LossTask
 from rlcore.kernels.rows import Rows
 from rlcore.ops import (
     Logprobs,
@@ -36,6 +37,7 @@ from rlcore.ops import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
+NO_LOSS = LossTask(ppo_clip(), None, None)  # type: ignore[arg-type]  # of tokens, none of which is looked at
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -388,7 +390,7 @@ def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) ->
 def test_linear_loss_in_tiles_matches_float64(
     is_sequences: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_tiled, "_TiledWork" if is_kept else "_KeptWork", None)  # the other one
+    monkeypatch.setattr(linear_tiled, "_TiledWork" if is_kept else "scored_loss", None)  # the other one
     inputs, targets, temperature = head_inputs()
     narrow, wide = [x.requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
     weight = torch.linspace(0, 2 / T, T).masked_fill(targets == -100, 0)
@@ -425,7 +427,7 @@ def test_chunks_have_the_budget_and_the_room_of_the_gradients_asked_for(
     weight = torch.empty(2000, 80, requires_grad="w" in asked)
     task = HeadTask(Rows(torch.zeros(4000, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
     monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: rows)
-    rows = linear_tiled.linear_loss_tiled(hidden, weight, None, task, None)
+    rows = linear_tiled.linear_loss_tiled(hidden, weight, None, task, NO_LOSS)
     row_bytes = 2 * 2000 + 8 * 16
     assert rows * row_bytes <= 600_000 + beside < (rows + 128) * row_bytes  # in whole tiles
 
@@ -436,14 +438,15 @@ def test_chunks_have_the_budget_and_the_room_of_the_gradients_asked_for(
 def test_exponentials_are_kept_in_the_budget_and_the_accumulators_that_are_not_made(
     asked: str, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: type(work))
+    monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: "chunks")
+    monkeypatch.setattr(linear_tiled, "scored_loss", lambda scorer, inputs, task, loss: "kept")
     weight, bias = torch.empty(2000, 80, requires_grad="w" in asked), torch.empty(2000, requires_grad="b" in asked)
     fitting = (600_000 + beside) // (2 * 2000 + 8 * 16)
     for num_rows, is_kept in ((fitting, beside > 0), (fitting + 1, False)):
         hidden = torch.empty(num_rows, 80, requires_grad="h" in asked)
         task = HeadTask(Rows(torch.zeros(num_rows, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
-        work = linear_tiled.linear_loss_tiled(hidden, weight, bias, task, None)
-        assert work is (linear_tiled._KeptWork if is_kept else linear_tiled._TiledWork)
+        how = linear_tiled.linear_loss_tiled(hidden, weight, bias, task, NO_LOSS)
+        assert how == ("kept" if is_kept else "chunks")
 
 
 def alive_after(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:

@@ -138,7 +138,8 @@ def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: in
     want = (value * double["token_weight"])[is_counted].sum()
     torch.testing.assert_close(found.loss.double(), want, rtol=1e-4, atol=1e-5)
     for got, true in zip(gradients(found.loss, hidden, weight), gradients(want, *wide), strict=True):
-        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-5 + 1e-4 * float(true.abs().max()))
+        # Float32 sums of 262,144 columns, in the order of the host's own library.
+        torch.testing.assert_close(got.double(), true, rtol=0, atol=1e-5 + 3e-4 * float(true.abs().max()))
 
 
 def test_chunked_statistics_match_the_reference() -> None:
@@ -420,6 +421,7 @@ def test_a_sequence_level_loss_sees_whole_sequences() -> None:
     hidden, weight, targets = random_inputs()
     targets[[2, 41, 42]] = -100
     runs = []
+    # The least budgets hold no sequence: then all log-probabilities come first.
     budgets = [("reference", None), ("chunked", None), ("chunked", 3 * V * 4), ("chunked", 30 * V * 4)]
     for name, budget in budgets:
         found = linear_loss(

@@ -50,7 +50,7 @@ def linear_case(implementation: str, dtype: torch.dtype) -> Callable[[], Tensor]
     return run
 
 
-def loss_case(implementation: str, dtype: torch.dtype, is_sequence_level: bool) -> Callable[[], Tensor]:
+def loss_case(implementation: str, dtype: torch.dtype, edges: Tensor | None) -> Callable[[], Tensor]:
     hidden = torch.randn(T, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
     loss_fn = combine(ppo_clip(), kl(coef=0.1), entropy_bonus(coef=0.1))
@@ -61,10 +61,10 @@ def loss_case(implementation: str, dtype: torch.dtype, is_sequence_level: bool) 
             hidden,
             weight,
             torch.arange(T),
-            sequence_level(loss_fn) if is_sequence_level else loss_fn,
+            loss_fn if edges is None else sequence_level(loss_fn),
             per_token={"old_logprobs": old, "ref_logprobs": old, "advantages": old},
             token_weight=torch.ones(T),
-            cu_seqlens=torch.arange(T + 1),
+            cu_seqlens=edges,
             softcap=5.0,
             implementation=implementation,
         ).loss
@@ -74,8 +74,9 @@ def loss_case(implementation: str, dtype: torch.dtype, is_sequence_level: bool) 
 
 CASES = {
     "linear_logprob": linear_case,
-    "linear_loss": lambda *args: loss_case(*args, False),
-    "sequence-level linear_loss": lambda *args: loss_case(*args, True),
+    "linear_loss": lambda *args: loss_case(*args, None),
+    "linear_loss of short sequences": lambda *args: loss_case(*args, torch.arange(T + 1)),
+    "linear_loss of one sequence": lambda *args: loss_case(*args, torch.tensor([0, T])),
 }
 
 
