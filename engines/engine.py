@@ -28,6 +28,8 @@ from rlcore.types import OffloadReport
 
 Reports = dict[str, list[OffloadReport]]
 """Tag -> the report of each worker; a tag that was already there is absent."""
+Tags = str | list[str] | tuple[str, ...]
+"""One, or several, as RLite's programs give them."""
 
 
 class Engine(ABC):
@@ -250,21 +252,21 @@ class Engine(ABC):
         """Tag -> loaded, offloaded, released or empty."""
         return self._residency.states
 
-    def onload(self, *tags: str) -> Reports:
+    def onload(self, *tags: Tags) -> Reports:
         """Bring tags (all when none is named) back to the device; what is there already is left alone."""
         return self._move(Move.ONLOAD, tags)
 
-    def offload(self, *tags: str) -> Reports:
+    def offload(self, *tags: Tags) -> Reports:
         """Move tags (all when none is named) to host memory and free their device memory."""
         return self._move(Move.OFFLOAD, tags)
 
-    def meta(self, *tags: str) -> Reports:
+    def meta(self, *tags: Tags) -> Reports:
         """Release tags (all when none is named) everywhere, without copying."""
         return self._move(Move.META, tags)
 
-    def _move(self, move: Move, tags: tuple[str, ...]) -> Reports:
+    def _move(self, move: Move, tags: tuple[Tags, ...]) -> Reports:
         reports: Reports = {}
-        for tag, state in self._planned(move, tags).items():
+        for tag, state in self._planned(move, _each(tags)).items():
             before = self._residency.states[tag]
             try:
                 reports[tag] = self._call(move.value, tag)
@@ -297,15 +299,15 @@ class Engine(ABC):
 
     # RLite's names for the same moves. `cuda` and `npu` mean "to the engine's own device", whichever it is.
 
-    def cuda(self, *tags: str) -> Reports:
+    def cuda(self, *tags: Tags) -> Reports:
         return self.onload(*tags)
 
     npu = cuda
 
-    def cpu(self, *tags: str) -> Reports:
+    def cpu(self, *tags: Tags) -> Reports:
         return self.offload(*tags)
 
-    def to(self, device: str, *tags: str) -> Reports:
+    def to(self, device: str, *tags: Tags) -> Reports:
         """``to("cpu")`` is ``offload``, ``to("meta")`` is ``meta``, ``to("cuda")`` or ``to("npu")`` is ``onload``."""
         moves = {"cpu": self.offload, "meta": self.meta, "cuda": self.onload, "npu": self.onload}
         if device not in moves:
@@ -315,6 +317,13 @@ class Engine(ABC):
     def memory_report(self) -> list[dict[str, Any]]:
         """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
         return self._call("memory_report")
+
+
+def _each(tags: tuple[Tags, ...]) -> tuple[str, ...]:
+    named: list[str] = []
+    for given in tags:
+        named += given if isinstance(given, list | tuple) else [given]
+    return tuple(named)
 
 
 def _check_timeout(timeout_s: float) -> None:

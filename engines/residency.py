@@ -83,7 +83,7 @@ class Residency:
             StateError: a wrong order, for any of them.
         """
         for tag in tags:
-            if tag not in self._states:
+            if tag not in list(self._states):  # what is no string may have no hash
                 raise InvalidInputError(f"{self._owner} has the tags {', '.join(self._states)}; got {tag!r}")
         planned = {tag: self._next(move, tag) for tag in tags or self._states}
         return {tag: state for tag, state in planned.items() if state is not self._states[tag]}

@@ -115,15 +115,40 @@ class nn:  # noqa: N801 - the name of RLite's module
 # ------------------------------------------------------------------------------------------------------ engines
 
 
+def _check_placement(pipeline_parallel_size: int, allow_colocate: bool) -> None:
+    if pipeline_parallel_size != 1:
+        raise UnsupportedError(
+            f"build(pipeline_parallel_size={pipeline_parallel_size!r})",
+            "engines have no stages, only 1 is accepted; use tensor_parallel_size",
+        )
+    if allow_colocate is not True:
+        raise UnsupportedError(
+            f"build(allow_colocate={allow_colocate!r})",
+            "only True is accepted; name the engines to keep away from with not_colocate_with",
+        )
+
+
 class RliteTrainEngine(TrainEngine):
     """Methods of the module return a list for each replica, with a result for each of its shards."""
 
-    def build(self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, **options: Any) -> Self:
+    def build(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        allow_colocate: bool = True,
+        **options: Any,
+    ) -> Self:
         """Build it sharded over ``tensor_parallel_size`` devices.
 
         Args:
             data_parallel_size: replicas of the shards; -1, one.
+
+        Raises:
+            UnsupportedError: another ``pipeline_parallel_size`` or ``allow_colocate`` than the default.
         """
+        _check_placement(pipeline_parallel_size, allow_colocate)
         self._num_shards = tensor_parallel_size
         replicas = 1 if data_parallel_size == -1 else data_parallel_size
         return super().build(data_parallel_size=tensor_parallel_size, replicas=replicas, **options)
@@ -171,8 +196,20 @@ class RliteInferenceEngine(InferenceEngine):
     def __init__(self, module_or_path: Any, executor: str = "vllm") -> None:
         super().__init__(module_or_path, executor=executor)
 
-    def build(self, *, data_parallel_size: int = -1, **options: Any) -> Self:
-        """As ``InferenceEngine.build``; without a number there are as many replicas as the devices hold."""
+    def build(
+        self,
+        *,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        allow_colocate: bool = True,
+        **options: Any,
+    ) -> Self:
+        """As ``InferenceEngine.build``; without a number there are as many replicas as the devices hold.
+
+        Raises:
+            UnsupportedError: another ``pipeline_parallel_size`` or ``allow_colocate`` than the default.
+        """
+        _check_placement(pipeline_parallel_size, allow_colocate)
         return super().build(data_parallel_size=data_parallel_size, **options)
 
     def generate(  # type: ignore[override]

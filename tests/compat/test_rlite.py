@@ -105,13 +105,59 @@ class Counting(rlite.nn.BaseTrainModule):
         made = [torch.zeros(2, device="cuda"), torch.zeros(2).cuda(), torch.ones(1).to("cuda:0")]
         return str({one.device.type for one in made}), rows
 
+    def num_own(self) -> int:
+        return getattr(self.weight, "_local_tensor", self.weight).numel()
 
-def test_methods_return_by_replica_and_shard_and_cuda_is_their_own_device() -> None:
+
+@pytest.fixture
+def train() -> Iterator[rlite.RliteTrainEngine]:
     with rlite.device("meta"):
         module = Counting()
     with rlite.RliteTrainEngine(module) as engine:
-        engine.build(tensor_parallel_size=1, devices="cpu")
-        assert engine.where(rlite.NeedParallel([5, 6, 7])) == [[("{'cpu'}", [5, 6, 7])]]
+        yield engine
+
+
+def test_methods_return_by_replica_and_shard_and_cuda_is_their_own_device(train: rlite.RliteTrainEngine) -> None:
+    train.build(tensor_parallel_size=1, devices="cpu")
+    assert train.where(rlite.NeedParallel([5, 6, 7])) == [[("{'cpu'}", [5, 6, 7])]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements"),
+    [({"tensor_parallel_size": 2}, [[2, 1]]), ({"data_parallel_size": 2}, [[3], [3]])],
+    ids=["shards", "replicas"],
+)
+def test_tensor_parallel_devices_have_a_shard_each_and_data_parallel_ones_the_whole(
+    sizes: dict[str, Any], elements: list[list[int]], train: rlite.RliteTrainEngine, short_runtime_folder: Path
+) -> None:
+    train.build(devices=["cpu:0", "cpu:1"], **sizes)
+    assert train.num_own() == elements
+
+
+def test_a_list_of_tags_moves_each_of_them(infer: rlite.RliteInferenceEngine) -> None:
+    assert set(infer.cpu(["weights", "kv_cache"])) == {"weights", "kv_cache"}
+    assert {str(state) for state in infer.state.values()} == {"offloaded", "released"}
+    assert set(infer.to("cuda", ["weights"], "kv_cache")) == {"weights", "kv_cache"}
+    assert {str(state) for state in infer.state.values()} == {"loaded"}
+    assert set(infer.meta(("weights",))) == {"weights"}
+    with pytest.raises(InvalidInputError, match="has the tags weights, kv_cache; got 'optimizer'"):
+        infer.cuda(["weights", "optimizer"])
+    not_a_list: Any = {"weights"}
+    with pytest.raises(InvalidInputError, match=r"has the tags weights, kv_cache; got \{'weights'\}$"):
+        infer.cuda(not_a_list)
+
+
+def test_arguments_of_build_are_taken_at_their_defaults(train: rlite.RliteTrainEngine) -> None:
+    infer = rlite.RliteInferenceEngine("unused", executor="hf")
+    for engine in (train, infer):
+        with pytest.raises(
+            UnsupportedError, match=r"pipeline_parallel_size=2\) .* only 1 is accepted; use tensor_parallel_size$"
+        ):
+            engine.build(pipeline_parallel_size=2, devices="cpu")
+        with pytest.raises(UnsupportedError, match=r"allow_colocate=False\) .* only True .* with not_colocate_with$"):
+            engine.build(allow_colocate=False, devices="cpu")
+    train.build(pipeline_parallel_size=1, allow_colocate=True, devices="cpu")
+    assert train.num_own() == [[3]]
 
 
 def test_a_debugger_that_is_not_there() -> None:
