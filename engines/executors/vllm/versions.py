@@ -126,8 +126,18 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
         try:
             engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
-            raise InvalidInputError(f"vLLM cannot start with these arguments of build(): {_said(error)}") from error
+            advice = _kv_cache_advice(_said(error), arguments.get("kv_cache_memory_bytes"))
+            raise InvalidInputError(
+                f"vLLM cannot start with these arguments of build(): {_said(error)}{advice}"
+            ) from error
     return engine
+
+
+def _kv_cache_advice(said: str, kv_bytes: int | None) -> str:
+    """vLLM names the share of memory even where the size of its KV cache was given, which then nothing else changes."""
+    if kv_bytes is None or "gpu_memory_utilization" not in said:
+        return ""
+    return f" The KV cache has {kv_bytes} bytes a device: `kv_cache_memory_bytes` is what to raise."
 
 
 def _sockets_in(folder: str) -> dict[str, str]:

@@ -305,7 +305,10 @@ def test_ctrl_c_leaves_no_request_in_the_way(infer: rlcore.InferenceEngine) -> N
         ({"worker_cls": "mine.Worker"}, "takes no 'worker_cls' .* the workers are rlcore's"),
         ({"max_model_len": 100_000}, "vLLM refuses these arguments of build"),
         ({"max_model_len": -5}, r"of build\(\): max_model_len: Input should be greater than or equal to -1$"),
-        ({"kv_cache_memory_bytes": 1 << 10}, "vLLM cannot start with these arguments of build"),
+        (
+            {"kv_cache_memory_bytes": 1 << 10},
+            "vLLM cannot start with these arguments of build.* 1024 bytes a device: `kv_cache_memory_bytes` is what to",
+        ),
     ],
 )
 def test_engine_arguments_are_checked(
