@@ -119,7 +119,14 @@ def _is_same_code(a: Record, b: Record) -> bool:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs are called by default: their files' names, with folders where the names are the same."""
+    """What runs are called by default: their files' names, with folders where the names are the same.
+
+    Raises:
+        InvalidInputError: a file is given twice.
+    """
+    for number, path in enumerate(paths):
+        if path.resolve() in (earlier.resolve() for earlier in paths[:number]):
+            raise InvalidInputError(f"{path} is given twice; name each record once")
     stems = [path.stem for path in paths]
     return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in paths]
 

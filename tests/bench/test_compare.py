@@ -336,6 +336,8 @@ def test_medians_are_of_the_clock_that_was_compared() -> None:
 def test_runs_are_called_by_their_files_and_by_folders_where_those_are_equal() -> None:
     assert run_names([Path("x/a.json"), Path("b.json")]) == ["a", "b"]
     assert run_names([Path("x/a.json"), Path("y/a.json")]) == ["x/a", "y/a"]
+    with pytest.raises(InvalidInputError, match=r"^x/../b.json is given twice; name each record once$"):
+        run_names([Path("b.json"), Path("a.json"), Path("x/../b.json")])
 
 
 def test_other_sizes_are_other_results() -> None:
@@ -433,9 +435,10 @@ def test_command_gates_on_a_regression_of_the_same_device(command: Callable[...,
 
 def test_gate_does_not_open_where_nothing_could_be_compared(command: Callable[..., Any], tmp_path: Path) -> None:
     write(record(timed("c", np.random.default_rng(1))), tmp_path / "other.json")
-    write(record(timed("a", np.random.default_rng(1), rounds=1, n=1)), tmp_path / "short.json")
-    for name, word in (("other.json", "Not shown: 3 results"), ("short.json", "unknown")):
-        shown = command(name, "before.json" if name == "other.json" else name, "--fail-on-regression")
+    for name in ("short.json", "same.json"):
+        write(record(timed("a", np.random.default_rng(1), rounds=1, n=1)), tmp_path / name)
+    for names, word in ((("other.json", "before.json"), "Not shown: 3 results"), (("short.json", "same.json"), "unknown")):
+        shown = command(*names, "--fail-on-regression")
         assert shown.exit_code == 1 and word in shown.stdout
         assert str(shown.exception).startswith("--fail-on-regression found no result that both runs have")
 
