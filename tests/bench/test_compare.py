@@ -437,7 +437,8 @@ def test_gate_does_not_open_where_nothing_could_be_compared(command: Callable[..
     write(record(timed("c", np.random.default_rng(1))), tmp_path / "other.json")
     for name in ("short.json", "same.json"):
         write(record(timed("a", np.random.default_rng(1), rounds=1, n=1)), tmp_path / name)
-    for names, word in ((("other.json", "before.json"), "Not shown: 3 results"), (("short.json", "same.json"), "unknown")):
+    pairs = {("other.json", "before.json"): "Not shown: 3 results", ("short.json", "same.json"): "unknown"}
+    for names, word in pairs.items():
         shown = command(*names, "--fail-on-regression")
         assert shown.exit_code == 1 and word in shown.stdout
         assert str(shown.exception).startswith("--fail-on-regression found no result that both runs have")
