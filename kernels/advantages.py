@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.arguments import AT_LEAST_0, WHOLE, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import check_values, first_violation, is_checked_on_device
@@ -36,6 +37,7 @@ _LONG = 4096
 """More rewards of a group than one program should take."""
 
 
+@takes("group_advantage", group_size=optional(WHOLE), epsilon=AT_LEAST_0)
 def group_advantage(
     rewards: Tensor | Sequence[float] | Sequence[Sequence[float]],
     *,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlcore.arguments import FLAG, NUMBER, optional, takes
+from rlcore.arguments import AT_LEAST_0, FLAG, NUMBER, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import TENSOR, check_float, check_same_device, check_values, first_violation
@@ -207,7 +207,7 @@ def discounted_return(
     return found.view(rewards.shape)
 
 
-@takes("masked_whiten", mask=TENSOR, keep_mean=FLAG, epsilon=NUMBER)
+@takes("masked_whiten", mask=TENSOR, keep_mean=FLAG, epsilon=AT_LEAST_0)
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsilon: float = 1e-8) -> Tensor:
     """``(values - mean) / sqrt(variance + epsilon)`` over the tokens that count, the variance being unbiased.
 

@@ -20,13 +20,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.arguments import NUMBER, WHOLE, Kind, optional, takes
+from rlcore.arguments import AT_LEAST_0, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.operands import TENSOR
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_TOTAL = optional(Kind("a number, or a tensor of one", lambda value: NUMBER.has(value) or TENSOR.has(value)))
+_TOTAL = optional(
+    Kind(
+        f"{AT_LEAST_0.words}, or a tensor of one",
+        lambda value: value.numel() == 1 if TENSOR.has(value) else AT_LEAST_0.has(value),
+    )
+)
 
 
 @takes("token_weights", mask=TENSOR, total=_TOTAL, cu_seqlens=optional(TENSOR), max_length=optional(WHOLE))

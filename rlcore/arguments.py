@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ FLAG = kind_of("True or False", bool)
 WHOLE = Kind("a whole number", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool))
 COUNT = Kind("a whole number of at least 1", lambda value: WHOLE.has(value) and value >= 1)
 NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
+AT_LEAST_0 = Kind("a finite number of at least 0", lambda value: NUMBER.has(value) and 0 <= value < math.inf)
 TEXT = kind_of("a str", str)
 PATH = kind_of("a str or Path", str, os.PathLike)
 BYTES = kind_of("bytes", bytes)

@@ -72,7 +72,7 @@ def dppo(
         log_ratio = log_ratio_to_old(logprob, per_token, "dppo").detach()
         divergence = _DIVERGENCES[kind](logprob.detach(), old)
         is_stopped_high = (advantage > 0) & (log_ratio > 0) & (divergence > delta_high)
-        is_stopped_low = (advantage <= 0) & (log_ratio < 0) & (divergence > delta_low)
+        is_stopped_low = (advantage < 0) & (log_ratio < 0) & (divergence > delta_low)
         weight = log_ratio.exp().clamp(max=max_ratio) * advantage
         stats = {
             "clip_low_mean": is_stopped_low,

@@ -422,16 +422,21 @@ def test_only_terms_that_need_sequences_are_sequence_level() -> None:
 
 
 def test_clip_statistics_count_the_tokens_that_a_bound_stopped() -> None:
-    ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0])
-    per_token = {"old_logprobs": torch.full((5,), -2.0), "advantages": torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])}
+    ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 0.5, 2.0])
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
+    per_token = {"old_logprobs": torch.full((7,), -2.0), "advantages": advantages}
     x = ratio.log() - 2
     for term in (cpgd(), dppo(delta_low=0.05, delta_high=0.1), dppo(kind="kl", delta_low=0.02, delta_high=0.02)):
         _, stats = term(x, None, per_token)
-        assert stats["clip_low_mean"].tolist() == [False, True, False, False, False]
-        assert stats["clip_high_mean"].tolist() == [False, False, False, True, False]
+        assert stats["clip_low_mean"].nonzero().flatten().tolist() == [1]
+        assert stats["clip_high_mean"].nonzero().flatten().tolist() == [3]
     _, stats = cispo()(x, None, per_token)
-    assert stats["clip_low_mean"].tolist() == [True, True, False, False, False]
-    assert stats["clip_high_mean"].tolist() == [False, False, False, True, True]
+    assert stats["clip_low_mean"].nonzero().flatten().tolist() == [0, 1, 5]
+    assert stats["clip_high_mean"].nonzero().flatten().tolist() == [3, 4, 6]
+    alone = {"cu_seqlens": torch.arange(8), "token_mask": torch.ones(7, dtype=torch.bool)}
+    _, stats = gmpo(clip_low=0.4, clip_high=0.4)(x, None, per_token | alone)
+    assert stats["clip_low_mean"].nonzero().flatten().tolist() == [1]
+    assert stats["clip_high_mean"].nonzero().flatten().tolist() == [3]
 
 
 def test_importance_statistics_tell_the_raw_ratio_from_the_weight() -> None:
