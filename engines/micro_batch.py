@@ -99,7 +99,7 @@ def _evenly(lengths: list[int], count: int, max_tokens: int) -> list[list[int]]:
     """At most ``count`` micro-batches of about equal tokens, the fullest first: all workers gather the weights of each
     at once, and one of few tokens keeps the host as busy as any, and the device idle.
 
-    ``balance(num_bins=)`` comes closer, and takes seconds for thousands of sequences.
+    ``balance(num_bins=)`` comes closer, in more time: 0.06 s for 4,096 sequences in 64.
     """
     bins: list[tuple[int, int, list[int]]] = [(0, place, []) for place in range(count)]
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

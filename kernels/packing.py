@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlcore.arguments import LIST, TEXT, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.edges import rising_edges
 from rlcore.kernels.operands import TENSOR, TENSORS
 
 _LENGTHS = Kind(
@@ -93,7 +94,7 @@ def unpack(
 def _edges(batch: Mapping[str, Tensor]) -> Tensor:
     if "cu_seqlens" not in batch:
         raise InvalidInputError(f"unpack needs a batch with cu_seqlens [N + 1]; got {sorted(batch)}")
-    return batch["cu_seqlens"].long()
+    return rising_edges("unpack", batch["cu_seqlens"])
 
 
 def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
@@ -103,8 +104,12 @@ def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
 
 @takes("position_ids", cu_seqlens=TENSOR)
 def position_ids(cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: the position of each token in its own sequence."""
-    edges_N = cu_seqlens.long()
+    """[T] int64: the position of each token in its own sequence.
+
+    Raises:
+        InvalidInputError: ``cu_seqlens`` that are no integers, or do not rise from 0.
+    """
+    edges_N = rising_edges("position_ids", cu_seqlens)
     start_T = edges_N[:-1].repeat_interleave(edges_N.diff())
     return torch.arange(len(start_T), device=edges_N.device) - start_T
 
@@ -124,11 +129,13 @@ def balance(
             are fewer sequences.
 
     Raises:
-        InvalidInputError: not exactly one of the two limits, or a sequence longer than ``max_tokens``.
+        InvalidInputError: lengths that are no whole numbers, not exactly one of the two limits, or a sequence longer
+            than ``max_tokens``.
     """
-    tokens = [int(length) for length in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-    if any(length < 0 for length in tokens):
-        raise InvalidInputError(f"balance: lengths must be >= 0; got {min(tokens)}")
+    tokens = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if wrong := [length for length in tokens if not (WHOLE.has(length) and length >= 0)]:
+        raise InvalidInputError(f"balance: lengths must be whole numbers >= 0; got {wrong[0]!r}")
+    tokens = [int(length) for length in tokens]  # numpy's own would overflow
     if max_tokens is not None and num_bins is None:
         return _first_fit_decreasing(tokens, max_tokens)
     if num_bins is not None and max_tokens is None:
@@ -140,16 +147,25 @@ def balance(
 
 @takes("inverse_permutation", bins=LIST)
 def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
-    """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i."""
-    inverse = [0] * sum(map(len, bins))
-    for place, index in enumerate(index for one in bins for index in one):
-        inverse[index] = place
-    return inverse
+    """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i.
+
+    Raises:
+        InvalidInputError: an index that is missing, or there twice.
+    """
+    place_of = {index: place for place, index in enumerate(index for one in bins for index in one)}
+    num_indices = sum(map(len, bins))
+    if missing := [index for index in range(num_indices) if index not in place_of]:
+        raise InvalidInputError(
+            f"inverse_permutation: bins must hold each of 0 to {num_indices - 1} once; {missing[0]} is missing"
+        )
+    return [place_of[index] for index in range(num_indices)]
 
 
 def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
+    """The first of as many bins as sequences, found in a tree: a node's room is that of its emptier half."""
+    size = 1 << (len(tokens) - 1).bit_length() if tokens else 1
+    bins: list[list[int]] = [[] for _ in range(size)]
+    room = [max_tokens] * (2 * size)
     for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
         length = tokens[index]
         if length > max_tokens:
@@ -157,35 +173,42 @@ def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]
                 f"balance: sequence {index} has {length} tokens, more than max_tokens={max_tokens}; "
                 "raise max_tokens or shorten it"
             )
-        fitting = next((place for place, left in enumerate(room) if left >= length), None)
-        if fitting is None:
-            fitting = len(bins)
-            bins.append([])
-            room.append(max_tokens)
-        bins[fitting].append(index)
-        room[fitting] -= length
-    return [sorted(one) for one in bins]
+        node = 1
+        while node < size:
+            node *= 2
+            node += room[node] < length
+        bins[node - size].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(one) for one in bins if one]
 
 
 def _karmarkar_karp(tokens: list[int], num_bins: int) -> list[list[int]]:
-    """Join the two most uneven partial solutions, the fullest bin of one with the emptiest of the other."""
+    """Join the two most uneven partial solutions, the fullest bin of one with the emptiest of the other.
+
+    Bins that are still empty are left out.
+    """
     if num_bins < 1:
         raise InvalidInputError(f"balance: num_bins must be >= 1; got {num_bins}")
     Partial = list[tuple[int, list[int]]]  # bins as (tokens, indices), fullest first
     heap: list[tuple[int, int, Partial]] = []
     for index, length in enumerate(tokens):
-        solution: Partial = [(length, [index]), *((0, list[int]()) for _ in range(num_bins - 1))]
-        heap.append((-_spread(solution), index, solution))
+        solution: Partial = [(length, [index])]
+        heap.append((-_spread(solution, num_bins), index, solution))
     heapq.heapify(heap)
     for serial in range(len(tokens), 2 * len(tokens) - 1):
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(full + empty, more + less) for (full, more), (empty, less) in zip(one, reversed(other), strict=True)]
+        apart, rising = num_bins - len(other), other[::-1]  # so many of the one meet an empty bin
+        pairs = zip(one[apart:], rising, strict=False)
+        joined = [(full + empty, more + less) for (full, more), (empty, less) in pairs]
+        joined = [*one[:apart], *joined, *rising[len(joined) :]]
         joined.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (-_spread(joined), serial, joined))
-    if not heap:
-        return [[] for _ in range(num_bins)]
-    return [sorted(indices) for _, indices in heap[0][2]]
+        heapq.heappush(heap, (-_spread(joined, num_bins), serial, joined))
+    bins = [sorted(indices) for _, indices in heap[0][2]] if heap else []
+    return bins + [[] for _ in range(num_bins - len(bins))]
 
 
-def _spread(solution: list[tuple[int, list[int]]]) -> int:
-    return solution[0][0] - solution[-1][0]
+def _spread(solution: list[tuple[int, list[int]]], num_bins: int) -> int:
+    return solution[0][0] - (solution[-1][0] if len(solution) == num_bins else 0)

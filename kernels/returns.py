@@ -32,6 +32,7 @@ from torch import Tensor
 from rlcore.arguments import AT_LEAST_0, FLAG, NUMBER, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.edges import check_edges, rising_edges
 from rlcore.kernels.operands import TENSOR, check_float, check_same_device, check_values, first_violation
 from rlcore.kernels.rows import wide_dtype
 
@@ -270,10 +271,7 @@ def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Ten
         )
     if cu_seqlens is None:
         return torch.arange(len(values) + 1, device=values.device) * values.shape[1]
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-        raise InvalidInputError(
-            f"{op}: cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+    check_edges(op, cu_seqlens)
     return cu_seqlens.to(values.device, non_blocking=True).contiguous()
 
 
@@ -291,12 +289,7 @@ def check_tokens(
     known = {name: torch.where(is_counted_T, x, 0.0).to(wide) for name, x in values.items()}
     for name, x in known.items():
         _check_finite(op, name, x)
-    edges_N = cu_seqlens.to(torch.int64)
-    is_rising = (edges_N.diff() >= 0).all() & (edges_N[0] == 0) & (edges_N[-1] == num_tokens)
-    check_values(
-        is_rising, lambda: f"{op}: cu_seqlens must rise from 0 to the {num_tokens} tokens; got {edges_N.tolist()}"
-    )
-    return list(known.values()), is_counted_T, edges_N
+    return list(known.values()), is_counted_T, rising_edges(op, cu_seqlens, num_tokens)
 
 
 def _check_like(op: str, first_name: str, first: Tensor, **others: Tensor | None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlcore.arguments import AT_LEAST_0, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.edges import rising_edges
 from rlcore.kernels.operands import TENSOR
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -56,7 +57,7 @@ def token_weights(
         float32, shape of the mask; 0 outside it, and everywhere if nothing counts.
 
     Raises:
-        InvalidInputError: an unknown mode, or an argument missing for it.
+        InvalidInputError: an unknown mode, an argument missing for it, or ``cu_seqlens`` that do not rise from 0 to T.
     """
     if mode not in MODES:
         raise InvalidInputError(f"token_weights: mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -97,7 +98,7 @@ def _lengths(weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]
         return length_N1.squeeze(1), length_N1.expand_as(weight)
     if cu_seqlens is None:
         raise InvalidInputError("token_weights: a packed mask needs cu_seqlens to tell sequences apart")
-    edge_N = cu_seqlens.to(weight.device).long()
+    edge_N = rising_edges("token_weights", cu_seqlens.to(weight.device), len(weight))
     running_T = torch.nn.functional.pad(weight.double().cumsum(0), (1, 0))
     length_N = running_T[edge_N].diff().float()
     return length_N, length_N.repeat_interleave(edge_N.diff(), output_size=len(weight))

@@ -18,6 +18,7 @@ from rlcore.arguments import NUMBER, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import bounded, check_clip, ratio_statistics, stopped_statistics
+from rlcore.kernels.operands import check_finite
 
 _MOST_DRIFT = 2.0  # of r - 1, as in the authors' recipe in siiRL and LightRFT
 
@@ -29,13 +30,14 @@ def cpgd(*, clip_low: float = 0.2, clip_high: float = 0.28, drift_coef: float = 
     Args:
         clip_low: in [0, 1]; a negative advantage acts until the ratio is below 1 - clip_low.
         clip_high: >= 0; a positive advantage acts until the ratio is above 1 + clip_high.
-        drift_coef: >= 0; strength of the pull back. siiRL's recipes take 0.001.
+        drift_coef: finite, >= 0; strength of the pull back. siiRL's recipes take 0.001.
 
     Statistics: ``ratio_mean ratio_min ratio_max approx_kl_mean clip_low_mean clip_high_mean`` as ``ppo_clip``.
     """
     check_clip("cpgd", clip_low, clip_high)
     if not drift_coef >= 0:
         raise InvalidInputError(f"cpgd: drift_coef must be >= 0; got {drift_coef}")
+    check_finite("cpgd: drift_coef", drift_coef)
     lowest, highest = math.log(1 - clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)
 
     def cpgd_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:

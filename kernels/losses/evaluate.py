@@ -73,6 +73,8 @@ def token_values(
                 "which says how it is reduced over tokens"
             )
     if entropy_T is not None:
+        if "entropy_mean" in stats:
+            raise InvalidInputError(f"{loss_name(loss_fn)}: statistic 'entropy_mean' is the operator's own; rename it")
         stats = {"entropy_mean": entropy_T} | stats
     return value_T, stats
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.ops import combine, entropy_bonus, kl, ppo_clip
+from rlcore.ops import combine, cpgd, entropy_bonus, kl, ppo_clip, token_loss
 
 
 def random_tokens(count: int = 4000) -> tuple[Tensor, dict[str, Tensor]]:
@@ -142,6 +142,7 @@ def test_the_entropy_bonus_rewards_entropy_and_needs_it() -> None:
         (lambda: ppo_clip(clip_high=math.nan), "clip_high must be >= 0; got nan"),
         (lambda: ppo_clip(dual_clip=1.0), "ppo_clip: dual_clip must be > 1, or None; got 1.0"),
         (lambda: kl(kind="k4", coef=1.0), "kl: kind must be one of k1, k2, k3, abs, .*; got 'k4'"),  # type: ignore[arg-type]
+        (lambda: cpgd(drift_coef=math.inf), "cpgd: drift_coef must be a finite number; got inf"),
         (combine, "combine needs at least one loss term"),
     ],
 )
@@ -159,3 +160,14 @@ def test_two_terms_with_the_same_statistic_are_refused() -> None:
     twice = combine(kl(coef=0.1), kl(kind="k1", coef=0.1))
     with pytest.raises(InvalidInputError, match="two terms report kl_mean; rename one of them"):
         twice(torch.zeros(1), None, {"ref_logprobs": torch.zeros(1)})
+
+
+def test_a_loss_cannot_replace_the_operator_s_mean_of_the_entropy() -> None:
+    def reporting(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return -logprob, {"entropy_mean": torch.zeros_like(logprob)}
+
+    logprob, ones = torch.zeros(2, requires_grad=True), torch.ones(2)
+    with pytest.raises(InvalidInputError, match="reporting: statistic 'entropy_mean' is the operator's own; rename it"):
+        token_loss(logprob, reporting, per_token={}, token_weight=ones, entropy=ones)
+    _, stats = token_loss(logprob, reporting, per_token={}, token_weight=ones)
+    assert stats["entropy_mean"] == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import pytest
@@ -127,9 +128,33 @@ def test_the_inverse_permutation_restores_the_order() -> None:
         (lambda: balance([3], max_tokens=8, num_bins=1), "needs max_tokens or num_bins, one of them; got"),
         (lambda: balance([3]), "got max_tokens=None, num_bins=None"),
         (lambda: balance([3], num_bins=0), "num_bins must be >= 1; got 0"),
-        (lambda: balance([-3], num_bins=1), "lengths must be >= 0; got -3"),
+        (
+            lambda: unpack({"cu_seqlens": torch.tensor([0, 3, 2])}),
+            r"unpack: cu_seqlens must rise from 0; got \[0, 3, 2\]",
+        ),
+        (lambda: position_ids(torch.tensor([2, 5])), r"position_ids: cu_seqlens must rise from 0; got \[2, 5\]"),
+        (
+            lambda: position_ids(torch.ones(2)),
+            r"position_ids: cu_seqlens must be \[N \+ 1\] integers; got \[2\] torch.fl",
+        ),
+        (lambda: balance([-3], num_bins=1), "lengths must be whole numbers >= 0; got -3"),
+        (lambda: balance([1, 2.2], max_tokens=3), "lengths must be whole numbers >= 0; got 2.2"),
+        (lambda: balance(["a"], num_bins=1), "lengths must be whole numbers >= 0; got 'a'"),  # type: ignore[list-item]
+        (lambda: balance(torch.ones(2, 2).long(), num_bins=1), r"lengths must be whole numbers >= 0; got \[1, 1\]"),
+        (lambda: inverse_permutation([[0, 0], [1]]), "bins must hold each of 0 to 2 once; 2 is missing"),
+        (lambda: inverse_permutation([[0, 5]]), "bins must hold each of 0 to 1 once; 1 is missing"),
     ],
 )
 def test_bad_input_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         call()
+
+
+def test_thousands_of_sequences_are_balanced_without_a_search_through_all_bins() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randrange(1, 8192) for _ in range(4096)]
+    started = time.process_time()
+    bins = balance(lengths, num_bins=1024)
+    assert len(bins) == 1024 and sorted(itertools.chain(*bins)) == list(range(4096))
+    assert sorted(itertools.chain(*balance(lengths * 2, max_tokens=8192))) == list(range(8192))
+    assert time.process_time() - started < 6, "14 s where each step looked at every bin"

@@ -60,6 +60,10 @@ def test_nothing_that_counts_gives_zeros(mode: Any) -> None:
         ({"mode": "mean"}, "mode must be one of token-mean, token-sum, .*; got 'mean'"),
         ({"mask": torch.ones(2, 2, 2)}, r"mask must be \[N, L\] or packed \[T\]; got \[2, 2, 2\]"),
         ({"mode": "seq-mean-token-mean", "mask": torch.ones(3)}, "a packed mask needs cu_seqlens"),
+        (
+            {"mode": "seq-mean-token-mean", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 9])},
+            r"token_weights: cu_seqlens must rise from 0 to the 3 tokens; got \[0, 9\]",
+        ),
         ({"mode": "seq-mean-token-sum-norm"}, "'seq-mean-token-sum-norm' needs max_length >= 1, .* got None"),
         ({"max_length": 3}, "'token-mean' takes no max_length; got 3"),
     ],
