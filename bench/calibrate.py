@@ -1,7 +1,8 @@
 """What this machine reaches when nothing is in the way: the limits that cases are measured against.
 
 The best of many runs of the plainest operation: torch's own matrix product, one large copy. Stored in the cache folder,
-and measured again when it is a week old, or when device, driver, torch or its number of threads have changed.
+and measured again when it is a week old, when device, driver, torch or its number of threads have changed, or, on a
+host, when others used it meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rlcore.atomic import write_file
 from rlcore.bench.result import Calibration, Effort, Record
+from rlcore.bench.telemetry import Monitor, marks
 from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
@@ -46,13 +48,15 @@ def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
         },
         "link": _link,
     }
-    limits, blocked = {}, {}
+    limits, blocked, monitor = {}, {}, Monitor(device)
     for name, measure in measures.items():
+        monitor.read()
         try:
             limits[name] = measure(device, _BUDGET_S[effort])
         except (RlcoreError, RuntimeError, MemoryError) as error:  # RuntimeError: torch has no such product
             blocked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return Calibration(measured_at=datetime.now(UTC).isoformat(timespec="seconds"), limits=limits, blocked=blocked)
+    measured_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return Calibration(measured_at=measured_at, limits=limits, blocked=blocked, marks=marks(monitor.telemetry()))
 
 
 def _best_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
@@ -147,14 +151,17 @@ class Store:
         }
 
     def load(self) -> Calibration | None:
-        """None when it is absent, stale, unreadable, of another machine or measured with less effort."""
+        """None when it is absent, stale, unreadable, of another or a shared machine, or measured with less effort."""
         try:
             stored = msgspec.json.decode(self._path.read_bytes(), type=_Stored)
             age = datetime.now(UTC) - datetime.fromisoformat(stored.calibration.measured_at)
         except (OSError, msgspec.DecodeError, ValueError, TypeError):
             return None
         is_enough = _BUDGET_S[stored.effort] >= _BUDGET_S[self._effort]
-        return stored.calibration if is_enough and stored.valid_for == self._valid_for and age < _STALE else None
+        is_valid = is_enough and stored.valid_for == self._valid_for and age < _STALE
+        # What accelerators reach, other processes of the host change little.
+        is_doubtful = not self._valid_for["accelerator"] and stored.calibration.marks
+        return stored.calibration if is_valid and not is_doubtful else None
 
     def save(self, calibration: Calibration) -> None:
         """A cache that cannot be written costs the next run some seconds."""

@@ -126,6 +126,8 @@ def _caveats(runs: Sequence[Run]) -> list[str]:
         found += [f"{run.name}: {number} results {mark.replace(': ', ' (', 1)})" for mark, number in marks.items()]
         if run.record.calibration is None:
             found.append(f"{run.name}: limits were not measured, so that no share of them can be given")
+        elif run.record.calibration.marks:
+            found.append(f"{run.name}: limits may be too low: {'; '.join(run.record.calibration.marks)}")
     for run in runs[1:]:
         first = runs[0]
         if device_of(first.record) != device_of(run.record):

@@ -164,6 +164,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """FLOP/s of "product/<dtype>"; bytes a second of "memory", "to_device/pinned" and the like."""
     blocked: dict[str, str] = {}
     """Limits that could not be measured, and why."""
+    marks: list[str] = []
+    """Why they may be too low, such as other work on the machine meanwhile."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

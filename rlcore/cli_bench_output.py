@@ -62,6 +62,8 @@ def print_results(record: Record) -> None:
             by_case.setdefault(result.name, []).append(result)
     header = ["case", "implementation", "sizes", "status", "median", "n", "share", "marks"]
     print_table(header, [row for results in by_case.values() for row in _rows(results, record.calibration)])
+    if record.calibration and record.calibration.marks:
+        print(f"limits may be too low: {'; '.join(record.calibration.marks)}")
     skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
     for reason, number in skipped.items():
         print(f"{number} cases skipped: {reason}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlcore.bench import calibrate as module
+from rlcore.bench import telemetry
 from rlcore.bench.calibrate import Store, calibrate
 from rlcore.bench.isolated import with_limits
 from rlcore.bench.limits import peak, share_of_limit, unit
@@ -114,6 +115,23 @@ def test_limits_are_measured_when_absent_or_when_told_and_else_read(record: Reco
     assert measuring.count == 1
     third = with_limits(measuring, record, is_forced=True)
     assert third.calibration is not None and third.calibration.limits == {"memory": 2e9}
+
+
+def test_limits_of_a_host_that_others_used_meanwhile_say_so_and_are_not_used_again(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_HOST_MEMORY_BYTES", 1 << 24)
+    monkeypatch.setattr(module, "_HOST_PRODUCTS", ((256, 256, 256),))
+    for share, expected in ((0.0, []), (0.5, ["shared: others used the host's processors"])):
+        monkeypatch.setattr(telemetry.Monitor, "_host_share_of_others", lambda self, share=share: share)
+        found = calibrate(get_device("cpu"), "standard")
+        assert found.marks == expected
+        Store(record).save(found)
+        assert (Store(record).load() is None) == bool(expected)
+    accelerated = msgspec.structs.replace(record.system, accelerator_model_name="NVIDIA H200")
+    store = Store(msgspec.structs.replace(record, system=accelerated))
+    store.save(found)
+    assert store.load() == found
 
 
 # ---------------------------------------------------------------------------------------------------- shares

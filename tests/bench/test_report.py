@@ -19,6 +19,7 @@ from rlcore.bench.headlines import Run
 from rlcore.bench.report import render
 from rlcore.bench.result import CaseResult, Record, write
 from rlcore.cli_bench import bench
+from rlcore.cli_bench_output import print_results
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 OKABE_ITO = {"#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"}
@@ -213,6 +214,16 @@ def test_page_of_a_record_without_limits_or_steps_says_so() -> None:
     assert "limits were not measured" in shown
     for absent in ("by phase", "Ours against peers", "By size", "Share of what"):
         assert absent not in shown
+
+
+def test_limits_that_may_be_too_low_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    record = a_record()
+    assert record.calibration is not None
+    doubtful = msgspec.structs.replace(record.calibration, marks=["shared: others used the host's processors"])
+    record = msgspec.structs.replace(record, calibration=doubtful)
+    print_results(record)
+    told = "limits may be too low: shared: others used the host's processors"
+    assert told in capsys.readouterr().out and f"mine: {told}" in text_of(render([Run("mine", record)]))
 
 
 def test_colours_are_those_of_okabe_and_ito(page: str) -> None:
