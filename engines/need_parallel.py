@@ -52,7 +52,7 @@ class NeedParallel:
     def rows_of(self, parts: int) -> list[list[int]]:
         """The rows of each part, where they are balanced."""
         assert self.balance_by is not None
-        return balance(self.balance_by, num_bins=parts)
+        return balance([int(cost) for cost in self.balance_by], num_bins=parts)
 
 
 def _check_costs(costs: Any, rows: int) -> None:

@@ -32,7 +32,8 @@ HEAVY = {
 
 # What ``import rlcore`` may add to bare Python; the scan of entry points alone cost 37 ms where this was set.
 IMPORT_BUDGET_S = 0.030
-HELP_BUDGET_S = 0.25
+TYPERS_OWN_HELP = "import typer\napp = typer.Typer()\n@app.command()\ndef main(size: int = 1): pass\napp()"
+HELP_BUDGET = 1.5  # times that; it is 1.1 where this was set
 
 
 def cpu_seconds(code: str, argv: list[str] | None = None) -> float:
@@ -87,10 +88,11 @@ def test_the_budget_of_the_import_can_be_exceeded() -> None:
     assert added_seconds("import rlcore, rlcore.registry, importlib.metadata, email, typer", rounds=3) > IMPORT_BUDGET_S
 
 
-def test_help_takes_under_a_quarter_second() -> None:
+def test_help_takes_little_longer_than_that_of_a_bare_typer_program() -> None:
     code = "import sys; from rlcore.cli import main; sys.exit(main())"
     cpu_seconds(code, ["--help"])
-    assert statistics.median(cpu_seconds(code, ["--help"]) for _ in range(5)) < HELP_BUDGET_S
+    ratios = (cpu_seconds(code, ["--help"]) / cpu_seconds(TYPERS_OWN_HELP, ["--help"]) for _ in range(7))
+    assert statistics.median(ratios) < HELP_BUDGET
 
 
 def test_help_loads_no_torch(run_python: Callable) -> None:

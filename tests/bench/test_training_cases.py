@@ -25,7 +25,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CONTENDERS = {
-    "train/dense_1.5b": [("torch FSDP2", "equal"), ("engine", "equal"), ("engine", "uneven"), ("engine", "equal")],
+    "train/dense_1.5b": [("torch FSDP2", "equal"), ("engine", "equal"), ("engine", "uneven")],
     "train/materialize": [("engine", None)],
     "offload/trainer": [("engine", None)],
     "offload/training": [("no offload", None), ("offload after each step", None)],
