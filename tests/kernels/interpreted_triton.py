@@ -322,7 +322,8 @@ def test_statistics_of_tiles_are_in_the_budget_beside_the_exponentials(
     monkeypatch.setattr(linear_tiled, "tile_statistics", recorded)
     inputs = hidden.nan_to_num(), weight.requires_grad_(is_differentiated), targets
     found = scored_in_tiles(*inputs, memory_budget_bytes=budget)
-    torch.testing.assert_close(found.logprob, scored_in_tiles(*inputs).logprob, rtol=0, atol=0)
+    # The interpreter's products are the host's, and some round a row by how many there are.
+    torch.testing.assert_close(found.logprob, scored_in_tiles(*inputs).logprob, rtol=1e-6, atol=1e-6)
     most, num_columns = max(runs[:-1])
     assert sum(rows for rows, _ in runs[:-1]) == T and (num_columns > 0) is is_differentiated
     assert most * 12 * 3 + T * (2 * num_columns + 4 * math.ceil(num_columns / 256)) <= budget
