@@ -12,30 +12,28 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.operands import check_values
 
 
-def check_edges(op: str, cu_seqlens: Tensor) -> None:
+def check_edges(name: str, cu_seqlens: Tensor) -> None:
     """Its form; values are another matter (``rising_edges``).
 
     Raises:
         InvalidInputError: no [N + 1] integers.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-        raise InvalidInputError(
-            f"{op}: cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+        raise InvalidInputError(f"{name} must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
 
 
-def rising_edges(op: str, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+def rising_edges(name: str, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
     """As int64.
 
     Raises:
         InvalidInputError: not [N + 1] integers that rise from 0, to ``num_tokens`` if those are known; as
             ``check_values`` about values.
     """
-    check_edges(op, cu_seqlens)
+    check_edges(name, cu_seqlens)
     edges_N = cu_seqlens.to(torch.int64)
     is_rising = (edges_N.diff() >= 0).all() & (edges_N[0] == 0)
     end = ""
     if num_tokens is not None:
         is_rising, end = is_rising & (edges_N[-1] == num_tokens), f" to the {num_tokens} tokens"
-    check_values(is_rising, lambda: f"{op}: cu_seqlens must rise from 0{end}; got {edges_N.tolist()}")
+    check_values(is_rising, lambda: f"{name} must rise from 0{end}; got {edges_N.tolist()}")
     return edges_N

@@ -51,7 +51,7 @@ def _forward(
     """Four numbers a row are all that is kept; the logits are computed again in the backward."""
     head = LinearHead(weight_VH, bias_V, task.softcap)
     logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, head, task)):
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
         rows = task.rows.at(chunk)
         found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
         logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
@@ -77,7 +77,7 @@ def recomputing_backward(
     gradients = HeadGradients(head, Needs(*needs), len(hidden_TH), task.shard)
     upstream = Upstream(*(task.rows.known_vector(g_T) for g_T in upstream))
     saved = (scores.logprob, scores.entropy, *scores.residuals)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, head, task)):
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
         rows = task.rows.at(chunk)
         known_TH = rows.known(hidden_TH[chunk])
         logits_TV = head.logits(known_TH)
@@ -89,9 +89,9 @@ def recomputing_backward(
     return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
 
 
-def chunk_rows(hidden_TH: Tensor, head: LinearHead, task: HeadTask) -> int:
+def chunk_rows(hidden_TH: Tensor, weight_VH: Tensor, task: HeadTask) -> int:
     count = rows_per_chunk if task.shard is None else task.shard.rows_per_chunk
-    return count(len(hidden_TH), len(head.weight_VH), head.wide.itemsize, task.memory_budget_bytes)
+    return count(len(hidden_TH), len(weight_VH), wide_dtype(weight_VH.dtype).itemsize, task.memory_budget_bytes)
 
 
 linear_logprob_chunked = Scorer(_forward, recomputing_backward, num_residuals=2)

@@ -103,7 +103,7 @@ def linear_loss_chunked(
 ) -> LossOutput:
     """Plain torch in chunks of rows, or of whole sequences, on any device; longer ones by ``scorer``."""
     inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
-    rows = chunk_rows(hidden_TH, LinearHead(weight_VH, bias_V, task.softcap), task)
+    rows = chunk_rows(hidden_TH, weight_VH, task)
     if loss.exceeds(rows):
         return scored_loss(scorer, inputs, task, loss)
     return loss_in_chunks(_HeadWork(inputs, task), inputs, loss, rows)

@@ -94,7 +94,7 @@ def unpack(
 def _edges(batch: Mapping[str, Tensor]) -> Tensor:
     if "cu_seqlens" not in batch:
         raise InvalidInputError(f"unpack needs a batch with cu_seqlens [N + 1]; got {sorted(batch)}")
-    return rising_edges("unpack", batch["cu_seqlens"])
+    return rising_edges("unpack: cu_seqlens", batch["cu_seqlens"])
 
 
 def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
@@ -109,7 +109,7 @@ def position_ids(cu_seqlens: Tensor) -> Tensor:
     Raises:
         InvalidInputError: ``cu_seqlens`` that are no integers, or do not rise from 0.
     """
-    edges_N = rising_edges("position_ids", cu_seqlens)
+    edges_N = rising_edges("position_ids: cu_seqlens", cu_seqlens)
     start_T = edges_N[:-1].repeat_interleave(edges_N.diff())
     return torch.arange(len(start_T), device=edges_N.device) - start_T
 

@@ -271,7 +271,7 @@ def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Ten
         )
     if cu_seqlens is None:
         return torch.arange(len(values) + 1, device=values.device) * values.shape[1]
-    check_edges(op, cu_seqlens)
+    check_edges(f"{op}: cu_seqlens", cu_seqlens)
     return cu_seqlens.to(values.device, non_blocking=True).contiguous()
 
 
@@ -289,7 +289,7 @@ def check_tokens(
     known = {name: torch.where(is_counted_T, x, 0.0).to(wide) for name, x in values.items()}
     for name, x in known.items():
         _check_finite(op, name, x)
-    return list(known.values()), is_counted_T, rising_edges(op, cu_seqlens, num_tokens)
+    return list(known.values()), is_counted_T, rising_edges(f"{op}: cu_seqlens", cu_seqlens, num_tokens)
 
 
 def _check_like(op: str, first_name: str, first: Tensor, **others: Tensor | None) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rlcore.arguments import optional, takes
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.edges import rising_edges
 from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, check_tokens, token_values, weighted_sum
 from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, checked_edges, sequence_level
-from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_same_device, check_shape, check_values
+from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_same_device, check_shape
 from rlcore.kernels.rows import wide_dtype
 
 
@@ -93,8 +94,5 @@ def loss_of_scores(
 
 def _rising(cu_seqlens: Tensor, logprob_T: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
-        ok = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(logprob_T)) & (cu_seqlens.diff() >= 0).all()
-        check_values(
-            ok, lambda: f"cu_seqlens must rise from 0 to the {len(logprob_T)} tokens; got {cu_seqlens.tolist()}"
-        )
+        rising_edges("cu_seqlens", cu_seqlens, len(logprob_T))
     return cu_seqlens.to(logprob_T.device, torch.int64, non_blocking=True)

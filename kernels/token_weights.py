@@ -98,7 +98,7 @@ def _lengths(weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]
         return length_N1.squeeze(1), length_N1.expand_as(weight)
     if cu_seqlens is None:
         raise InvalidInputError("token_weights: a packed mask needs cu_seqlens to tell sequences apart")
-    edge_N = rising_edges("token_weights", cu_seqlens.to(weight.device), len(weight))
+    edge_N = rising_edges("token_weights: cu_seqlens", cu_seqlens.to(weight.device), len(weight))
     running_T = torch.nn.functional.pad(weight.double().cumsum(0), (1, 0))
     length_N = running_T[edge_N].diff().float()
     return length_N, length_N.repeat_interleave(edge_N.diff(), output_size=len(weight))

@@ -28,7 +28,7 @@ def _forward(
     assert task.shard is not None
     head = LinearHead(weight_VH, bias_V, task.softcap)
     parts_TS = hidden_TH.new_empty((len(hidden_TH), 3 + task.with_entropy), dtype=head.wide)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, head, task)):
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
         rows = task.rows.at(chunk)
         logits_TV = head.logits(rows.known(hidden_TH[chunk]))
         parts_TS[chunk] = partial_statistics_(logits_TV, rows, with_entropy=task.with_entropy)

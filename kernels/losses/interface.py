@@ -40,6 +40,7 @@ from torch import Tensor
 
 from rlcore.arguments import Kind
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.edges import check_edges
 
 PerToken = Mapping[str, Tensor]
 TermOutput = tuple[Tensor, dict[str, Tensor]]
@@ -102,8 +103,7 @@ def checked_edges(cu_seqlens: Tensor | None, per_token: PerToken, operator: str,
         raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: {operator} sets them; rename yours")
     if cu_seqlens is None:
         raise InvalidInputError(f"a sequence-level loss needs cu_seqlens, the boundaries of the sequences in {rows}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-        raise InvalidInputError(f"cu_seqlens must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
+    check_edges("cu_seqlens", cu_seqlens)
     return cu_seqlens
 
 

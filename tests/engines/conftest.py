@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written as real Hugging Face model folders."""
+"""Tiny random checkpoints, written as real Hugging Face model folders, and what tests do with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import rlcore
+from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
 
@@ -105,6 +109,24 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(folder, tmp_path / "copy"))
 
     return copy
+
+
+@pytest.fixture
+def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
+    """Of the test file's ``policy``, on the CPU."""
+    with rlcore.meta_device():
+        module = policy.from_pretrained(qwen2_folder)
+    with rlcore.TrainEngine(module) as built:
+        yield built.build(devices="cpu")
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> tuple[ControlSocket, ControlSocket]:
+    """Two ends of a control channel."""
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_controls, tmp_path / "s", 1)
+        connected = ControlSocket.connect(tmp_path / "s")
+        return accepted.result()[0], connected
 
 
 @pytest.fixture

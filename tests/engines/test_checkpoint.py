@@ -260,12 +260,6 @@ def make(policy: Any, folder: Path) -> rlcore.TrainEngine:
         return rlcore.TrainEngine(policy.from_pretrained(folder))
 
 
-@pytest.fixture
-def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    with make(policy, qwen2_folder) as built:
-        yield built.build(devices="cpu")
-
-
 def train(engine: rlcore.TrainEngine, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     batch = {

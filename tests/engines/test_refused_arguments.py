@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ def policy() -> Any:
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
 
     return Policy
-
-
-@pytest.fixture
-def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    with rlcore.meta_device():
-        module = policy.from_pretrained(qwen2_folder)
-    with rlcore.TrainEngine(module) as built:
-        yield built.build(devices="cpu")
 
 
 def test_of_a_train_engine(engine: Any) -> None:

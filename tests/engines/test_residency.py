@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,6 @@ def policy() -> Any:
             return sum(rows)
 
     return Policy
-
-
-@pytest.fixture
-def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    with rlcore.meta_device():
-        module = policy.from_pretrained(qwen2_folder)
-    with rlcore.TrainEngine(module) as built:
-        yield built.build(devices="cpu")
 
 
 def train_once(engine: rlcore.TrainEngine) -> float:

@@ -20,14 +20,6 @@ from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
 from rlcore.errors import InvalidInputError, SyncError
 
 
-@pytest.fixture
-def ends(tmp_path: Path) -> tuple[ControlSocket, ControlSocket]:
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_controls, tmp_path / "s", 1)
-        connected = ControlSocket.connect(tmp_path / "s")
-        return accepted.result()[0], connected
-
-
 def test_messages_arrive_whole_and_in_order(ends: tuple[ControlSocket, ControlSocket]) -> None:
     here, there = ends
     long = bytes(range(256)) * 20_000  # more than a socket holds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from torch import nn
 
 import rlcore
 from rlcore.engines.executors.vllm.transfer import RlcoreWeightTransferEngine, UpdateInfo
-from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
+from rlcore.engines.sync.control_socket import ControlSocket
 from rlcore.engines.sync.sender import Sender
 from rlcore.errors import StateError, SyncError
-
-
-@pytest.fixture
-def ends(tmp_path: Path) -> tuple[ControlSocket, ControlSocket]:
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_controls, tmp_path / "s", 1)
-        connected = ControlSocket.connect(tmp_path / "s")
-        return accepted.result()[0], connected
 
 
 def test_a_mixture_is_refused_at_the_end_of_an_update(
