@@ -81,7 +81,7 @@ class Copies:
         self._bound: Bound = choice.fn(pieces, sources, destinations)
 
     def bind(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        """Use these tensors from now on, which may lie elsewhere; dtypes are those of the first.
+        """Use these tensors from now on, which may lie elsewhere; dtypes and devices are those of the first.
 
         Raises:
             InvalidInputError: as above.

@@ -97,7 +97,7 @@ class _Addresses(NamedTuple):
 
 
 class TritonCopies(Bound):
-    """A launch for each kind of piece. Dtypes that Triton does not convert are copied as views."""
+    """A launch for each kind of piece. What it does not convert, or may not reach on another device, is copied as views."""
 
     _ends: _Addresses
     _launches: list[_Launch]
@@ -109,8 +109,10 @@ class TritonCopies(Bound):
         own: list[StridedPiece] = []
         others: list[StridedPiece] = []
         for piece in pieces:
-            dtypes = sources[piece.source].dtype, destinations[piece.destination].dtype
-            (own if dtypes[0] == dtypes[1] or _TYPES.keys() >= set(dtypes) else others).append(piece)
+            source = sources[piece.source]
+            dtypes = source.dtype, destinations[piece.destination].dtype
+            is_own = source.device == self._device and (dtypes[0] == dtypes[1] or _TYPES.keys() >= set(dtypes))
+            (own if is_own else others).append(piece)
         self._pieces = own
         self._views = ViewCopies(others, sources, destinations)
         self._make(sources, destinations)

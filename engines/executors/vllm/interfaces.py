@@ -73,6 +73,7 @@ class Layers(Protocol):
 class Reloading(Protocol):
     """vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"""
 
+    restore_metadata: tuple[dict[str, Tensor], dict[str, Tensor]]
     kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]] | None
     loaded_weights: list[tuple[str, Any]]
 
@@ -87,6 +88,8 @@ class Allocator(Protocol):
     """vllm.device_allocator.cumem.CuMemAllocator"""
 
     pointer_to_data: dict[int, Allocation]
+    allocator_and_pools: dict[str, tuple[Any, Any]]
+    """torch's memory pool of a tag, and the allocator of the pool."""
 
 
 class Allocation(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,9 +20,12 @@ from rlcore.engines.pretrained import check_model_folder
 from rlcore.engines.residency import Move
 from rlcore.engines.sync.receiver import Receiver
 from rlcore.engines.weight_source import in_files
-from rlcore.errors import UnsupportedError
+from rlcore.errors import DeviceError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
+
+_log = logging.getLogger(__name__)
+_NEVER_FREED: list[Any] = []
 
 
 class Share:
@@ -107,6 +111,24 @@ class Share:
         if versions.packs_weights():
             raise UnsupportedError("vLLM's build for the CPU with packed weights", "they were to be left plain")
         return differing_after_reload(self._target, in_files(check_model_folder(path).weight_files))
+
+    def close(self) -> None:
+        """Let go of the model. What is away is mapped again first, as vLLM's allocator frees only what is."""
+        self._receiver.close()
+        versions.forget_reloads(self.model)
+        away = [resident for resident in self._residents.values() if resident.is_away]
+        try:
+            for resident in away:
+                resident.meta()
+                resident.onload()
+        except DeviceError as error:
+            _NEVER_FREED.append((self.model, list(versions.kv_caches(self.runner))))
+            _log.warning(
+                "this process can make no other vLLM engine: the memory of the last one was away when it was closed, "
+                "and there is no room to bring it back. Call cuda() before close(). %s",
+                error,
+            )
+        self.__dict__ = {}
 
     def is_whole(self) -> bool:
         """What the model holds is of one version."""

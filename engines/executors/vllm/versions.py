@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -76,6 +77,19 @@ def check_version(version: str) -> None:
         raise UnsupportedError(
             f"vLLM {version}",
             f"the vllm executor knows {oldest} to {newest}; run: pip install 'vllm>={oldest},<={newest}.99'",
+        )
+
+
+def check_platform(device: Any) -> None:
+    """``device`` is rlcore's. vLLM would take those that it was built for, whatever it is asked for."""
+    from vllm.platforms import current_platform
+
+    platform: Platform = current_platform
+    if platform.is_cpu() != device.spec.is_host:
+        raise UnsupportedError(
+            f"vLLM on {device.name}",
+            f"what is installed is {'' if platform.is_cpu() else 'not '}vLLM's build for the CPU; build the engine on "
+            "a device that it serves, or install the other one",
         )
 
 
@@ -184,15 +198,23 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def leave(engine: Engine) -> None:
-    """End an engine in a process that goes on, and may make another.
+def leave(engine: Engine, device: Any) -> None:
+    """End an engine in a process that goes on, and may make another; ``device`` is rlcore's.
 
     vLLM would destroy every torch.distributed group of the process, the trainer's too.
     """
+    from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = _destroy_own_groups
+    allocator: Allocator | None = CuMemAllocator.instance
+    pools = () if allocator is None else tuple(allocator.allocator_and_pools.values())
+    kept = [allocator for _, allocator in pools]  # vLLM drops them while cycles hold the model, which they are to free
+    del pools
     engine.engine_core.shutdown()
+    gc.collect()
+    device.memory.empty_cache()
+    del kept
 
 
 def _destroy_own_groups() -> None:
@@ -291,6 +313,15 @@ def register_weight_transfer(name: str, module: str, class_name: str) -> None:
         return
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+def forget_reloads(model: nn.Module) -> None:
+    """What vLLM knows of a layer to reload it ends with the layer, and refers to it: neither ever would."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info: Reloading = get_layerwise_info(layer)
+        info.restore_metadata = ({}, {})
 
 
 @contextlib.contextmanager

@@ -65,13 +65,14 @@ class VllmWorker(Worker):
         Raises:
             CheckpointError: the folder is incomplete or damaged.
             InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
-            MissingDependencyError, UnsupportedError: vLLM is absent, or of a version that rlcore does not know; or the
-                device is a simulated one.
+            MissingDependencyError, UnsupportedError: vLLM is absent, of a version that rlcore does not know, or a build
+                for other devices; or the device is a simulated one.
             WorkerDiedError: a process that vLLM started has ended.
         """
         ascend.check_device(self.device)
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
+        versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self._context)
         reader = PromptReader(self._folder, None, "max_model_len")
         if self._is_rank:
@@ -251,7 +252,8 @@ class VllmWorker(Worker):
         if self._engine is not None:
             self._replica.close()
             if self._is_rank:  # the process goes on
-                versions.leave(self._engine)
+                self._engine.collective_rpc("rlcore_call", args=("close", msgspec.msgpack.encode([()])))
+                versions.leave(self._engine, self.device)
         super().close()
 
     # --------------------------------------------------------------------------------- vLLM's own workers

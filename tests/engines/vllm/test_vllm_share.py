@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlcore.engines.executors.vllm import share as share_module
+from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.extension import RlcoreWorkerExtension, _share_of
 from rlcore.engines.executors.vllm.replica import Replica
 from rlcore.engines.executors.vllm.share import Share
@@ -18,7 +20,7 @@ from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.residency import Move
-from rlcore.errors import RlcoreError
+from rlcore.errors import DeviceError, RlcoreError
 
 
 class Model(nn.Module):
@@ -71,7 +73,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(versions, "forget_reloads", lambda model: None)  # of vLLM's own loads
     return Engine(2)
 
 
@@ -143,3 +146,37 @@ def test_what_no_sync_brings_again_is_kept(engine: Engine) -> None:
     kept = list(share._kept())
     assert {id(one) for one in kept} == {id(one) for one in (model.table, model.absorbed, *model.halves)}
     assert len(kept) == 4
+
+
+@pytest.mark.parametrize("move", [Move.OFFLOAD, Move.META])
+def test_a_share_that_is_closed_leaves_all_memory_to_be_freed(engine: Engine, move: Move) -> None:
+    plain = engine.workers[0]
+    share = Share(plain)  # type: ignore[arg-type]
+    weight = share.model.get_parameter("weight")
+    share.move(move, "weights")
+    assert weight.untyped_storage().nbytes() == 0
+    share.close()
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert vars(share) == {}, "it would keep the model"
+
+
+def test_memory_that_finds_no_room_again_is_never_freed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(share_module, "_NEVER_FREED", kept := [])
+    plain = engine.workers[0]
+    share = Share(plain)  # type: ignore[arg-type]
+    model = share.model
+    share.move(Move.META, "weights")
+
+    def onload() -> None:
+        raise DeviceError("cuda:0 has 1 MiB free")
+
+    monkeypatch.setattr(share._residents["weights"], "onload", onload)
+    share.close()
+    ((held, caches),) = kept
+    assert held is model
+    assert [id(cache) for cache in caches] == [id(cache) for cache in plain.caches]
+    (told,) = caplog.messages
+    assert "this process can make no other vLLM engine" in told
+    assert told.endswith("Call cuda() before close(). cuda:0 has 1 MiB free")

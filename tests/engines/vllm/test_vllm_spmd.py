@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 PROGRAM = """
-    import json, os, sys, time
+    import json, os, sys, time, weakref
     import torch
     import rlcore
     from rlcore.nn import HuggingFaceTrainModule
@@ -78,6 +78,9 @@ PROGRAM = """
                     record["error"] = str(error).partition(chr(10))[0]
                 record["state"] = infer.sync_state
                 worker.worker._replica.__dict__.pop("hold", None)
+            model = worker.worker._engine.model_executor.driver_worker.get_model()
+            model = weakref.ref(next(model.parameters()))
+        record["freed"] = model() is None
     with open(f"{out}/{rank}.json", "w") as file:
         json.dump(found, file)
 """
@@ -93,9 +96,15 @@ def test_the_same_verbs_under_torchrun(
     between = "packed" if KIND == "cpu" else "direct"
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["1"] == {"routes": ["local"] * 2, "equal": [True] * 2, "pid": True, "fallback_bytes": 0}
+        assert found["1"] == {
+            "routes": ["local"] * 2,
+            "equal": [True] * 2,
+            "pid": True,
+            "fallback_bytes": 0,
+            "freed": True,
+        }
         sharded = found["2"]
         assert (sharded["routes"], sharded["equal"]) == ([between] * 2, [True] * 2)
-        assert (sharded["pid"], sharded["fallback_bytes"]) == (True, 0)
+        assert (sharded["pid"], sharded["fallback_bytes"], sharded["freed"]) == (True, 0, True)
         assert "submit() on 2 ranks of torchrun is not supported" in sharded["submit"]
         assert "ZeroDivisionError" in sharded["error"]

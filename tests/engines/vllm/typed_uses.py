@@ -120,6 +120,7 @@ class _Reader(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
         for target in node.targets:
+            self.visit(target)
             self._take(target, node.value)
 
     def visit_For(self, node: ast.For | ast.comprehension) -> None:
