@@ -97,7 +97,7 @@ class _Addresses(NamedTuple):
 
 
 class TritonCopies(Bound):
-    """A launch for each kind of piece. What it does not convert, or may not reach on another device, is copied as views."""
+    """A launch for each kind of piece. What it does not convert, or may not reach elsewhere, is copied as views."""
 
     _ends: _Addresses
     _launches: list[_Launch]

@@ -6,7 +6,10 @@ import ast
 import importlib.util
 import json
 import re
+import sys
+import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +150,23 @@ def test_other_versions_are_refused_with_the_command(version: str) -> None:
         match=re.escape(f"vLLM {version} is not supported: the vllm executor knows 0.26 to 0.33; run: pip install"),
     ):
         versions.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("is_host", "said"), [(True, "what is installed is not vLLM's build"), (False, "is vLLM's build")]
+)
+def test_a_build_for_other_devices_is_refused(is_host: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms: Any = types.ModuleType("vllm.platforms")
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    device = SimpleNamespace(name="here:0", spec=SimpleNamespace(is_host=is_host))
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_host)
+    versions.check_platform(device)
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: not is_host)
+    with pytest.raises(
+        UnsupportedError, match=f"^vLLM on here:0 is not supported: .*{said} for the CPU; build the engine"
+    ):
+        versions.check_platform(device)
 
 
 def test_reserved_arguments_are_vllms_own() -> None:
