@@ -143,7 +143,9 @@ def linear_loss(
         weight: [V, H], same dtype. May be the tied embedding.
         targets: [T], int64 or int32 token ids, or ``ignore_index``.
         loss_fn: see ``rlcore.kernels.losses.interface``; a plain PyTorch function of [t] vectors, run chunk
-            by chunk (on whole sequences if marked ``@sequence_level``).
+            by chunk (on whole sequences if marked ``@sequence_level``). Gradients flow to ``logprob`` and ``entropy``
+            alone: what it closes over, such as a learnable coefficient, gets none (``RLCORE_DEBUG=1`` refuses that);
+            ``token_loss`` gives it one.
         per_token: [T] or [T, ...] tensors that ``loss_fn`` reads, without gradient.
         token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
         cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses. Reading it waits for its

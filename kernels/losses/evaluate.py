@@ -8,16 +8,18 @@ in them cannot matter.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, sequence_level
-from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor, is_debugging
 
 
 class TokenInputs(NamedTuple):
@@ -95,9 +97,32 @@ def values_and_gradients(
                 f"{loss_name(loss_fn)}: its value depends on neither logprob nor entropy, so nothing can be "
                 "learnt; was one of them detached?"
             )
+        if is_debugging():
+            _check_leaves(value_T, inputs, loss_fn)
         # The sum itself waits for all chunks: its and its gradient's kernels would keep the products waiting.
         found = torch.autograd.grad(value_T, inputs, tokens.weight.to(value_T.dtype), allow_unused=True)
     return value_T.detach(), stats, found[0], (*found, None)[1]
+
+
+def _check_leaves(value_T: Tensor, inputs: list[Tensor], loss_fn: LossFn) -> None:
+    for leaf in _leaves(value_T):
+        if all(leaf is not known for known in inputs):
+            raise InvalidInputError(
+                f"{loss_name(loss_fn)}: its value depends on a tensor {list(leaf.shape)} {leaf.dtype} that requires "
+                "grad, but gradients flow to logprob and entropy alone; detach it, or pass the log-probabilities of "
+                "linear_logprob to token_loss, which gives it one"
+            )
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """Whose ``.grad`` a backward of ``value`` would add to."""
+    waiting, seen = [get_gradient_edge(value).node], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            yield node.variable
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions if before is not None and before not in seen]
 
 
 def weighted_sum(value_T: Tensor, tokens: TokenInputs) -> Tensor:
@@ -187,5 +212,5 @@ def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) 
 
 
 def loss_name(loss_fn: LossFn) -> str:
-    function = loss_fn.function if isinstance(loss_fn, sequence_level) else loss_fn
+    function = inspect.unwrap(loss_fn.function if isinstance(loss_fn, sequence_level) else loss_fn)
     return f"loss function {getattr(function, '__qualname__', type(function).__name__)}"

@@ -9,6 +9,7 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -35,6 +36,7 @@ def refusing_mixtures(loss_fn: LossFn) -> LossFn:
     """
     is_sequence_level = isinstance(loss_fn, sequence_level)
 
+    @functools.wraps(loss_fn.function if isinstance(loss_fn, sequence_level) else loss_fn, updated=())
     def checked(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         value, stats = loss_fn(logprob, entropy, per_token)
         check_vector("its value", value, logprob, loss_fn)

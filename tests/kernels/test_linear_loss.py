@@ -567,6 +567,29 @@ def test_under_debug_losses_that_mix_nothing_give_the_same(monkeypatch: pytest.M
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize("coefficient", ["leaf", "computed"])
+def test_under_debug_a_loss_that_reads_what_gets_no_gradient_is_refused(
+    coefficient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    factor = leaf if coefficient == "leaf" else leaf.exp().square()
+
+    def learnable(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        return (logprob + entropy) * factor.sum(), {}
+
+    linear_loss(*random_inputs(), learnable, **random_tokens()).loss.backward()
+    assert leaf.grad is None
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    with pytest.raises(
+        InvalidInputError,
+        match=r"learnable: its value depends on a tensor \[3\] torch.float32 that requires grad, .* alone; detach it, "
+        "or pass the log-probabilities of linear_logprob to token_loss, which gives it one",
+    ):
+        linear_loss(*random_inputs(), learnable, **random_tokens())
+    factor = leaf.detach()
+    linear_loss(*random_inputs(), learnable, **random_tokens()).loss.backward()
+
+
 def test_under_debug_a_value_of_the_wrong_shape_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCORE_DEBUG", "1")
     with pytest.raises(InvalidInputError, match=r"custom_loss: its value must be a vector like logprob, .*; got \[\]"):
