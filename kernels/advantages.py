@@ -25,14 +25,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.arguments import AT_LEAST_0, WHOLE, optional, takes
+from rlcore.arguments import AT_LEAST_0, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.operands import check_values, first_violation, is_checked_on_device
+from rlcore.kernels.operands import check_tensor, check_values, first_violation, is_checked_on_device, is_whole
 
 Mode = Literal["grpo", "rloo", "dr_grpo", "opo", "reinforce++"]
 MODES = ("grpo", "rloo", "dr_grpo", "opo", "reinforce++")
 _BY_LENGTH = ("opo", "reinforce++")
+_REWARDS = Kind(
+    "numbers, [N] or [P, n] with rows of equal length; for groups of different sizes pass [N] and group=",
+    lambda values: not values.is_complex(),
+)
+_LENGTHS = Kind("numbers of tokens in the shape of rewards", lambda values: not values.is_complex())
+_GROUP = Kind("[N] integers", lambda values: is_whole(values) or values.numel() == 0)  # [] is a tensor of float32
 _LONG = 4096
 """More rewards of a group than one program should take."""
 
@@ -134,7 +140,7 @@ def _whitened(value: Tensor, length: Tensor, epsilon: float) -> Tensor:
 
 def _lengths(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], reward: Tensor) -> Tensor:
     """Shape of the rewards."""
-    length = torch.as_tensor(lengths, device=reward.device)
+    length = _tensor("lengths", lengths, _LENGTHS, reward.device)
     if length.shape != reward.shape:
         raise InvalidInputError(
             f"group_advantage: lengths must have the shape of rewards, {list(reward.shape)}; got {list(length.shape)}"
@@ -143,16 +149,21 @@ def _lengths(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], reward: 
 
 
 def _rewards(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
-    try:
-        reward = torch.as_tensor(rewards).detach().float().contiguous()
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"group_advantage: rewards must be numbers, [N] or [P, n] with rows of equal length ({error}); "
-            "for groups of different sizes pass [N] and group="
-        ) from error
+    reward = _tensor("rewards", rewards, _REWARDS).float().contiguous()
     if reward.dim() not in (1, 2):
         raise InvalidInputError(f"group_advantage: rewards must be [N] or [P, n]; got {list(reward.shape)}")
     return reward
+
+
+def _tensor(name: str, values: object, kind: Kind, device: torch.device | None = None) -> Tensor:
+    try:
+        tensor = torch.as_tensor(values, device=device).detach()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"group_advantage: {name} must be {kind.words}; torch.as_tensor: {error}") from error
+    check_tensor(f"group_advantage: {name}", tensor)
+    if not kind.has(tensor):
+        raise InvalidInputError(f"group_advantage: {name} must be {kind.words}; got {tensor.dtype}")
+    return tensor
 
 
 def check_rewards(reward: Tensor, length: Tensor | None) -> None:
@@ -183,7 +194,7 @@ def _groups(
         )
     count = reward.numel()
     if group is not None:
-        group_N = torch.as_tensor(group, device=reward.device)
+        group_N = _tensor("group", group, _GROUP, reward.device).long()
         if group_N.shape != reward.shape:
             raise InvalidInputError(f"group_advantage: group must be [{count}]; got {list(group_N.shape)}")
         return (count,), _numbered(group_N)
@@ -195,5 +206,6 @@ def _groups(
 def _numbered(group_N: Tensor) -> Tensor:
     """From 0, in the order of the groups' names; ``torch.unique`` would wait for its device to say how many."""
     sorted_N, order_N = group_N.sort(stable=True)
-    number_N = torch.nn.functional.pad(sorted_N.diff() != 0, (1, 0)).cumsum(0)
+    is_first_N = torch.nn.functional.pad(sorted_N.diff() != 0, (1, 0))[: len(group_N)]  # of none too
+    number_N = is_first_N.cumsum(0)
     return torch.empty_like(number_N).scatter_(0, order_N, number_N)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.operands import check_values
+from rlcore.kernels.operands import check_values, is_whole
 
 
 def check_edges(name: str, cu_seqlens: Tensor) -> None:
@@ -18,7 +18,7 @@ def check_edges(name: str, cu_seqlens: Tensor) -> None:
     Raises:
         InvalidInputError: no [N + 1] integers.
     """
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
+    if cu_seqlens.dim() != 1 or not is_whole(cu_seqlens) or len(cu_seqlens) == 0:
         raise InvalidInputError(f"{name} must be [N + 1] integers; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
 
 

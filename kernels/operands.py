@@ -81,7 +81,11 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInputError(f"{name} must be a tensor; got {type(value).__name__}")
     if value.layout != torch.strided:
-        raise InvalidInputError(f"{name} must be dense; got {value.layout}: pass {name}.to_dense()")
+        raise InvalidInputError(f"{name} must be dense; got {value.layout}: pass its to_dense()")
+
+
+def is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def check_float(name: str, tensor: Tensor) -> None:

@@ -95,6 +95,7 @@ def test_equal_rewards_give_exactly_zero_without_float64(
 
 def test_no_rewards_give_no_advantages() -> None:
     assert group_advantage(torch.zeros(0), group_size=4).shape == (0,)
+    assert group_advantage([], group=[]).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,29 @@ def test_no_rewards_give_no_advantages() -> None:
     [
         ({"rewards": [[1.0, math.nan]]}, r"rewards must be finite; got nan at \[0, 1\]. Give such a response a reward"),
         ({"rewards": [1.0, math.inf], "group_size": 2}, r"rewards must be finite; got inf at \[1\]"),
-        ({"rewards": [[1.0, 2.0], [3.0]]}, r"rows of equal length .* pass \[N\] and group="),
+        (
+            {"rewards": [[1.0, 2.0], [3.0]]},
+            r"rows of equal length; .* pass \[N\] and group=; torch.as_tensor: exp",
+        ),
+        (
+            {"rewards": None},
+            r"rewards must be numbers, \[N\] or .*; torch.as_tensor: Could not infer dtype",
+        ),
+        ({"rewards": torch.ones(1, 2) + 1j}, r"rewards must be numbers, .*; got torch.complex64"),
+        (
+            {"rewards": torch.ones(1, 2).to_sparse()},
+            "rewards must be dense; got torch.sparse_coo",
+        ),
         ({"rewards": torch.zeros(2, 2, 2)}, r"rewards must be \[N\] or \[P, n\]; got \[2, 2, 2\]"),
         ({"rewards": [1.0, 2.0]}, r"say the groups in one way: .* got rewards \[2\], group_size=None, group not given"),
         ({"rewards": [[1.0, 2.0]], "group_size": 2}, "say the groups in one way"),
         ({"rewards": [1.0, 2.0, 3.0], "group_size": 2}, "group_size=2 does not divide 3 rewards"),
         ({"rewards": [1.0, 2.0, 3.0], "group_size": 0}, "group_size=0 does not divide 3 rewards"),
         ({"rewards": [1.0, 2.0], "group": [0]}, r"group must be \[2\]; got \[1\]"),
+        ({"rewards": [1.0, 2.0], "group": [0.0, 0.5]}, r"group must be \[N\] integers; got torch.float32"),
+        ({"rewards": [1.0, 2.0], "group": [True, False]}, r"group must be \[N\] integers; got torch.bool"),
+        ({"rewards": [1.0, 2.0], "group": ["a", "b"]}, r"group must be \[N\] integers; torch.as_tensor: too many dim"),
+        ({"rewards": [1.0, 2.0], "group": [[0], [0, 1]]}, r"group must be \[N\] integers; torch.as_tensor: expected"),
         (
             {"rewards": [[1.0]], "mode": "ppo"},
             r"mode must be one of grpo, rloo, dr_grpo, opo, reinforce\+\+; got 'ppo'",
@@ -118,6 +135,10 @@ def test_no_rewards_give_no_advantages() -> None:
         (
             {"rewards": [[1.0, 2.0]], "mode": "opo", "lengths": [1, 2]},
             r"lengths must have the shape of rewards, \[1, 2\]; got \[2\]",
+        ),
+        (
+            {"rewards": [[1.0, 2.0], [3.0, 4.0]], "mode": "opo", "lengths": [[1, 2], [3]]},
+            "lengths must be numbers of tokens in the shape of rewards; torch.as_tensor: expected",
         ),
         (
             {"rewards": [[1.0, 2.0]], "mode": "reinforce++", "lengths": [[1, -2]]},

@@ -83,7 +83,7 @@ def loss(**changed: Any) -> Any:
         (lambda: loss(memory_budget_bytes=True), "^memory_budget_bytes must be a finite number > 0; got True$"),
         (
             lambda: loss(weight=WEIGHT.to_sparse()),
-            r"^weight must be dense; got torch.sparse_coo: pass weight.to_dense\(\)$",
+            r"^weight must be dense; got torch.sparse_coo: pass its to_dense\(\)$",
         ),
         (lambda: ops.token_logprob([[1.0]], TARGETS), "^logits must be a tensor; got list$"),
         (lambda: ops.token_logprob(WEIGHT[:5], [0] * 5), "^targets must be a tensor; got list$"),

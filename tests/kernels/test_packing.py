@@ -137,6 +137,10 @@ def test_the_inverse_permutation_restores_the_order() -> None:
             lambda: position_ids(torch.ones(2)),
             r"position_ids: cu_seqlens must be \[N \+ 1\] integers; got \[2\] torch.fl",
         ),
+        (
+            lambda: position_ids(torch.tensor([False, True])),
+            r"position_ids: cu_seqlens must be \[N \+ 1\] integers; got \[2\] torch.bool",
+        ),
         (lambda: balance([-3], num_bins=1), "lengths must be whole numbers >= 0; got -3"),
         (lambda: balance([1, 2.2], max_tokens=3), "lengths must be whole numbers >= 0; got 2.2"),
         (lambda: balance(["a"], num_bins=1), "lengths must be whole numbers >= 0; got 'a'"),  # type: ignore[list-item]
