@@ -118,6 +118,16 @@ def check_constant(name: str, tensor: Tensor | None) -> None:
         raise InvalidInputError(f"{name} requires grad, but no gradient flows to it; pass {name}.detach()")
 
 
+def check_mask(name: str, mask: Tensor) -> None:
+    """Whatever is not 0 counts, and that NaN does not say."""
+    if mask.is_floating_point():
+        is_known = ~mask.isnan()
+        check_values(
+            is_known,
+            lambda: f"{name} must be 0 or another number for each token; got {first_violation(is_known, mask)}",
+        )
+
+
 def check_finite(name: str, value: float) -> None:
     if not math.isfinite(value):
         raise InvalidInputError(f"{name} must be a finite number; got {value}")

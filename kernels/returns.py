@@ -33,7 +33,7 @@ from rlcore.arguments import AT_LEAST_0, FLAG, NUMBER, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.edges import check_edges, rising_edges
-from rlcore.kernels.operands import TENSOR, check_float, check_same_device, check_values, first_violation
+from rlcore.kernels.operands import TENSOR, check_float, check_mask, check_same_device, check_values, first_violation
 from rlcore.kernels.rows import wide_dtype
 
 
@@ -223,10 +223,11 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsi
         alone is at the mean.
 
     Raises:
-        InvalidInputError: a shape, dtype or device outside the above.
+        InvalidInputError: a shape, dtype, device or value outside the above.
     """
     check_float("masked_whiten: values", values)
     _check_like("masked_whiten", "values", values, mask=mask)
+    check_mask("masked_whiten: mask", mask)
     is_counted = mask != 0
     x = torch.where(is_counted, values, 0.0).to(wide_dtype(values.dtype))
     count = is_counted.sum()
@@ -252,6 +253,8 @@ class _Tokens(NamedTuple):
         for name, tensor in values.items():
             check_float(f"{op}: {name}", tensor)
         _check_like(op, first_name, first, mask=mask, **values)
+        if mask is not None:
+            check_mask(f"{op}: mask", mask)
         edges_N = _edges(op, first_name, first, cu_seqlens)
         mask_T = None if mask is None else mask.reshape(-1).contiguous()
         return cls(tuple(x.detach().reshape(-1).contiguous() for x in values.values()), mask_T, edges_N)

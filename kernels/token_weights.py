@@ -23,7 +23,7 @@ from torch import Tensor
 from rlcore.arguments import AT_LEAST_0, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.edges import rising_edges
-from rlcore.kernels.operands import TENSOR
+from rlcore.kernels.operands import TENSOR, check_mask
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -50,19 +50,26 @@ def token_weights(
         mode: one of the five above.
         mask: [N, L], or packed [T]; nonzero for tokens that count.
         total: N ("token-mean") or B ("seq-mean-...") of the whole optimiser step; None counts this batch.
-        cu_seqlens: [N + 1], needed by the "seq-mean-..." modes when packed.
+        cu_seqlens: [N + 1], of a packed mask alone; the "seq-mean-..." modes need it.
         max_length: L_max, needed by "seq-mean-token-sum-norm" alone.
 
     Returns:
         float32, shape of the mask; 0 outside it, and everywhere if nothing counts.
 
     Raises:
-        InvalidInputError: an unknown mode, an argument missing for it, or ``cu_seqlens`` that do not rise from 0 to T.
+        InvalidInputError: an unknown mode, an argument missing for it or not taken, a mask that holds NaN, or
+            ``cu_seqlens`` that do not rise from 0 to T.
     """
     if mode not in MODES:
         raise InvalidInputError(f"token_weights: mode must be one of {', '.join(MODES)}; got {mode!r}")
     if mask.dim() not in (1, 2):
         raise InvalidInputError(f"token_weights: mask must be [N, L] or packed [T]; got {list(mask.shape)}")
+    if mask.dim() == 2 and cu_seqlens is not None:
+        raise InvalidInputError(
+            f"token_weights: cu_seqlens goes with a packed mask [T], and the rows of mask {list(mask.shape)} are "
+            "sequences already; give one of them"
+        )
+    check_mask("token_weights: mask", mask)
     _check_max_length(mode, max_length)
     weight = (mask != 0).float()
     if mode == "token-sum":

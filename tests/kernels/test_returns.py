@@ -233,6 +233,10 @@ def test_bad_input_of_the_discounted_return_names_it() -> None:
         discounted_return(torch.zeros(1, 1), gamma=-1)
     with pytest.raises(InvalidInputError, match=r"discounted_return: rewards must be \[N, L\], or packed"):
         discounted_return(torch.zeros(3))
+    with pytest.raises(
+        InvalidInputError, match=r"discounted_return: mask must be 0 or .* for each token; got nan at \[0, 1\]"
+    ):
+        discounted_return(torch.zeros(1, 2), torch.tensor([[1.0, torch.nan]]))
 
 
 def test_whitened_values_have_mean_zero_and_unbiased_variance_one() -> None:
@@ -258,6 +262,10 @@ def test_bad_input_of_whitening_is_refused() -> None:
         masked_whiten(torch.zeros(3), torch.ones(2))
     with pytest.raises(InvalidInputError, match="masked_whiten: values must be float32"):
         masked_whiten(torch.zeros(3, dtype=torch.int64), torch.ones(3))
+    with pytest.raises(
+        InvalidInputError, match=r"masked_whiten: mask must be 0 or another number .*; got nan at \[1\]"
+    ):
+        masked_whiten(torch.zeros(2), torch.tensor([1.0, torch.nan]))
 
 
 def critic_tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -65,6 +65,14 @@ def test_nothing_that_counts_gives_zeros(mode: Any) -> None:
             r"token_weights: cu_seqlens must rise from 0 to the 3 tokens; got \[0, 9\]",
         ),
         ({"mode": "seq-mean-token-sum-norm"}, "'seq-mean-token-sum-norm' needs max_length >= 1, .* got None"),
+        (
+            {"mask": torch.tensor([[1.0, torch.nan]])},
+            r"token_weights: mask must be 0 or another number for each token; got nan at \[0, 1\]",
+        ),
+        (
+            {"mode": "seq-mean-token-mean", "cu_seqlens": torch.tensor([0, 4, 8])},
+            r"cu_seqlens goes with a packed mask \[T\], and the rows of mask \[3, 4\] are sequences already; give one",
+        ),
         ({"max_length": 3}, "'token-mean' takes no max_length; got 3"),
     ],
 )
