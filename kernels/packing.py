@@ -16,14 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlcore.arguments import LIST, TEXT, WHOLE, Kind, optional, takes
+from rlcore.arguments import LIST, TEXT, WHOLE, Kind, kind_of, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.edges import rising_edges
-from rlcore.kernels.operands import TENSOR, TENSORS
+from rlcore.kernels.operands import TENSOR, TENSORS, check_mask, check_tensor
 
 _LENGTHS = Kind(
     "whole numbers in a list, array or tensor", lambda value: isinstance(value, Iterable) and not TEXT.has(value)
 )
+_FILL = kind_of("a mapping of names to numbers", Mapping)
 
 
 @takes("pack", batch=TENSORS)
@@ -34,23 +35,31 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The padding may be on either side. Works under autograd.
 
     Raises:
-        InvalidInputError: no ``attention_mask`` [N, L].
+        InvalidInputError: no ``attention_mask`` [N, L], or an entry of another shape with two or more dimensions.
     """
+    _check_tensors("pack", batch)
     mask = batch.get("attention_mask")
     if mask is None or mask.dim() != 2:
         got = sorted(batch) if mask is None else f"attention_mask {list(mask.shape)}"
         raise InvalidInputError(f"pack needs a batch with attention_mask [N, L]; got {got}")
+    check_mask("pack: attention_mask", mask)
+    for name, values in batch.items():
+        if values.dim() > 1 and values.shape[:2] != mask.shape:
+            raise InvalidInputError(
+                f"pack: {name} must be one entry for each token, {list(mask.shape)} like attention_mask, one value "
+                f"for each sequence, [{len(mask)}], or a scalar; got {list(values.shape)}"
+            )
     is_token_NL = mask != 0
     edges_N = torch.nn.functional.pad(is_token_NL.sum(1).cumsum(0), (1, 0))
     packed = {
-        name: values[is_token_NL] if values.shape[:2] == mask.shape else values
+        name: values[is_token_NL] if values.dim() > 1 else values
         for name, values in batch.items()
         if name != "attention_mask"
     }
     return {**packed, "cu_seqlens": edges_N.to(torch.int32)}
 
 
-@takes("unpack", batch=TENSORS, length=optional(WHOLE))
+@takes("unpack", batch=TENSORS, length=optional(WHOLE), fill=optional(_FILL))
 def unpack(
     batch: Mapping[str, Tensor],
     *,
@@ -66,11 +75,12 @@ def unpack(
         batch: packed, with ``cu_seqlens``.
         length: L; None is the longest sequence.
         side: where the padding goes.
-        fill: by name, what the padding holds; 0 for those not named.
+        fill: by name, what the padding of per-token entries holds; 0 for those not named.
 
     Raises:
-        InvalidInputError: no ``cu_seqlens``, or a ``length`` too short.
+        InvalidInputError: no ``cu_seqlens``, a ``length`` too short, or a name in ``fill`` of no per-token entry.
     """
+    _check_tensors("unpack", batch)
     edges = _edges(batch)
     count_N = edges.diff()
     longest = int(count_N.max()) if len(count_N) else 0
@@ -82,13 +92,20 @@ def unpack(
     column_L = torch.arange(length, device=edges.device)
     is_token_NL = column_L < count_N[:, None] if side == "right" else column_L >= length - count_N[:, None]
     num_tokens = int(edges[-1])
-    padded = {"attention_mask": is_token_NL.long()}
+    entries = {name: values for name, values in batch.items() if name != "cu_seqlens"}
+    per_token = {name: values for name, values in entries.items() if values.dim() > 0 and len(values) == num_tokens}
+    held = dict.fromkeys(per_token, 0.0) | dict(fill or {})
+    if unknown := [name for name in held if name not in per_token]:
+        raise InvalidInputError(
+            f"unpack: fill names {unknown[0]!r}, which is no per-token entry; did you mean one of {sorted(per_token)}?"
+        )
+    padded = {name: _scatter(values, is_token_NL, held[name]) for name, values in per_token.items()}
+    return {"attention_mask": is_token_NL.long(), **entries, **padded}
+
+
+def _check_tensors(operator: str, batch: Mapping[str, Tensor]) -> None:
     for name, values in batch.items():
-        if name == "cu_seqlens":
-            continue
-        is_per_token = values.dim() > 0 and len(values) == num_tokens
-        padded[name] = _scatter(values, is_token_NL, (fill or {}).get(name, 0)) if is_per_token else values
-    return padded
+        check_tensor(f"{operator}: {name}", values)
 
 
 def _edges(batch: Mapping[str, Tensor]) -> Tensor:

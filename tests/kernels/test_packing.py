@@ -118,6 +118,27 @@ def test_the_inverse_permutation_restores_the_order() -> None:
             r"pack needs a batch with attention_mask \[N, L\]; got \['inp",
         ),
         (lambda: pack({"attention_mask": torch.zeros(3)}), r"got attention_mask \[3\]"),
+        (
+            lambda: pack(padded_batch("left") | {"wide": torch.zeros(4, 7)}),
+            r"pack: wide must be one entry for each token, \[4, 5\] like attention_mask, one value for each sequence, "
+            r"\[4\], or a scalar; got \[4, 7\]",
+        ),
+        (lambda: pack(padded_batch("left") | {"x": [1.0]}), "pack: x must be a tensor; got list"),  # type: ignore[dict-item]
+        (
+            lambda: pack({"attention_mask": torch.tensor([[1.0, torch.nan]])}),
+            r"pack: attention_mask must be 0 or another number for each token; got nan at \[0, 1\]",
+        ),
+        (lambda: unpack({"cu_seqlens": [0, 3]}), "unpack: cu_seqlens must be a tensor; got list"),  # type: ignore[dict-item]
+        (
+            lambda: unpack(pack(padded_batch("left")), fill={"input_id": -1}),
+            r"unpack: fill names 'input_id', which is no per-token entry; did you mean one of "
+            r"\['embedding', 'input_ids'\]\?",
+        ),
+        (lambda: unpack(pack(padded_batch("left")), fill={"reward": -1}), "fill names 'reward', which is no per-token"),
+        (
+            lambda: unpack(pack(padded_batch("left")), fill=-1),  # type: ignore[arg-type]
+            "unpack takes a mapping of names to numbers, or None as fill, got -1",
+        ),
         (lambda: unpack({"x": torch.zeros(3)}), r"unpack needs a batch with cu_seqlens \[N \+ 1\]; got \['x'\]"),
         (lambda: unpack({"cu_seqlens": torch.tensor([0, 5])}, length=4), "length=4 is below the longest .*, 5 tokens"),
         (
