@@ -119,7 +119,7 @@ def sequence_entries(cu_seqlens: list[int] | None, tokens: TokenInputs) -> dict[
         return {}
     # torch.tensor(device=...) would wait for the products of the chunk
     edges_N = torch.tensor(cu_seqlens).to(tokens.weight.device, non_blocking=True)
-    return {"cu_seqlens": edges_N, "token_mask": tokens.is_counted}
+    return {"cu_seqlens": edges_N, "token_mask": tokens.is_counted.clone()}
 
 
 class _KnownGradients(torch.autograd.Function):

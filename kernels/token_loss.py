@@ -77,7 +77,7 @@ def token_loss(
     extra: Mapping[str, Tensor] = {}
     if isinstance(loss_fn, sequence_level):
         edges = _rising(checked_edges(cu_seqlens, per_token, "token_loss", "logprob"), logprob)
-        extra = {"cu_seqlens": edges, "token_mask": tokens.is_counted}
+        extra = {"cu_seqlens": edges, "token_mask": tokens.is_counted.clone()}
     entropy_T = None if entropy is None else counted(entropy)
     return loss_of_scores(loss_fn, counted(logprob), entropy_T, tokens, extra)
 
@@ -95,4 +95,4 @@ def loss_of_scores(
 def _rising(cu_seqlens: Tensor, logprob_T: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         rising_edges("cu_seqlens", cu_seqlens, len(logprob_T))
-    return cu_seqlens.to(logprob_T.device, torch.int64, non_blocking=True)
+    return cu_seqlens.to(logprob_T.device, torch.int64, non_blocking=True, copy=True)  # loss functions may write to it

@@ -26,7 +26,7 @@ class TokenInputs(NamedTuple):
     """What a loss reads besides log-probabilities, and which tokens count."""
 
     per_token: Mapping[str, Tensor]
-    """0 for tokens that do not count"""
+    """Copies, so that the loss function may write into them; 0 for tokens that do not count"""
     weight: Tensor
     """0 for tokens that do not count"""
     is_counted: Tensor
@@ -37,7 +37,7 @@ class TokenInputs(NamedTuple):
 
         def counted(values: Tensor) -> Tensor:
             trailing = (1,) * (values.dim() - 1)
-            return values.masked_fill(is_left_out.view(-1, *trailing), 0.0) if values.is_floating_point() else values
+            return values.masked_fill(is_left_out.view(-1, *trailing), 0)
 
         return TokenInputs({name: counted(values) for name, values in per_token.items()}, weight, is_counted)
 

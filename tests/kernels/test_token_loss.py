@@ -24,6 +24,7 @@ from rlcore.ops import (
     linear_logprob,
     linear_loss,
     ppo_clip,
+    sequence_level,
     sequence_mask,
     tis,
     token_loss,
@@ -108,6 +109,30 @@ def test_a_token_of_weight_zero_contributes_nothing_even_if_it_holds_nan(backend
     assert not any(bool(x[is_out].any()) for x in found[1:3])
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_loss_that_writes_into_what_it_is_given_leaves_the_callers_data_alone() -> None:
+    @sequence_level
+    def writing(logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]) -> Any:
+        assert not any(bool(per_token[name][is_out].any()) for name in entries)
+        for values in per_token.values():
+            values.zero_()
+        return logprob, {}
+
+    logprob, entropy, tokens = random_tokens(EDGES[-1])
+    is_out, is_even = tokens["token_weight"] == 0, torch.arange(EDGES[-1]) % 2 == 0
+    entries = {"int": torch.arange(EDGES[-1]) + 1, "bool": is_even, "float": torch.ones(EDGES[-1], 2)}
+    tokens |= {"per_token": entries, "cu_seqlens": torch.tensor(EDGES)}
+    kept = {name: values.clone() for name, values in [*entries.items(), ("cu_seqlens", tokens["cu_seqlens"])]}
+    leaves = torch.randn(EDGES[-1], H, requires_grad=True), torch.randn(V, H)
+    targets = torch.zeros(EDGES[-1], dtype=torch.int64)
+    for found, scored in [
+        (of(writing)(logprob, entropy, **tokens), logprob),
+        (linear_loss(*leaves, targets, writing, **tokens), linear_logprob(*leaves, targets).logprob),
+    ]:
+        torch.testing.assert_close(found.loss, (scored * tokens["token_weight"]).sum())
+    for name, values in [*entries.items(), ("cu_seqlens", tokens["cu_seqlens"])]:
+        assert torch.equal(values, kept[name]), name
 
 
 def test_without_an_entropy_none_is_passed_and_none_reported() -> None:
