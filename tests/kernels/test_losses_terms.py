@@ -380,6 +380,35 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     assert all(values.shape == x.shape for values in stats.values())
 
 
+CLIPPED = {
+    "ppo_clip": lambda: ppo_clip(clip_low=0.3, clip_high=0.4),
+    "gspo": lambda: gspo(clip_low=0.3, clip_high=0.4),
+    "gspo token form": lambda: gspo(form="token", clip_low=0.3, clip_high=0.4),
+    "gmpo": lambda: gmpo(clip_low=0.3, clip_high=0.4),
+    "cpgd": lambda: cpgd(clip_low=0.3, clip_high=0.4),
+    "decoupled_ppo": lambda: decoupled_ppo(clip_low=0.3, clip_high=0.4),
+    "dppo tv": lambda: dppo(kind="tv", delta_low=0.15, delta_high=0.15),
+    "dppo kl": lambda: dppo(kind="kl", delta_low=0.05, delta_high=0.05),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clip_shares_count_the_tokens_that_are_beyond_a_bound_and_driven_further(name: str) -> None:
+    ratio = torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 2.0, 2.0], dtype=torch.float64)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    old = torch.full_like(ratio, -1.0)  # a probability of 0.37, which is 0.18 and 0.74 at the outer ratios
+    per_token = {
+        "old_logprobs": old,
+        "rollout_logprobs": old - 1.0,  # of no influence: bounds are around the old policy
+        "advantages": advantage,
+        "cu_seqlens": torch.arange(9),  # sequences of one token, so that ratios of sequences are those of tokens
+        "token_mask": torch.ones(8, dtype=torch.bool),
+    }
+    _, stats = CLIPPED[name]()(old + ratio.log(), None, per_token)
+    assert stats["clip_low_mean"].tolist() == [False, True, False, False, False, False, False, False]
+    assert stats["clip_high_mean"].tolist() == [False, False, False, False, False, False, True, False]
+
+
 def test_both_forms_of_gspo_differ_once_advantages_differ_within_a_sequence() -> None:
     batch = padded_batch(per_token_advantage=True)
     x = batch.x[batch.is_present].requires_grad_()
