@@ -15,6 +15,8 @@ import pickle
 import socket
 import struct
 import threading
+import types
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,6 +34,8 @@ _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors t
 # A smaller tensor travels inside the message: that is cheaper, and whoever keeps it keeps no segment.
 SHARED_BYTES = 64 << 10
 _TENSOR, _SMALL_TENSOR, _TUPLE = 1, 2, 3  # msgpack extension codes
+_UNCHANGING = (type(None), bool, int, float, str)
+_PICKLED: weakref.WeakKeyDictionary[types.FunctionType, bytes] = weakref.WeakKeyDictionary()
 
 
 class Envelope(msgspec.Struct, array_like=True):
@@ -138,6 +142,12 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # By id, and with the object: pickling may make one and drop it, and the next takes its id.
         self._seen: dict[int, tuple[Tensor, tuple[str, int | bytes]]] = {}
 
+    def reducer_override(self, obj: Any) -> Any:
+        """cloudpickle looks through all of ``sys.modules`` for each nested function, which takes milliseconds."""
+        if _is_own_constant(obj):
+            return pickle.loads, (_pickled(obj),)
+        return super().reducer_override(obj)
+
     def persistent_id(self, obj: Any) -> tuple[str, int | bytes] | None:
         if isinstance(obj, WorkerReference):
             return "worker", obj.number
@@ -154,6 +164,22 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return "small", inlined(tensor)
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
+
+
+def _is_own_constant(obj: Any) -> bool:
+    """A function that rlcore made of plain values, such as ``ppo_clip(clip_low=0.2)``: it never changes."""
+    return (
+        isinstance(obj, types.FunctionType)
+        and obj.__module__.startswith("rlcore.")
+        and obj.__closure__ is not None
+        and all(isinstance(cell.cell_contents, _UNCHANGING) for cell in obj.__closure__)
+    )
+
+
+def _pickled(function: types.FunctionType) -> bytes:
+    if function not in _PICKLED:
+        _PICKLED[function] = cloudpickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
+    return _PICKLED[function]
 
 
 def _is_decoding_cache(obj: Any) -> bool:

@@ -23,7 +23,10 @@ _encode = msgspec.msgpack.encode
 _PATIENCE = 0.7
 """Of the time left, how long one waits for another's answer: it says so before its own caller ends it."""
 MOST_HANDLES = 32
-"""That a receiver opens of a sender each time that the sender's memory has moved: slabs stay open instead."""
+"""That a receiver opens of a sender each time that the sender's memory has moved: slabs stay open instead, unless there
+are many bytes for each."""
+MANY_BYTES = 1 << 28
+"""Through slabs they take about 3 ms longer, and a handle is opened in half a millisecond (``bench/results``, H200)."""
 Left = Callable[[], float]
 """Seconds until the round's deadline; raises SyncError after it."""
 
@@ -89,20 +92,22 @@ class InPlace(Path):
             return 0
         self._generation = -1
         found = self._senders.call("offer", [(self.is_shared,)] * len(self._senders), left())
-        offers, counts = ([one[column] for one in found] for column in range(2))
-        self._check_reopening(max(counts))
+        offers = [one[0] for one in found]
+        for _, num_handles, nbytes in found:
+            self._check_reopening(num_handles, nbytes)
         calls = [(offers, _PATIENCE * left())] * len(self._receivers)
         opened = self._receivers.call("open_offers", calls, left())
         self._generation, self._was_open = generation, True
         return sum(opened)
 
-    def _check_reopening(self, num_handles: int) -> None:
+    def _check_reopening(self, num_handles: int, nbytes: int) -> None:
         """The first opening may take its time, where nothing moves after that."""
-        self.is_scattered = self._was_open and not self.is_asked and num_handles > MOST_HANDLES
+        most = max(MOST_HANDLES, nbytes // MANY_BYTES)
+        self.is_scattered = self._was_open and not self.is_asked and num_handles > most
         if self.is_scattered:
             raise UnsupportedError(
                 "opening the trainer's weights again each time that they were offloaded",
-                f"they lie in {num_handles} blocks of memory, of which {MOST_HANDLES} would be few; slabs stay open",
+                f"they lie in {num_handles} blocks of memory, of which {most} would be few; slabs stay open",
             )
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: Left) -> int:

@@ -171,13 +171,13 @@ class Sender:
     # ------------------------------------------------------------------------------------------ local, direct
 
     def offer(self, is_shared: bool) -> list[Any]:
-        """An ``Offer``, and its handles. What is shared with other processes stays exported until ``revoke``.
+        """An ``Offer``, its handles, their bytes. What is shared with other processes stays exported until ``revoke``.
 
         Raises:
             UnsupportedError, DeviceError: the memory cannot be shared; says why.
         """
         if not is_shared:
-            return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch)), 0]
+            return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch)), 0, 0]
         parts = {number: part for number, part in self._parts.items() if part.numel()}
         handles, places = self._device.memory.export_ipc_together(list(parts.values()))
         self._exports |= {handle.export_id: handle for handle in handles}
@@ -185,7 +185,8 @@ class Sender:
             Offered(number, handle, offset_bytes, part.numel(), dtype_name(part.dtype))
             for (number, part), (handle, offset_bytes) in zip(parts.items(), places, strict=True)
         ]
-        return [msgspec.msgpack.encode(Offer(epoch=self._place.epoch, handles=handles, tensors=offered)), len(handles)]
+        offer = Offer(epoch=self._place.epoch, handles=handles, tensors=offered)
+        return [msgspec.msgpack.encode(offer), len(handles), sum(part.nbytes for part in parts.values())]
 
     def revoke(self, timeout_s: float = 30.0) -> None:
         """Take the weights' exports back, before their memory leaves the device.

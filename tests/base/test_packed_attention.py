@@ -721,6 +721,7 @@ def test_the_check_for_exactness_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
     if name == "varlen_attn" and not HAS_WINDOWS:
         pytest.skip(f"the variable-length attention of torch {torch.__version__} has no sliding windows")
@@ -728,6 +729,7 @@ def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_leaks_on_the_gpu(dtype: torch.dtype) -> None:
     decoder = make("llama", head_dim=64).to("cuda", dtype)

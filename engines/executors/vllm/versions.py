@@ -123,6 +123,7 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
 
     Raises:
         InvalidInputError: vLLM refuses the arguments, or cannot start with them, such as for want of memory.
+        UnsupportedError: memory of an earlier engine of this process is not free.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -133,6 +134,7 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
         raise InvalidInputError(f"vLLM refuses these arguments of build(): {_said(error)}") from error
     if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    _check_allocator()
     if folder:
         _meet_in(folder)
     quiet = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore::FutureWarning")))  # as in prepare()
@@ -145,6 +147,20 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
                 f"vLLM cannot start with these arguments of build(): {_said(error)}{advice}"
             ) from error
     return engine
+
+
+def _check_allocator() -> None:
+    """vLLM would assert it, once it has begun."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator: Allocator | None = CuMemAllocator.instance
+    kept = sum(allocation.handle[1] for allocation in allocator.pointer_to_data.values()) if allocator else 0
+    if kept:
+        raise UnsupportedError(
+            "another vLLM engine in this process",
+            f"vLLM's allocator serves one vLLM engine in a process, and still has {kept} bytes of the last one; build "
+            "it in a process of its own, without launcher='torchrun'",
+        )
 
 
 def _kv_cache_advice(said: str, kv_bytes: int | None) -> str:

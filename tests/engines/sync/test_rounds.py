@@ -276,9 +276,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("layers", [1, 4], ids=["few", "many"])
-def test_weights_in_many_blocks_of_memory_are_opened_once_and_not_again(make: Make, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "later"), [(1, "direct"), (4, "packed"), (4, "direct")], ids=["few", "many", "large"]
+)
+def test_weights_in_many_small_blocks_of_memory_are_opened_once_and_not_again(
+    make: Make, layers: int, later: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a host each tensor is a block of its own: 13 of one layer, and 43 of four."""
+    if (layers, later) == (4, "direct"):
+        monkeypatch.setattr("rlcore.engines.sync.routes.MANY_BYTES", 16)
     world = make(Sizes(layers=layers))
     sender = world.rounds.senders._parties[0]  # type: ignore[attr-defined]
     routes = []
@@ -288,7 +294,6 @@ def test_weights_in_many_blocks_of_memory_are_opened_once_and_not_again(make: Ma
         check(world, Sizes(layers=layers))
         if number % 2:
             sender.revoke()  # as before an offload
-    later = "packed" if layers > 1 else "direct"
     assert routes == ["direct", "direct", later, later, later, later]
     for _ in range(2):
         world.module.add(0.5)
@@ -305,9 +310,10 @@ def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     holding.refresh()
     sender = Sender(holding, cpu)
     sender.begin(False)
-    data, num_handles = sender.offer(True)
+    data, num_handles, nbytes = sender.offer(True)
     offer = decoded(data, Offer, "offer")
     assert num_handles == len(offer.handles or ()) == 1
+    assert nbytes == flat.nbytes
     opened = Opened(offer, cpu.memory.import_ipc_together)
     tensors = opened.tensors()
     assert len(tensors) == 4000

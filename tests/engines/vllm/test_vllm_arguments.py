@@ -12,11 +12,12 @@ import torch
 
 from rlcore.engines.executors.vllm import arguments, versions
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 
 FOLDER: Any = SimpleNamespace(path="model")
 KV_CACHE = {"kv_cache_memory_bytes": 1 << 20}
 MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.llm_engine")
+MODULES += ("vllm.device_allocator", "vllm.device_allocator.cumem")
 NewEngine = Callable[..., Any]
 
 
@@ -49,7 +50,12 @@ def test_all_ranks_of_a_replica_under_torchrun_draw_with_one_seed(
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> NewEngine:
+def allocator() -> SimpleNamespace:
+    return SimpleNamespace(pointer_to_data={})
+
+
+@pytest.fixture
+def start(allocator: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> NewEngine:
     """``new_engine`` of a vLLM that takes all arguments and then fails with these words."""
 
     def start(said: str, **given: Any) -> Any:
@@ -61,6 +67,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> NewEngine:
         made = SimpleNamespace(create_engine_config=lambda: config)
         modules["vllm.engine.arg_utils"].EngineArgs = lambda **_: made
         modules["vllm.v1.engine.llm_engine"].LLMEngine = SimpleNamespace(from_vllm_config=fail)
+        modules["vllm.device_allocator.cumem"].CuMemAllocator = SimpleNamespace(instance=allocator)
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         return versions.new_engine(given, rank=0, local_rank=0, folder="")
@@ -75,3 +82,12 @@ def test_a_kv_cache_that_is_too_small_is_raised_by_its_own_argument(start: NewEn
         with pytest.raises(InvalidInputError) as caught:
             start(words, **given)
         assert str(caught.value) == f"vLLM cannot start with these arguments of build(): {told}"
+
+
+def test_another_engine_waits_for_the_memory_of_the_last(start: NewEngine, allocator: SimpleNamespace) -> None:
+    allocator.pointer_to_data = {address: SimpleNamespace(handle=(0, 1 << 21, address)) for address in (1, 2)}
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^another vLLM engine in this process is not supported: .* still has 4194304 bytes of the last one; build",
+    ):
+        start("")

@@ -1,0 +1,64 @@
+"""What a parent sends its child of a call."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from unittest import mock
+
+import cloudpickle
+import pytest
+import torch
+
+from rlcore.engines.launchers import wire
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.ops import combine, gspo, kl, ppo_clip, tis
+
+
+def pickled_functions(call: object) -> int:
+    """How many functions cloudpickle had to look into."""
+    with mock.patch.object(
+        cloudpickle.cloudpickle, "_find_imported_submodules", wraps=cloudpickle.cloudpickle._find_imported_submodules
+    ) as looks:
+        wire.dump_call(call)
+    return looks.call_count
+
+
+@pytest.mark.parametrize(
+    "make", [ppo_clip, lambda: gspo(form="token"), lambda: combine(ppo_clip(clip_low=0.1), kl(coef=0.5))]
+)
+def test_a_loss_of_rlcores_is_pickled_once(make: Callable[[], LossFn]) -> None:
+    loss_fn = make()
+    first = pickled_functions((loss_fn,))
+    assert first > 0
+    assert pickled_functions((loss_fn, 1)) < first
+
+
+@pytest.mark.parametrize("loss_fn", [ppo_clip(clip_low=0.1), tis(ppo_clip(clip_high=0.3), cap=2.0)])
+def test_it_arrives_as_it_is(loss_fn: LossFn) -> None:
+    per_token = {"advantages": torch.randn(8), "old_logprobs": torch.randn(8), "rollout_logprobs": torch.randn(8)}
+    logprob = torch.randn(8)
+    for _ in range(2):
+        body, tensors = wire.dump_call((loss_fn, loss_fn))
+        first, second = pickle.loads(body)
+        assert first is second
+        assert not tensors
+        value, stats = first(logprob, None, per_token)
+        wanted, wanted_stats = loss_fn(logprob, None, per_token)
+        assert torch.equal(value, wanted)
+        assert stats.keys() == wanted_stats.keys()
+
+
+def test_what_a_users_function_closes_over_may_change() -> None:
+    coefficients = [1.0]
+
+    def loss_fn() -> list[float]:
+        return coefficients
+
+    def sent() -> list[float]:
+        (arrived,) = pickle.loads(wire.dump_call((loss_fn,))[0])
+        return list(arrived())
+
+    assert sent() == [1.0]
+    coefficients.append(2.0)
+    assert sent() == [1.0, 2.0]
