@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,22 @@ TESTS = Path(__file__).with_name("ranked_heads.py")
 )
 def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
     world = {"WORLD_SIZE": str(size), "TEST_DEVICE": device, "TEST_STORE": str(tmp_path / "store")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", str(TESTS)]
+    outputs = [tmp_path / f"rank{rank}" for rank in range(size)]
     ranks = [
-        subprocess.Popen(command, env=os.environ | world | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, **pipes)
-        for rank in range(size)
+        subprocess.Popen(
+            command,
+            env=os.environ | world | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, output in enumerate(outputs)
     ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+    deadline = time.monotonic() + 240
+    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):  # others would wait
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.kill()
+    assert all(rank.wait() == 0 for rank in ranks), "\n".join(output.read_text() for output in outputs)
