@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -25,18 +26,19 @@ def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
     world = {"WORLD_SIZE": str(size), "TEST_DEVICE": device, "TEST_STORE": str(tmp_path / "store")}
     command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", str(TESTS)]
     outputs = [tmp_path / f"rank{rank}" for rank in range(size)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | world | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=output.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, output in enumerate(outputs)
-    ]
+    with contextlib.ExitStack() as files:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=os.environ | world | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=files.enter_context(output.open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
     deadline = time.monotonic() + 240
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):  # others would wait
-        if time.monotonic() > deadline:
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        if any(rank.poll() for rank in ranks):  # others would wait for it
             break
         time.sleep(0.1)
     for rank in ranks:
