@@ -29,6 +29,7 @@ from rlcore.tensor_data import dtype_name
 _STALE = timedelta(days=7)
 _BUDGET_S: dict[Effort, float] = {"quick": 0.15, "standard": 0.5, "full": 1.0}
 """For each size of each limit."""
+_LONG_S = 1.0
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The best of these is within a few per cent of the best of all: anchors of one H200, M x N x K.
 _PRODUCTS = ((8192, 8192, 8192), (4096, 8192, 4096), (8192, 8192, 2048))
@@ -60,9 +61,10 @@ def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
 
 
 def _best_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
-    """The shortest of the runs that fit into the budget, by the clock, launches included."""
+    """The shortest of the runs that fit into the budget, by the clock, launches included; at least of three, unless
+    they are so long that nothing disturbs one."""
     best, started, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or time.perf_counter() - started < budget_s:
+    while runs == 0 or (spent := time.perf_counter() - started) < budget_s or (runs < 3 and spent < _LONG_S):
         device.synchronize()
         begin = time.perf_counter()
         run()

@@ -5,6 +5,7 @@ Letters: M rows, N columns, K the inner dimension.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.errors import UnsupportedError
 from rlcore.tensor_data import dtype_name
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,6 +24,8 @@ _SIZES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 409
 _HOST_SIZES = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 _SUSTAINED, _HOST_SUSTAINED = (8192, 8192, 8192), (1024, 1024, 1024)
 _SUSTAINED_S, _WINDOW_S = 60.0, 10.0
+_LONGEST_S = 1.0
+"""Of one product of a sweep: a host without units for half precision would take minutes for all of them."""
 _CHECKED = 16
 """Rows and columns that are compared with float64."""
 
@@ -59,14 +63,35 @@ class _Product:
 def _prepare_sweep(device: Any) -> Work:
     device.seed(0)
     sizes = _HOST_SIZES if device.spec.is_host else _SIZES
-    products = [_Product(device, size, dtype) for dtype in _DTYPES for size in sizes]
-    return Work(contenders=tuple(map(_contender, products)), params={}, runs_on="stream")
+    contenders = []
+    for dtype in _DTYPES:
+        products = [_Product(device, size, dtype) for size in sizes]
+        rate = _rate(products[0]) if device.spec.is_host else math.inf
+        contenders += [_contender(product, rate) for product in products]
+    return Work(contenders=tuple(contenders), params={}, runs_on="stream")
 
 
-def _contender(product: _Product) -> Contender:
+def _rate(product: _Product) -> float:
+    """FLOP/s on the host, roughly."""
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        product.run()
+        seconds.append(time.perf_counter() - started)
+    return product.flops / min(seconds)
+
+
+def _contender(product: _Product, rate: float) -> Contender:
+    def refuse() -> None:
+        raise UnsupportedError(
+            f"a product of {product.flops:,} operations in {product.params['dtype']} here",
+            f"at the {rate / 1e9:.1f} GFLOP/s of the smallest one it would take {product.flops / rate:.1f} s, and a "
+            f"sweep has none of more than {_LONGEST_S:g} s",
+        )
+
     return Contender(
         implementation="torch.mm",
-        run=product.run,
+        run=product.run if product.flops / rate <= _LONGEST_S else refuse,
         check=product.check,
         params=product.params,
         limits={f"product/{product.params['dtype']}": product.flops},

@@ -73,6 +73,16 @@ def test_products_are_measured_by_size_and_dtype_and_a_wrong_one_is_refused() ->
         refuses("product/sweep", position, lambda output: output.mul_(1.5))
 
 
+def test_products_that_would_take_minutes_are_said_to_be_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "_rate", lambda smallest: 1.5e5 if smallest.dtype == torch.float16 else 1e12)
+    results = run("product/sweep")
+    assert [result.status for result in results] == ["pass", "pass", "blocked", "blocked", "pass", "pass"]
+    assert results[3].reason.endswith(
+        "a product of 524,288 operations in float16 here is not supported: at the 0.0 GFLOP/s of the smallest one it "
+        "would take 3.5 s, and a sweep has none of more than 1 s"
+    )
+
+
 def test_sustained_product_gives_the_first_and_the_last_window() -> None:
     (result,) = passed("product/sustained")
     found = metrics(result)
