@@ -214,10 +214,14 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def leave(engine: Engine, device: Any) -> None:
-    """End an engine in a process that goes on, and may make another; ``device`` is rlcore's.
+@contextlib.contextmanager
+def leaving(engine: Engine, device: Any) -> Iterator[None]:
+    """End an engine in a process that goes on, and may make another; inside, whoever has it lets go of it.
 
     vLLM would destroy every torch.distributed group of the process, the trainer's too.
+
+    Args:
+        device: of rlcore; gets its memory back.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.v1.engine import core
@@ -225,9 +229,11 @@ def leave(engine: Engine, device: Any) -> None:
     core.cleanup_dist_env_and_memory = _destroy_own_groups
     allocator: Allocator | None = CuMemAllocator.instance
     pools = () if allocator is None else tuple(allocator.allocator_and_pools.values())
-    kept = [allocator for _, allocator in pools]  # vLLM drops them while cycles hold the model, which they are to free
+    kept = [allocator for _, allocator in pools]  # vLLM drops them before the tensors that they are to free
     del pools
     engine.engine_core.shutdown()
+    del engine
+    yield
     gc.collect()
     device.memory.empty_cache()
     del kept

@@ -251,10 +251,12 @@ class VllmWorker(Worker):
     def close(self) -> None:
         if self._engine is not None:
             self._replica.close()
-            if self._is_rank:  # the process goes on
-                self._engine.collective_rpc("rlcore_call", args=("close", msgspec.msgpack.encode([()])))
-                versions.leave(self._engine, self.device)
-        super().close()
+        if self._engine is None or not self._is_rank:
+            super().close()
+            return
+        self._engine.collective_rpc("rlcore_call", args=("close", msgspec.msgpack.encode([()])))
+        with versions.leaving(self._engine, self.device):
+            super().close()
 
     # --------------------------------------------------------------------------------- vLLM's own workers
 
