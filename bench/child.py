@@ -147,7 +147,7 @@ def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
     if os.WIFSIGNALED(status):
         return Answer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)
-    return Answer(body=msgspec.Raw(bytes(body))) if code == 0 else Answer(code=code)
+    return Answer(body=msgspec.Raw(bytes(body))) if code == 0 and body else Answer(code=code)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -64,6 +64,12 @@ class Comparison:
     @property
     def statement(self) -> str:
         """What the ratios compare."""
+        if self.rows and all(row.is_of_one for row in self.rows):
+            return (
+                "Nothing can be compared, nor a price be used: no result of one run has the case, implementation and "
+                f"sizes of one of the other, such as its number of devices. rlcore bench report {self.name_a} "
+                f"{self.name_b} sets them side by side."
+            )
         if self.is_same_device and self.is_same_code:
             return "Both runs are of the same commit and kind of device: a ratio is chance, or what is listed above."
         if self.is_same_device:

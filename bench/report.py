@@ -124,6 +124,8 @@ def _caveats(runs: Sequence[Run]) -> list[str]:
             for mark in result.marks:
                 marks[mark] = marks.get(mark, 0) + 1
         found += [f"{run.name}: {number} results {mark.replace(': ', ' (', 1)})" for mark, number in marks.items()]
+        if run.usd_per_hour is not None and find_step(run.record) is None:
+            found.append(f"{run.name}: its price is not used, as no whole rl/step was measured")
         if run.record.calibration is None:
             found.append(f"{run.name}: limits were not measured, so that no share of them can be given")
         elif run.record.calibration.marks:

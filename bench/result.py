@@ -28,6 +28,11 @@ blocked: this device or installation cannot. skipped: the run was ended before, 
 Effort = Literal["quick", "standard", "full"]
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+_TIMES = ("time", "device_time", "processor_time", "queueing_in_device_time", "first_run")
+"""See ``Metric.name``."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,14 +83,14 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: list[Metric] = []
     num_warmup: int = 0
     """Runs before the first sample, after the first run."""
-    runs_per_sample: int = 1
-    flops: int | None = None
+    runs_per_sample: AtLeastOne = 1
+    flops: Whole | None = None
     """Operations one run cannot do without."""
-    bytes: int | None = None
+    bytes: Whole | None = None
     """Bytes of device memory that one run cannot avoid to move."""
     limits: dict[str, int] = {}
     """What one run needs of each measured limit, by its name in ``Calibration.limits``."""
-    rounds: list[int] = []
+    rounds: list[AtLeastOne] = []
     """How many samples each process took, in order; empty: one process took all."""
     rounds_at: list[float] = []
     """When each process began to measure, in seconds since 1970 (UTC); empty: not recorded."""
@@ -98,6 +103,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.status == "pass" and not self.has("time"):
             raise ValueError("a result with status 'pass' must have a metric called 'time'")
+        if wrong := [metric for metric in self.metrics if metric.name in _TIMES and metric.unit != "s"]:
+            raise ValueError(f"{wrong[0].name} must be in s, and is in {wrong[0].unit!r}")
         if twice := _repeated(metric.name for metric in self.metrics):
             raise ValueError(f"two metrics of a result are called {twice[0]!r}")
         if self.rounds and sum(self.rounds) != (count := len(self.samples("time")) if self.metrics else 0):
@@ -192,7 +199,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dependencies: dict[str, str]
     environment: dict[str, str]
     """Variables that change what is measured, by allow-list."""
-    num_threads: int
+    num_threads: AtLeastOne
     """Threads torch computes with on the host."""
     calibration: Calibration | None = None
     calls: list[Call] = []

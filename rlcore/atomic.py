@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make ``path`` hold ``data``, on disk when this returns.
+    """Make ``path``, or what a link there points to, hold ``data``, on disk when this returns.
 
     Raises:
-        OSError: it could not be written; ``path`` is as it was.
+        OSError: it could not be written, or is a device or a pipe; ``path`` is as it was.
     """
+    path = path.resolve()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "a device or a pipe is not replaced by a file", str(path))
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -101,6 +101,7 @@ CASES = {
     case.name: case
     for case in (
         _case("hungry", _need_more_than_there_is),
+        _case("exits_well", lambda: os._exit(0)),
         _prepared("raises", lambda device: _break()),
         _prepared("prepares_nothing", lambda device: None),
         _prepared("repeats_a_name", lambda device: Work(contenders=_work({}).contenders * 2, params={})),

@@ -343,7 +343,10 @@ def test_runs_are_called_by_their_files_and_by_folders_where_those_are_equal() -
 def test_other_sizes_are_other_results() -> None:
     generator = np.random.default_rng(7)
     a, b = timed("a", generator), msgspec.structs.replace(timed("a", generator), params={"T": 4})
-    assert [row.reason for row in compared(record(a), record(b)).rows] == ["only in the first", "only in the second"]
+    found = compared(record(a), record(b))
+    assert [row.reason for row in found.rows] == ["only in the first", "only in the second"]
+    assert found.statement.startswith("Nothing can be compared, nor a price be used: no result of one run has the case")
+    assert found.statement.endswith("rlcore bench report before after sets them side by side.")
 
 
 def test_differences_of_versions_and_driver_are_listed_and_stacks_are_called_stacks() -> None:

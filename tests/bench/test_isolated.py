@@ -40,6 +40,7 @@ OUTCOMES = {
     "killed": ("fail", "its process was killed by SIGKILL"),
     "crashes": ("fail", "its process was killed by SIGSEGV: Fatal Python error: Segmentation fault"),
     "exits": ("fail", "its process ended with exit code 3: the disk is on fire"),
+    "exits_well": ("fail", "its process ended with exit code 0"),
     "memory": ("oom", "RuntimeError: "),
     "leaves": ("pass", ""),
     "compute": ("pass", ""),

@@ -178,7 +178,9 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
     )
     assert "one step of RL 6.5 s" in shown and "for a dollar" not in shown
     odd = result("rl/step", "theirs", 6.5, {"devices": "two"}, **STEP, trained_tokens=10.0)
-    assert "for a dollar" not in text_of(render([Run("a", of_cases(odd), usd_per_hour=2.0)]))
+    told = text_of(render([Run("a", of_cases(odd), usd_per_hour=2.0)]))
+    assert "for a dollar" not in told
+    assert "a: its price is not used, as no whole rl/step was measured" in told
     assert "Collectives, latency" in shown and "bus bandwidth" not in shown
 
 

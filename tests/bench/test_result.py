@@ -101,6 +101,7 @@ def first_metric(found: dict[str, Any]) -> dict[str, Any]:
             "'pass' must have a metric called 'time' - at `$.cases[0]`",
         ),
         (changed(lambda r: first_metric(r).update(name="speed")), "must have a metric called 'time' - at `$.cases[0]`"),
+        (changed(lambda r: first_metric(r).update(unit="ms")), "time must be in s, and is in 'ms' - at `$.cases[0]`"),
         (
             changed(lambda r: r["cases"][0]["metrics"].append(first_metric(r))),
             "two metrics of a result are called 'time' - at `$.cases[0]`",

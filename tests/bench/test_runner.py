@@ -213,6 +213,13 @@ def test_continued_run_adds_rounds_of_the_same_commit_alone(tmp_path: Path) -> N
     assert Run(record=again, path=path, run=lambda case: []).settled == {"a", "b"}
 
 
+def test_nothing_is_added_to_what_uncommitted_code_measured(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    for rounds in (1, 3):
+        (found,) = call_again(path, "a", lambda name: [passed(name, 1.0)], rounds=rounds, commit="a-modified")
+        assert found.samples("time") == [1.0], "the code may have changed meanwhile"
+
+
 def test_run_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     call_again(path, "a", lambda name: [passed(name, 1.0)])

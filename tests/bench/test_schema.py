@@ -49,15 +49,20 @@ def wrong(change: str) -> dict[str, Any]:
         "no reason": lambda: case.update(status="fail", reason="", metrics=[]),
         "no samples": lambda: case["metrics"][0].update(samples=[]),
         "zero": lambda: case["metrics"][0].update(samples=[0.0]),
+        "negative operations": lambda: case.update(flops=-5),
+        "no threads": lambda: record.update(num_threads=0),
     }
     changes[change]()
     return record
 
 
 CHANGES = ("foreign", "no system", "unknown field", "unknown status", "pass without metrics", "pass without a time")
+MORE_CHANGES = ("number without pass", "no reason", "no samples", "zero", "negative operations", "no threads")
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "number without pass", "no reason", "no samples", "zero"])
+@pytest.mark.parametrize(
+    "change", [*CHANGES, "number without pass", "no reason", "no samples", "zero", "negative operations", "no threads"]
+)
 def test_schema_and_reader_refuse_the_same(change: str, validator: Any, tmp_path: Path) -> None:
     record = wrong(change)
     assert not validator.is_valid(record)
