@@ -60,7 +60,7 @@ def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
     return Calibration(measured_at=measured_at, limits=limits, blocked=blocked, marks=marks(monitor.telemetry()))
 
 
-def _best_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
+def shortest_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
     """The shortest of the runs that fit into the budget, by the clock, launches included; at least of three, unless
     they are so long that nothing disturbs one."""
     best, started, runs = float("inf"), time.perf_counter(), 0
@@ -81,7 +81,7 @@ def _product(dtype: torch.dtype) -> Callable[[Any, float], float]:
             a_MK, b_KN = (torch.randn(*shape, device=device.torch_device).to(dtype) for shape in ((M, K), (K, N)))
             out_MN = a_MK @ b_KN
             run = _product_into(a_MK, b_KN, out_MN)
-            rates.append(2 * M * N * K / _best_s(device, run, budget_s))
+            rates.append(2 * M * N * K / shortest_s(device, run, budget_s))
         return max(rates)
 
     return measure
@@ -94,7 +94,7 @@ def _product_into(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
 def _memory(device: Any, budget_s: float) -> float:
     nbytes = _HOST_MEMORY_BYTES if device.spec.is_host else _MEMORY_BYTES
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
-    return 2 * nbytes / _best_s(device, lambda: target.copy_(source), budget_s)
+    return 2 * nbytes / shortest_s(device, lambda: target.copy_(source), budget_s)
 
 
 def _copy(is_to_device: bool, is_pinned: bool) -> Callable[[Any, float], float]:
@@ -106,7 +106,7 @@ def _copy(is_to_device: bool, is_pinned: bool) -> Callable[[Any, float], float]:
         host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device.torch_device)
         to, from_ = (there, host) if is_to_device else (host, there)
-        return _COPY_BYTES / _best_s(device, lambda: to.copy_(from_, non_blocking=True), budget_s)
+        return _COPY_BYTES / shortest_s(device, lambda: to.copy_(from_, non_blocking=True), budget_s)
 
     return measure
 
@@ -125,7 +125,7 @@ def _link(device: Any, budget_s: float) -> float:
         there.copy_(here, non_blocking=True)
         other.synchronize()
 
-    return _MEMORY_BYTES / _best_s(device, run, budget_s)
+    return _MEMORY_BYTES / shortest_s(device, run, budget_s)
 
 
 # -------------------------------------------------------------------------------------------------- on disk

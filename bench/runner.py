@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlcore.atomic import is_special
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.result import Call, CaseResult, Effort, Metric, Record, identity, write
@@ -65,7 +66,7 @@ def check_can_write(path: Path) -> None:
     """Raises BenchError when it cannot be, before minutes are spent."""
     if path.is_dir():
         raise BenchError(f"cannot write the benchmark record {path}: it is a folder; give a file in it")
-    if path.exists() and not path.is_file():
+    if is_special(path):
         raise BenchError(f"cannot write the benchmark record {path}: it is a device or a pipe; give a file")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to")

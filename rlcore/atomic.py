@@ -15,7 +15,7 @@ def write_file(path: Path, data: bytes) -> None:
         OSError: it could not be written, or is a device or a pipe; ``path`` is as it was.
     """
     path = path.resolve()
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if is_special(path):
         raise OSError(errno.EINVAL, "a device or a pipe is not replaced by a file", str(path))
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -29,6 +29,11 @@ def write_file(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def is_special(path: Path) -> bool:
+    """A device, a pipe or a socket, which a file would take the place of."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def sync_folder(folder: Path) -> None:

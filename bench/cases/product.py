@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.bench.calibrate import shortest_s
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.errors import UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -66,19 +67,14 @@ def _prepare_sweep(device: Any) -> Work:
     contenders = []
     for dtype in _DTYPES:
         products = [_Product(device, size, dtype) for size in sizes]
-        rate = _rate(products[0]) if device.spec.is_host else math.inf
+        rate = _rate(device, products[0]) if device.spec.is_host else math.inf
         contenders += [_contender(product, rate) for product in products]
     return Work(contenders=tuple(contenders), params={}, runs_on="stream")
 
 
-def _rate(product: _Product) -> float:
-    """FLOP/s on the host, roughly."""
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        product.run()
-        seconds.append(time.perf_counter() - started)
-    return product.flops / min(seconds)
+def _rate(device: Any, product: _Product) -> float:
+    """FLOP/s, roughly."""
+    return product.flops / shortest_s(device, product.run, budget_s=0.0)
 
 
 def _contender(product: _Product, rate: float) -> Contender:

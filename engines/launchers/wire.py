@@ -170,7 +170,7 @@ def _is_own_constant(obj: Any) -> bool:
     """A function that rlcore made of plain values, such as ``ppo_clip(clip_low=0.2)``: it never changes."""
     return (
         isinstance(obj, types.FunctionType)
-        and obj.__module__.startswith("rlcore.")
+        and (obj.__module__ or "").startswith("rlcore.")
         and obj.__closure__ is not None
         and all(isinstance(cell.cell_contents, _UNCHANGING) for cell in obj.__closure__)
     )

@@ -74,7 +74,7 @@ def test_products_are_measured_by_size_and_dtype_and_a_wrong_one_is_refused() ->
 
 
 def test_products_that_would_take_minutes_are_said_to_be_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_rate", lambda smallest: 1.5e5 if smallest.dtype == torch.float16 else 1e12)
+    monkeypatch.setattr(product, "_rate", lambda device, smallest: 1.5e5 if smallest.dtype == torch.float16 else 1e12)
     results = run("product/sweep")
     assert [result.status for result in results] == ["pass", "pass", "blocked", "blocked", "pass", "pass"]
     assert results[3].reason.endswith(

@@ -37,10 +37,12 @@ def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
             for rank, output in enumerate(outputs)
         ]
     deadline = time.monotonic() + 240
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        if any(rank.poll() for rank in ranks):  # others would wait for it
-            break
-        time.sleep(0.1)
-    for rank in ranks:
-        rank.kill()
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() for rank in ranks):  # others would wait for it
+                break
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert all(rank.wait() == 0 for rank in ranks), "\n".join(output.read_text() for output in outputs)

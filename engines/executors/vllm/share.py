@@ -26,6 +26,7 @@ from rlcore.types import OffloadReport
 
 _log = logging.getLogger(__name__)
 _NEVER_FREED: list[Any] = []
+"""Models and KV caches of shares that were closed while there was no room to map their memory again."""
 
 
 class Share:

@@ -151,9 +151,7 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
 
 def _check_allocator() -> None:
     """vLLM would assert it, once it has begun."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator: Allocator | None = CuMemAllocator.instance
+    allocator = _allocator()
     kept = sum(allocation.handle[1] for allocation in allocator.pointer_to_data.values()) if allocator else 0
     if kept:
         raise UnsupportedError(
@@ -223,14 +221,12 @@ def leaving(engine: Engine, device: Any) -> Iterator[None]:
     Args:
         device: of rlcore; gets its memory back.
     """
-    from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = _destroy_own_groups
-    allocator: Allocator | None = CuMemAllocator.instance
-    pools = () if allocator is None else tuple(allocator.allocator_and_pools.values())
-    kept = [allocator for _, allocator in pools]  # vLLM drops them before the tensors that they are to free
-    del pools
+    allocator = _allocator()
+    # Those of torch's pools: vLLM drops them before the tensors that they are to free.
+    kept = [pool[1] for pool in allocator.allocator_and_pools.values()] if allocator else []
     engine.engine_core.shutdown()
     del engine
     yield
@@ -262,10 +258,16 @@ def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
 
 def allocations(tag: str) -> list[Allocation]:
     """Device memory that vLLM's allocator has under a tag; its addresses stay when it is unmapped."""
+    allocator = _allocator()
+    return [one for one in allocator.pointer_to_data.values() if one.tag == tag] if allocator else []
+
+
+def _allocator() -> Allocator | None:
+    """Of this process; None until an engine has used it, and on a host."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    allocator: Allocator = CuMemAllocator.get_instance()
-    return [allocation for allocation in allocator.pointer_to_data.values() if allocation.tag == tag]
+    allocator: Allocator | None = CuMemAllocator.instance
+    return allocator
 
 
 def map_memory(allocation: Allocation) -> None:

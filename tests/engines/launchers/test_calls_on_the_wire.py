@@ -49,6 +49,14 @@ def test_it_arrives_as_it_is(loss_fn: LossFn) -> None:
         assert stats.keys() == wanted_stats.keys()
 
 
+def test_a_function_of_no_module_arrives() -> None:
+    namespace: dict[str, Callable[[], int]] = {}
+    exec("def loss_fn(): return 4", namespace)
+    namespace["loss_fn"].__module__ = None  # type: ignore[assignment]
+    (arrived,) = pickle.loads(wire.dump_call((namespace["loss_fn"],))[0])
+    assert arrived() == 4
+
+
 def test_what_a_users_function_closes_over_may_change() -> None:
     coefficients = [1.0]
 
