@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
 from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches, on_device
-from rlcore.engines.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients
+from rlcore.engines.sharding import leaving_it_sharded, local_part, num_gradient_parts, sync_gradients, total_norm
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.linear_loss import linear_loss
@@ -23,7 +23,6 @@ from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.nucleus import keep_mask
 from rlcore.kernels.token_logprob import token_logprob
 from rlcore.nn import TrainModule
-from rlcore.weights.view import whole
 
 WEIGHT = "token_weight"
 """Carried beside the batch's own entries: the token's share of the loss of the whole batch."""
@@ -101,15 +100,16 @@ def train_step(
             metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
         with phase("train_batch: clip"):
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-            total_norm = torch.nn.utils.get_total_norm(gradients)
+            norm = total_norm(gradients)
+        with phase("train_batch: metrics"):
+            read = _begin_reading(metrics.joined() | {"grad_norm": norm}, device)
         with phase("train_batch: optimizer"):
-            grad_norm = _clip_and_step(optimizers.values(), module, total_norm, options.max_grad_norm)
+            _clip_and_step(optimizers.values(), gradients, norm, options.max_grad_norm)
     finally:
         for optimizer in optimizers.values():
             optimizer.zero_grad()
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
-    with phase("train_batch: metrics"):
-        found = metrics.result() | {"grad_norm": float(grad_norm)} | rates
+    found = read() | rates
     if not math.isfinite(found["grad_norm"]):
         raise RlcoreError(
             f"the gradient norm of this batch is {found['grad_norm']}: no step was taken and the gradients were "
@@ -120,21 +120,36 @@ def train_step(
     return found
 
 
+def _begin_reading(numbers: Mapping[str, Tensor], device: Any) -> Callable[[], dict[str, float]]:
+    """Copy them to the host; what is returned waits for that alone. The optimizer's kernels, queued afterwards, run
+    while the host takes up the next batch."""
+    values = torch.stack([number.float() for number in numbers.values()]).to("cpu", non_blocking=True)
+    arrived = device.streams.event()
+    arrived.record()
+
+    def read() -> dict[str, float]:
+        arrived.synchronize()
+        return dict(zip(numbers, values.tolist(), strict=True))
+
+    return read
+
+
 def _clip_and_step(
-    optimizers: Collection[Optimizer], module: TrainModule, total_norm: Tensor, max_norm: float | None
-) -> Tensor:
-    """The norm before clipping. Fused optimizers scale gradients as they read them and ask the device whether to step,
-    as torch's GradScaler has them do; others take one more pass over the gradients and make the host wait."""
-    norm = whole(total_norm)
+    optimizers: Collection[Optimizer], gradients: Sequence[Tensor], norm: Tensor, max_norm: float | None
+) -> None:
+    """Not at all where the norm is not finite. Fused optimizers scale gradients as they read them and ask the device
+    whether to step, as torch's GradScaler has them do; others take one more pass over the gradients and make the host
+    wait."""
     is_finite = torch.isfinite(norm)
-    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
-        if is_finite:
-            for optimizer in optimizers:
-                optimizer.step()
-        return norm
     divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
+    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
+        if not is_finite:
+            return
+        if divisor is not None:
+            torch._foreach_div_([local_part(gradient) for gradient in gradients], divisor)
+        for optimizer in optimizers:
+            optimizer.step()
+        return
     for optimizer in optimizers:
         asking: Any = optimizer
         asking.grad_scale, asking.found_inf = divisor, (~is_finite).float()
@@ -142,7 +157,6 @@ def _clip_and_step(
             optimizer.step()
         finally:
             del asking.grad_scale, asking.found_inf
-    return norm
 
 
 _NORM_EPS = 1e-6
@@ -210,7 +224,7 @@ def evaluate(
             with device.profiler.range("eval_batch: forward and loss"):
                 output, weight = _loss(module, part, loss_fn, options)
             metrics.add(output.loss, output.stats, weight)
-    return metrics.result()
+    return _begin_reading(metrics.joined(), device)()
 
 
 @contextmanager
@@ -239,7 +253,7 @@ class _Metrics:
         self._stats.append(stats)
         self._weights.append(weight)
 
-    def result(self) -> dict[str, float]:
+    def joined(self) -> dict[str, Tensor]:
         """Of the micro-batches of all workers."""
         names = ["loss", "weight", *self._stats[0]]
         rows = zip(self._losses, self._weights, self._stats, strict=True)
@@ -247,8 +261,7 @@ class _Metrics:
         columns = dict(zip(names, _of_all_workers(table).unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         share = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-        joined = {"loss": loss} | {name: _join(name, values, share) for name, values in columns.items()}
-        return dict(zip(joined, torch.stack(list(joined.values())).tolist(), strict=True))
+        return {"loss": loss} | {name: _join(name, values, share) for name, values in columns.items()}
 
 
 def _of_all_workers(rows: Tensor) -> Tensor:

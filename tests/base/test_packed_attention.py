@@ -88,6 +88,13 @@ def make(model_type: str, **changes: Any) -> Decoder:
         return transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
 
 
+@pytest.fixture(autouse=True)
+def _compiles_anew(request: pytest.FixtureRequest) -> None:
+    """transformers compiles flex attention once for all models of a process, and torch gives up at the ninth graph."""
+    if request.node.get_closest_marker("gpu"):
+        torch.compiler.reset()
+
+
 @pytest.fixture
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     return make(getattr(request, "param", "qwen2"))

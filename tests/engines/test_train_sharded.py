@@ -94,6 +94,18 @@ def policy() -> Any:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limits[0] is None else limits[0], hard))
 
+        def fail_in_a_block(self) -> None:
+            """After one that is gathered with it has run."""
+
+            def fail(*_: Any) -> None:
+                raise ValueError("planted")
+
+            hook = self.model.layers[1].register_forward_pre_hook(fail)
+            try:
+                self.hidden_states(packed_batch())
+            finally:
+                hook.remove()
+
         def score_alone(self) -> None:
             with torch.no_grad():
                 self.hidden_states(packed_batch())
@@ -191,6 +203,15 @@ def test_a_failed_loss_leaves_nothing_behind(build: Build) -> None:
     assert_same_weights(sharded.state_dict(), alone.state_dict())
 
 
+@on_each_place
+def test_a_failed_block_leaves_nothing_behind(build: Build, place: Place) -> None:
+    alone, sharded = build(1, place.device), build(place.workers, place.device)
+    with pytest.raises(WorkerError, match="ValueError: planted"):
+        sharded.fail_in_a_block()
+    expected = alone.train_batch(packed_batch(), ppo_clip())
+    assert_same_metrics(sharded.train_batch(packed_batch(), ppo_clip()), expected, place.rel)
+
+
 def test_an_infinite_gradient_is_refused_on_all_workers(build: Build) -> None:
     sharded = build(2)
     before = sharded.state_dict()
@@ -210,6 +231,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": 2},
     "recomputed": {"activation_checkpointing": True},
     "reduced each time": {"reduce_each_micro_batch": True},
+    "gathered one by one": {"gather_bytes": 0},
 }
 
 

@@ -27,7 +27,8 @@ from rlcore.kernels import vocab_shard
 from rlcore.kernels.linear_head import LinearHead
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 
-RANK, SIZE, DEVICE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device(os.environ["TEST_DEVICE"])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+DEVICE = torch.device(os.environ["TEST_DEVICE"], RANK if os.environ["TEST_DEVICE"] == "cuda" else None)
 T, H, V = 70, 12, 101
 CUTS = {
     2: [(0, 37, V), (0, 0, V), (0, V, V)],  # uneven; a rank without tokens, first or last
@@ -36,15 +37,16 @@ CUTS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _world() -> Iterator[None]:
+def _world(request: pytest.FixtureRequest) -> Iterator[None]:
     options: dict[str, Any] = {"backend": "gloo"}
     if DEVICE.type == "cuda":
-        torch.cuda.set_device(RANK)
-        options = {"backend": "nccl", "device_id": torch.device("cuda", RANK)}
+        torch.cuda.set_device(DEVICE)
+        options = {"backend": "nccl", "device_id": DEVICE}
     store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
     dist.init_process_group(store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=180), **options)
     yield
-    dist.destroy_process_group()
+    if not request.session.testsfailed:  # NCCL would wait for the other ranks, and nobody read what failed here
+        dist.destroy_process_group()
 
 
 def group() -> dist.ProcessGroup:

@@ -1,0 +1,63 @@
+"""Blocks that FSDP gathers together.
+
+For every exchange the host runs some hundred lines of Python, as long as a GPU takes for a block of 50 million
+parameters: where each is gathered alone the device waits for the host. Larger groups are fewer exchanges, of which each
+runs nearer to the rate of the link, for the memory of two groups instead of two blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+
+def gather_groups(
+    module: nn.Module, blocks: Mapping[str, nn.Module], compute_dtype: torch.dtype, most_bytes: int
+) -> list[list[nn.Module]]:
+    """Those that follow each other in a list, in groups of up to ``most_bytes``, or one block.
+
+    Args:
+        blocks: by name, the outermost first.
+
+    Returns:
+        The innermost first: FSDP leaves to an outer module what no inner one took.
+    """
+    groups: list[list[nn.Module]] = []
+    latest: dict[str, list[nn.Module]] = {}
+    for name, block in blocks.items():
+        owner = name.rpartition(".")[0]
+        group = latest.get(owner, [])
+        is_in_list = isinstance(module.get_submodule(owner), nn.ModuleList | nn.Sequential)
+        if not (group and is_in_list and _num_values([*group, block]) * compute_dtype.itemsize <= most_bytes):
+            group = latest[owner] = []
+            groups.append(group)
+        group.append(block)
+    return groups[::-1]
+
+
+def _num_values(group: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for block in group for parameter in block.parameters())
+
+
+def begin_anew(group: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+    """Has torch before 2.13 do what later ones do, for a group that is sharded: there one of which a block failed, so
+    that the rest did not run, is taken to be in use for ever, and what a block takes is cast for the first alone."""
+    if len(group) == 1 or hasattr(FSDPModule, "reset_iter_state"):
+        return
+    first, *others = group
+    unfinished = first._get_fsdp_state()._modules_to_run_forward  # type: ignore[operator]
+    first.register_forward_pre_hook(lambda *_: unfinished.clear(), prepend=True)
+    for block in others:
+        block.register_forward_pre_hook(_casting(compute_dtype), with_kwargs=True)
+
+
+def _casting(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return lambda _, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))

@@ -1,0 +1,88 @@
+"""Which blocks FSDP gathers together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlcore.engines.gather_groups import begin_anew, gather_groups
+
+
+class Block(nn.Module):
+    def __init__(self, size: int, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.inner = inner
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(10), Block(10), Block(30), Block(1), Block(5)])
+        self.others = nn.Sequential(Block(1), Block(1))
+        self.first, self.second = Block(1), Block(1)
+
+
+def groups_of(model: nn.Module, most_bytes: int) -> list[list[str]]:
+    blocks = {name: part for name, part in model.named_modules() if isinstance(part, Block)}
+    names = {block: name for name, block in blocks.items()}
+    groups = gather_groups(model, blocks, torch.bfloat16, most_bytes)
+    return [[names[block] for block in group] for group in groups]
+
+
+def test_neighbours_in_a_list_join_up_to_a_size() -> None:
+    assert groups_of(Model(), 40) == [
+        ["second"],
+        ["first"],
+        ["others.0", "others.1"],
+        ["layers.3", "layers.4"],
+        ["layers.2"],
+        ["layers.0", "layers.1"],
+    ]
+
+
+def test_without_room_each_is_alone() -> None:
+    assert [len(group) for group in groups_of(Model(), 0)] == [1] * 9
+
+
+def test_inner_blocks_come_first_and_keep_to_themselves() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(1, inner=Block(1)), Block(1, inner=Block(1))])
+    assert groups_of(model, 100) == [["layers.1.inner"], ["layers.0.inner"], ["layers.0", "layers.1"]]
+
+
+class _State:
+    """What torch keeps of a group."""
+
+    def __init__(self, unfinished: set[nn.Module]) -> None:
+        self._modules_to_run_forward = unfinished
+
+
+class _Sharded(nn.Linear):
+    state: _State
+
+    def _get_fsdp_state(self) -> _State:
+        return self.state
+
+
+def test_on_older_torch_a_pass_begins_anew_and_every_block_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    group = [_Sharded(2, 2, dtype=torch.bfloat16) for _ in range(2)]
+    unfinished: set[nn.Module] = {group[1]}
+    for block in group:
+        block.state = _State(unfinished)
+    begin_anew(group, torch.bfloat16)
+    group[1](torch.ones(1, 2))  # float32: it would be refused
+    assert unfinished
+    group[0](torch.ones(1, 2, dtype=torch.bfloat16))
+    assert not unfinished
+
+
+def test_newer_torch_is_left_alone() -> None:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip(f"torch {torch.__version__} is older than 2.13")
+    group = [_Sharded(2, 2) for _ in range(2)]
+    begin_anew(group, torch.bfloat16)
+    assert not any(block._forward_pre_hooks for block in group)
