@@ -1,25 +1,27 @@
-"""Blocks that FSDP gathers together.
+"""What FSDP gathers together: neighbouring blocks, and the output head by itself.
 
-For every exchange the host runs some hundred lines of Python, as long as a GPU takes for a block of 50 million
-parameters: where each is gathered alone the device waits for the host. Larger groups are fewer exchanges, of which each
-runs nearer to the rate of the link, for the memory of two groups instead of two blocks.
+For every exchange the host runs some hundred lines of Python, which take it as long as a GPU works on a block of 50
+million parameters: where each block is gathered alone the device waits for the host. Larger groups are fewer exchanges,
+each nearer to the rate of the link, for the memory of two groups instead of two blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils._pytree import tree_map_only
+
+from rlcore.nn import TrainModule
 
 
 def gather_groups(
     module: nn.Module, blocks: Mapping[str, nn.Module], compute_dtype: torch.dtype, most_bytes: int
 ) -> list[list[nn.Module]]:
-    """Those that follow each other in a list, in groups of up to ``most_bytes``, or one block.
+    """Blocks that follow each other in a list, in groups of up to ``most_bytes``, or one block.
 
     Args:
         blocks: by name, the outermost first.
@@ -40,16 +42,16 @@ def gather_groups(
     return groups[::-1]
 
 
-def _num_values(group: Sequence[nn.Module]) -> int:
-    return sum(parameter.numel() for block in group for parameter in block.parameters())
+def _num_values(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def begin_anew(group: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+def begin_anew(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
     """Has torch before 2.13 do what later ones do, for a group that is sharded: there one of which a block failed, so
     that the rest did not run, is taken to be in use for ever, and what a block takes is cast for the first alone."""
-    if len(group) == 1 or hasattr(FSDPModule, "reset_iter_state"):
-        return
     first, *others = group
+    if not others or hasattr(FSDPModule, "reset_iter_state"):
+        return
     unfinished = first._get_fsdp_state()._modules_to_run_forward  # type: ignore[operator]
     first.register_forward_pre_hook(lambda *_: unfinished.clear(), prepend=True)
     for block in others:
@@ -61,3 +63,34 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return lambda _, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
+
+
+# ----------------------------------------------------------------------------------------------- the output head
+
+
+def separate_head(module: TrainModule, blocks: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The module that holds the output head's weight and nothing else, unless it is tied. Among the root's own
+    parameters it would be gathered before the first block runs, and its gradient reduced after the last."""
+    try:
+        weight, bias, *_ = module.output_head()
+    except Exception:  # it has none, as it will say to whoever asks for log-probabilities
+        return None
+    in_blocks = {part for block in blocks.values() for part in block.modules()}
+    owners = [part for part in module.modules() if any(own is weight for own in part._parameters.values())]
+    if not blocks or len(owners) != 1 or owners[0] is module or owners[0] in in_blocks:
+        return None
+    expected = {weight} if bias is None else {weight, bias}
+    return owners[0] if set(owners[0].parameters()) == expected else None
+
+
+def gathered_with(hidden_states: Callable[..., Tensor], head: Any) -> Callable[..., Tensor]:
+    """``hidden_states`` after which the sharded ``head`` is gathered, until the backward comes to what was returned:
+    then the head's gradient is complete, and on its way while those of the blocks are computed."""
+    head.pass_on = torch.clone
+    register_fsdp_forward_method(head, "pass_on")
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        hidden_TH: Tensor = head.pass_on(hidden_states(*args, **kwargs))
+        return hidden_TH
+
+    return call

@@ -81,7 +81,8 @@ def _batch(lengths: Sequence[int], num_devices: int, vocabulary: int) -> dict[st
 
 
 def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, list[float]]:
-    """The loss of the first step, and the seconds of every one; ``step`` waits for its own end."""
+    """The loss of the first step, and the seconds of every one until its metrics are there. What of the optimizer is
+    left then the next one waits for."""
     losses, seconds = [], []
     for batch in batches:
         started = time.perf_counter()

@@ -20,6 +20,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import rlcore
 from rlcore.errors import (
@@ -106,6 +107,9 @@ def policy() -> Any:
             finally:
                 hook.remove()
 
+        def is_head_apart(self) -> bool:
+            return isinstance(self.lm_head, FSDPModule)
+
         def score_alone(self) -> None:
             with torch.no_grad():
                 self.hidden_states(packed_batch())
@@ -117,6 +121,13 @@ def policy() -> Any:
             return float(norm)
 
     return Policy
+
+
+@pytest.fixture(scope="module")
+def untied_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> Path:
+    from transformers import Qwen2Config
+
+    return write_checkpoint(Qwen2Config(**tiny_config | {"tie_word_embeddings": False}))
 
 
 Build = Callable[..., rlcore.TrainEngine]
@@ -173,6 +184,23 @@ def test_steps_are_those_of_one_worker(build: Build, place: Place, lengths: tupl
         expected = alone.train_batch(batch, ppo_clip(), **options)
         assert_same_metrics(sharded.train_batch(batch, ppo_clip(), **options), expected, place.rel)
     assert_same_weights(sharded.state_dict(), alone.state_dict(), atol=place.rel / 10)
+
+
+@on_each_place
+def test_an_untied_head_is_gathered_by_itself(build: Build, place: Place, untied_folder: Path) -> None:
+    alone, sharded = (build(workers, place.device, untied_folder) for workers in (1, place.workers))
+    assert sharded.is_head_apart() == [True] * place.workers
+    for max_tokens in (16384, 15):
+        options: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "max_grad_norm": 0.1}
+        expected = alone.train_batch(packed_batch(), ppo_clip(), **options)
+        assert_same_metrics(sharded.train_batch(packed_batch(), ppo_clip(), **options), expected, place.rel)
+        found, wanted = (engine.forward_logprobs(packed_batch()) for engine in (sharded, alone))
+        torch.testing.assert_close(found, wanted, rtol=place.rel, atol=place.rel)
+    assert_same_weights(sharded.state_dict(), alone.state_dict(), atol=place.rel / 10)
+
+
+def test_a_tied_head_is_gathered_with_the_rest(build: Build) -> None:
+    assert build(2).is_head_apart() == [False] * 2
 
 
 @on_each_place
@@ -341,9 +369,15 @@ def test_a_module_that_is_not_from_transformers(build: Build, replicas: int) -> 
 # ------------------------------------------------------------------------------------------- the user's methods
 
 
-def test_methods_see_fsdps_own_mean_of_gradients(build: Build) -> None:
-    expected = build(1, compute_dtype="bfloat16").mean_gradient(3)[0]
-    assert build(2, compute_dtype="bfloat16").mean_gradient(3) == [pytest.approx(expected, rel=0.05)] * 2
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_methods_see_fsdps_own_mean_of_gradients(
+    build: Build, is_tied: bool, qwen2_folder: Path, untied_folder: Path
+) -> None:
+    alone, sharded = (
+        build(workers, folder=qwen2_folder if is_tied else untied_folder, compute_dtype="bfloat16")
+        for workers in (1, 2)
+    )
+    assert sharded.mean_gradient(3) == [pytest.approx(alone.mean_gradient(3)[0], rel=0.05)] * 2
 
 
 def test_arguments_are_split_and_results_gathered(build: Build) -> None:
