@@ -61,7 +61,7 @@ class Sharding:
     reduce_each_micro_batch: bool = False
     """Exchange gradients after every micro-batch: more traffic, but each worker keeps only its part of them. Else
     whole gradients are held from the first micro-batch of a step to its last."""
-    gather_bytes: int = 1 << 30
+    gather_bytes: int = 512 << 20
     """Blocks that follow each other in a list are gathered together up to so many bytes: the host does as much for each
     exchange as for the work of a small block, and the device would wait for it. 0 gathers each alone, as a module needs
     that skips blocks, repeats them or runs them in another order."""
