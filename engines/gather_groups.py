@@ -1,4 +1,4 @@
-"""What FSDP gathers together: neighbouring blocks, and the output head by itself.
+"""Blocks that FSDP gathers together.
 
 For every exchange the host runs some hundred lines of Python, which take it as long as a GPU works on a block of 50
 million parameters: where each block is gathered alone the device waits for the host. Larger groups are fewer exchanges,
@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
-
-from rlcore.nn import TrainModule
 
 
 def gather_groups(
@@ -63,34 +61,3 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return lambda _, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
-
-
-# ----------------------------------------------------------------------------------------------- the output head
-
-
-def separate_head(module: TrainModule, blocks: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module that holds the output head's weight and nothing else, unless it is tied. Among the root's own
-    parameters it would be gathered before the first block runs, and its gradient reduced after the last."""
-    try:
-        weight, bias, *_ = module.output_head()
-    except Exception:  # it has none, as it will say to whoever asks for log-probabilities
-        return None
-    in_blocks = {part for block in blocks.values() for part in block.modules()}
-    owners = [part for part in module.modules() if any(own is weight for own in part._parameters.values())]
-    if not blocks or len(owners) != 1 or owners[0] is module or owners[0] in in_blocks:
-        return None
-    expected = {weight} if bias is None else {weight, bias}
-    return owners[0] if set(owners[0].parameters()) == expected else None
-
-
-def gathered_with(hidden_states: Callable[..., Tensor], head: Any) -> Callable[..., Tensor]:
-    """``hidden_states`` after which the sharded ``head`` is gathered, until the backward comes to what was returned:
-    then the head's gradient is complete, and on its way while those of the blocks are computed."""
-    head.pass_on = torch.clone
-    register_fsdp_forward_method(head, "pass_on")
-
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        hidden_TH: Tensor = head.pass_on(hidden_states(*args, **kwargs))
-        return hidden_TH
-
-    return call

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from rlcore.compute_dtype import (
     stop_computing,
 )
 from rlcore.engines.block_compiler import BlockCompiler
-from rlcore.engines.gather_groups import begin_anew, gather_groups, gathered_with, separate_head
+from rlcore.engines.gather_groups import begin_anew, gather_groups
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
@@ -61,7 +60,7 @@ class Sharding:
     reduce_each_micro_batch: bool = False
     """Exchange gradients after every micro-batch: more traffic, but each worker keeps only its part of them. Else
     whole gradients are held from the first micro-batch of a step to its last."""
-    gather_bytes: int = 512 << 20
+    gather_bytes: int = 1 << 30
     """Blocks that follow each other in a list are gathered together up to so many bytes: the host does as much for each
     exchange as for the work of a small block, and the device would wait for it. 0 gathers each alone, as a module needs
     that skips blocks, repeats them or runs them in another order."""
@@ -120,16 +119,13 @@ def shard(
     names = f"replicate_{world}", f"shard_{world}"
     mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
-    sharded = partial(fully_shard, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
-    for group in gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes):
-        sharded(group)
+    groups = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
+    groups.append([module])
+    for group in groups:
+        fully_shard(group, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
         begin_anew(group, options.torch_compute_dtype)
+    # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
-    if head := separate_head(module, blocks):
-        sharded(head, reshard_after_forward=False)
-        module.hidden_states = gathered_with(module.hidden_states, head)  # type: ignore[method-assign]
-    sharded(module)
-    # FSDP gathers the root's own parameters, such as the embedding, around this call, and keeps them until the backward
     register_fsdp_forward_method(module, "hidden_states")
 
 
