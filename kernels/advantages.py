@@ -176,9 +176,10 @@ def check_rewards(reward: Tensor, length: Tensor | None) -> None:
         ),
     )
     if length is not None:
-        is_valid = length >= 0
+        is_valid = (length >= 0) & length.isfinite()
         check_values(
-            is_valid, lambda: f"group_advantage: lengths must be >= 0; got {first_violation(is_valid, length)}"
+            is_valid,
+            lambda: f"group_advantage: lengths must be finite and >= 0; got {first_violation(is_valid, length)}",
         )
 
 

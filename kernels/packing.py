@@ -35,7 +35,8 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The padding may be on either side. Works under autograd.
 
     Raises:
-        InvalidInputError: no ``attention_mask`` [N, L], or an entry of another shape with two or more dimensions.
+        InvalidInputError: no ``attention_mask`` [N, L], ``cu_seqlens`` beside it, or an entry of another shape with two
+            or more dimensions.
     """
     _check_tensors("pack", batch)
     mask = batch.get("attention_mask")
@@ -43,6 +44,8 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         got = sorted(batch) if mask is None else f"attention_mask {list(mask.shape)}"
         raise InvalidInputError(f"pack needs a batch with attention_mask [N, L]; got {got}")
     check_mask("pack: attention_mask", mask)
+    if "cu_seqlens" in batch:
+        raise InvalidInputError("pack: cu_seqlens is what pack makes of attention_mask; the batch must not have it too")
     for name, values in batch.items():
         if values.dim() > 1 and values.shape[:2] != mask.shape:
             raise InvalidInputError(

@@ -142,7 +142,11 @@ def test_no_rewards_give_no_advantages() -> None:
         ),
         (
             {"rewards": [[1.0, 2.0]], "mode": "reinforce++", "lengths": [[1, -2]]},
-            r"lengths must be >= 0; got -2 at \[0, 1\]",
+            r"lengths must be finite and >= 0; got -2 at \[0, 1\]",
+        ),
+        (
+            {"rewards": [[1.0, 2.0]], "mode": "opo", "lengths": [[1.0, math.inf]]},
+            r"lengths must be finite and >= 0; got inf at \[0, 1\]",
         ),
     ],
 )

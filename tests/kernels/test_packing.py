@@ -145,6 +145,10 @@ def test_the_inverse_permutation_restores_the_order() -> None:
             lambda: unpack({"cu_seqlens": torch.tensor([0, 5])}, side="top"),  # type: ignore[arg-type]
             "side must be 'left' or 'right'; got 'top'",
         ),
+        (
+            lambda: pack({"attention_mask": torch.ones(1, 2), "cu_seqlens": torch.tensor([0, 2])}),
+            "cu_seqlens is what pack makes of attention_mask; the batch must not have it too",
+        ),
         (lambda: balance([3, 9, 4], max_tokens=8), "sequence 1 has 9 tokens, more than max_tokens=8; raise"),
         (lambda: balance([3], max_tokens=8, num_bins=1), "needs max_tokens or num_bins, one of them; got"),
         (lambda: balance([3]), "got max_tokens=None, num_bins=None"),
