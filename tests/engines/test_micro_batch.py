@@ -137,7 +137,7 @@ def test_no_micro_batch_waits_for_the_device(qwen2_folder: Path) -> None:
                 metrics = _accumulate(worker.module, worker.device, share, ppo_clip(), options, reduce_each=False)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            losses.append(metrics.result()["loss"])
+            losses.append(float(metrics.joined()["loss"]))
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -170,9 +170,16 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
     (share,) = shares(batch(), 1, 15)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know the device
     ended = RuntimeError("all is launched")
-    monkeypatch.setattr(train_step._Metrics, "result", lambda self: (_ for _ in ()).throw(ended))
+    begun: list[str] = []
+
+    def begin_reading(numbers: dict[str, torch.Tensor], device: Any) -> Any:
+        begun.extend(numbers)
+        return lambda: (_ for _ in ()).throw(ended)
+
+    monkeypatch.setattr(train_step, "_begin_reading", begin_reading)
     with pytest.raises(RuntimeError, match="all is launched"):
         train_step.train_step(module, device, share, ppo_clip(), options=options)
+    assert {"loss", "grad_norm"} <= set(begun)
 
 
 CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """
