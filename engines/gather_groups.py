@@ -7,13 +7,13 @@ each nearer to the rate of the link, for the memory of two groups instead of two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
+
+from rlcore.compute_dtype import ComputeDtype
 
 
 def gather_groups(
@@ -52,12 +52,6 @@ def begin_anew(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
         return
     unfinished = first._get_fsdp_state()._modules_to_run_forward  # type: ignore[operator]
     first.register_forward_pre_hook(lambda *_: unfinished.clear(), prepend=True)
+    inputs = ComputeDtype(compute_dtype)
     for block in others:
-        block.register_forward_pre_hook(_casting(compute_dtype), with_kwargs=True)
-
-
-def _casting(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return lambda _, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
+        block.register_forward_pre_hook(lambda _, *given: inputs.of_inputs(given), with_kwargs=True)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from rlcore.engines.launchers.wire import one_call
 from rlcore.engines.launchers.worker import Current, WorkerHandle
 from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
 
@@ -73,10 +74,11 @@ class WorkerGroup:
             else:
                 inbox.put(partial(on_event, event))
 
-        prepared = [
-            worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=timeout_s or self._timeout_s)
-            for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
-        ]
+        with one_call():
+            prepared = [
+                worker.prepare(method, args, kwargs, on_event=on_event and take, timeout_s=timeout_s or self._timeout_s)
+                for worker, (args, kwargs) in zip(self.workers, calls, strict=True)
+            ]
         futures = self._send(prepared)
         try:
             return self._results(method, futures, inbox)

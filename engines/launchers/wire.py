@@ -17,7 +17,8 @@ import struct
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -35,7 +36,9 @@ _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors t
 SHARED_BYTES = 64 << 10
 _TENSOR, _SMALL_TENSOR, _TUPLE = 1, 2, 3  # msgpack extension codes
 _UNCHANGING = (type(None), bool, int, float, str)
-_PICKLED: weakref.WeakKeyDictionary[types.FunctionType, bytes] = weakref.WeakKeyDictionary()
+_Pickled = MutableMapping[types.FunctionType, bytes | None]
+_PICKLED: _Pickled = weakref.WeakKeyDictionary()
+_OF_ONE_CALL: ContextVar[_Pickled | None] = ContextVar("_OF_ONE_CALL", default=None)
 
 
 class Envelope(msgspec.Struct, array_like=True):
@@ -143,9 +146,9 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._seen: dict[int, tuple[Tensor, tuple[str, int | bytes]]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """cloudpickle looks through all of ``sys.modules`` for each nested function, which takes milliseconds."""
-        if _is_own_constant(obj):
-            return pickle.loads, (_pickled(obj),)
+        """cloudpickle looks through all of ``sys.modules`` for each function, which takes milliseconds."""
+        if isinstance(obj, types.FunctionType) and (data := _pickled_before(obj)) is not None:
+            return pickle.loads, (data,)
         return super().reducer_override(obj)
 
     def persistent_id(self, obj: Any) -> tuple[str, int | bytes] | None:
@@ -166,20 +169,49 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return "tensor", len(self.tensors) - 1
 
 
-def _is_own_constant(obj: Any) -> bool:
-    """A function that rlcore made of plain values, such as ``ppo_clip(clip_low=0.2)``: it never changes."""
+@contextlib.contextmanager
+def one_call() -> Iterator[None]:
+    """Functions that several workers are sent within it are pickled once: nothing changes them meanwhile."""
+    token = _OF_ONE_CALL.set({})
+    try:
+        yield
+    finally:
+        _OF_ONE_CALL.reset(token)
+
+
+def _pickled_before(function: types.FunctionType) -> bytes | None:
+    """Its pickle, to be used again; None if it has to be looked into each time."""
+    known = _PICKLED if _is_own_constant(function) else _OF_ONE_CALL.get()
+    if known is None:
+        return None
+    if function not in known:
+        known[function] = _pickled_alone(function)
+    return known[function]
+
+
+def _is_own_constant(function: types.FunctionType) -> bool:
+    """rlcore made it of plain values, such as ``ppo_clip(clip_low=0.2)``: it never changes."""
     return (
-        isinstance(obj, types.FunctionType)
-        and (obj.__module__ or "").startswith("rlcore.")
-        and obj.__closure__ is not None
-        and all(isinstance(cell.cell_contents, _UNCHANGING) for cell in obj.__closure__)
+        (function.__module__ or "").startswith("rlcore.")
+        and function.__closure__ is not None
+        and all(isinstance(cell.cell_contents, _UNCHANGING) for cell in function.__closure__)
     )
 
 
-def _pickled(function: types.FunctionType) -> bytes:
-    if function not in _PICKLED:
-        _PICKLED[function] = cloudpickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
-    return _PICKLED[function]
+def _pickled_alone(function: types.FunctionType) -> bytes | None:
+    """None of one that holds a tensor, which travels beside the pickle, or that cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        _AlonePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(function)
+    except Exception:  # of which the pickler of the whole call tells
+        return None
+    return file.getvalue()
+
+
+class _AlonePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def persistent_id(self, obj: Any) -> None:
+        if isinstance(obj, Tensor | WorkerReference):
+            raise pickle.PicklingError(f"{type(obj).__name__}s travel beside the pickle")
 
 
 def _is_decoding_cache(obj: Any) -> bool:

@@ -49,6 +49,34 @@ def test_it_arrives_as_it_is(loss_fn: LossFn) -> None:
         assert stats.keys() == wanted_stats.keys()
 
 
+def test_a_users_loss_is_pickled_once_for_all_workers_of_a_call() -> None:
+    def loss_fn(logprob: torch.Tensor) -> torch.Tensor:
+        return torch.exp(logprob)
+
+    assert pickled_functions((loss_fn,)) == pickled_functions((loss_fn,)) == 1
+    with wire.one_call():
+        assert pickled_functions((loss_fn, 0)) == 1
+        assert pickled_functions((loss_fn, 1)) == 0
+        arrived, number = pickle.loads(wire.dump_call((loss_fn, 2))[0])
+    assert (arrived(torch.zeros(1)), number) == (1, 2)
+    assert pickled_functions((loss_fn,)) == 1
+
+
+def test_a_tensor_that_a_function_closes_over_travels_beside_each_call() -> None:
+    table = torch.arange(1 << 16)
+
+    def loss_fn() -> torch.Tensor:
+        return table
+
+    with wire.one_call():
+        for _ in range(2):
+            body, tensors = wire.dump_call((loss_fn, table))
+            assert len(tensors) == 1
+            assert len(body) < 1 << 14
+            first, second = wire.load_call(body, tensors, {})
+            assert first() is second
+
+
 def test_a_function_of_no_module_arrives() -> None:
     namespace: dict[str, Callable[[], int]] = {}
     exec("def loss_fn(): return 4", namespace)
