@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlcore.kernels.chunks import row_chunks, sequence_chunks
+from rlcore.kernels.differentiable_once import differentiable_once
 from rlcore.kernels.head_task import HeadInputs
 from rlcore.kernels.linear_head import Needs, Totals
 from rlcore.kernels.losses.evaluate import (
@@ -133,7 +133,7 @@ class _KnownGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.times(ctx.saved_tensors, upstream))
 

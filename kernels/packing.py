@@ -10,7 +10,7 @@ Karmarkar-Karp: "The differencing method of set partitioning", 1982.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -25,6 +25,8 @@ _LENGTHS = Kind(
     "whole numbers in a list, array or tensor", lambda value: isinstance(value, Iterable) and not TEXT.has(value)
 )
 _FILL = kind_of("a mapping of names to numbers", Mapping)
+_BINS = Kind("lists of indices in a list", lambda value: LIST.has(value) and all(map(LIST.has, value)))
+_NAMES = Kind("a list, tuple or set of names", lambda value: isinstance(value, Collection) and not TEXT.has(value))
 
 
 @takes("pack", batch=TENSORS)
@@ -35,8 +37,7 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The padding may be on either side. Works under autograd.
 
     Raises:
-        InvalidInputError: no ``attention_mask`` [N, L], ``cu_seqlens`` beside it, or an entry of another shape with two
-            or more dimensions.
+        InvalidInputError: no ``attention_mask`` [N, L], ``cu_seqlens`` beside it, or an entry of another shape.
     """
     _check_tensors("pack", batch)
     mask = batch.get("attention_mask")
@@ -47,7 +48,7 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "cu_seqlens" in batch:
         raise InvalidInputError("pack: cu_seqlens is what pack makes of attention_mask; the batch must not have it too")
     for name, values in batch.items():
-        if values.dim() > 1 and values.shape[:2] != mask.shape:
+        if values.dim() > 0 and values.shape[:2] != (mask.shape if values.dim() > 1 else mask.shape[:1]):
             raise InvalidInputError(
                 f"pack: {name} must be one entry for each token, {list(mask.shape)} like attention_mask, one value "
                 f"for each sequence, [{len(mask)}], or a scalar; got {list(values.shape)}"
@@ -62,26 +63,30 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**packed, "cu_seqlens": edges_N.to(torch.int32)}
 
 
-@takes("unpack", batch=TENSORS, length=optional(WHOLE), fill=optional(_FILL))
+@takes("unpack", batch=TENSORS, length=optional(WHOLE), fill=optional(_FILL), per_sequence=optional(_NAMES))
 def unpack(
     batch: Mapping[str, Tensor],
     *,
     length: int | None = None,
     side: Literal["left", "right"] = "right",
     fill: Mapping[str, float] | None = None,
+    per_sequence: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """The inverse of ``pack``: per-token entries become [N, L, ...] with padding on ``side``.
 
-    An entry is per token if its first dimension is T; if every sequence has one token, that is every entry.
+    An entry is per token if its first dimension is T.
 
     Args:
         batch: packed, with ``cu_seqlens``.
         length: L; None is the longest sequence.
         side: where the padding goes.
         fill: by name, what the padding of per-token entries holds; 0 for those not named.
+        per_sequence: names of entries that hold a value for each sequence, which only a batch with as many tokens as
+            sequences has to be told; () if there are none.
 
     Raises:
-        InvalidInputError: no ``cu_seqlens``, a ``length`` too short, or a name in ``fill`` of no per-token entry.
+        InvalidInputError: no ``cu_seqlens``, a ``length`` too short, an entry that begins with neither tokens nor
+            sequences, or could be either, or a name in ``fill`` of no per-token entry.
     """
     _check_tensors("unpack", batch)
     edges = _edges(batch)
@@ -96,7 +101,7 @@ def unpack(
     is_token_NL = column_L < count_N[:, None] if side == "right" else column_L >= length - count_N[:, None]
     num_tokens = int(edges[-1])
     entries = {name: values for name, values in batch.items() if name != "cu_seqlens"}
-    per_token = {name: values for name, values in entries.items() if values.dim() > 0 and len(values) == num_tokens}
+    per_token = _per_token(entries, num_tokens, len(count_N), per_sequence)
     held = dict.fromkeys(per_token, 0.0) | dict(fill or {})
     if unknown := [name for name in held if name not in per_token]:
         raise InvalidInputError(
@@ -104,6 +109,28 @@ def unpack(
         )
     padded = {name: _scatter(values, is_token_NL, held[name]) for name, values in per_token.items()}
     return {"attention_mask": is_token_NL.long(), **entries, **padded}
+
+
+def _per_token(
+    entries: Mapping[str, Tensor], num_tokens: int, num_sequences: int, per_sequence: Collection[str] | None
+) -> dict[str, Tensor]:
+    found = {}
+    for name, values in entries.items():
+        if values.dim() == 0 or name in (per_sequence or ()):
+            continue
+        if len(values) not in (num_tokens, num_sequences):
+            raise InvalidInputError(
+                f"unpack: {name} must begin with the {num_tokens} tokens or the {num_sequences} sequences; "
+                f"got {list(values.shape)}"
+            )
+        if num_tokens == num_sequences > 0 and per_sequence is None:
+            raise InvalidInputError(
+                f"unpack: {name} {list(values.shape)} may be of the {num_tokens} tokens or of as many sequences; name "
+                "the entries of sequences in per_sequence=, () if there are none"
+            )
+        if len(values) == num_tokens:
+            found[name] = values
+    return found
 
 
 def _check_tensors(operator: str, batch: Mapping[str, Tensor]) -> None:
@@ -165,7 +192,7 @@ def balance(
     )
 
 
-@takes("inverse_permutation", bins=LIST)
+@takes("inverse_permutation", bins=_BINS)
 def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
     """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i.
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rlcore.kernels.differentiable_once import differentiable_once
 from rlcore.kernels.rows import Logprobs
 
 
@@ -73,7 +73,7 @@ class _Scored(torch.autograd.Function):
         return scores.logprob, scores.entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint computes them again on the first look
         tensors, (logprob, entropy, *rest) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]

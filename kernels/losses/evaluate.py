@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, sequence_level
+from rlcore.kernels.losses.interface import LossFn, TermOutput, sequence_level
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor, is_debugging
 
 
@@ -58,17 +58,8 @@ def token_values(
     Raises:
         InvalidInputError: the loss function returned something else than [t] vectors.
     """
-    found = loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra})
-    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
-        types = [type(x).__name__ for x in found] if isinstance(found, tuple | list) else type(found).__name__
-        raise InvalidInputError(
-            f"{loss_name(loss_fn)} must return (value, stats), "
-            f"a vector and a dict of vectors to report, {{}} for none; got {types}"
-        )
-    value_T, stats = found
-    check_vector("its value", value_T, logprob_T, loss_fn)
-    for name, values_T in stats.items():
-        check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
+    value_T, stats = checked_output(loss_fn(logprob_T, entropy_T, {**tokens.per_token, **extra}), logprob_T, loss_fn)
+    for name in stats:
         if not str(name).endswith(tuple(_REDUCTIONS)):
             raise InvalidInputError(
                 f"{loss_name(loss_fn)}: statistic {name!r} must end in one of {', '.join(_REDUCTIONS)}, "
@@ -202,9 +193,25 @@ def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token
         check_constant(entry, values)
 
 
-def check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:
-    if not isinstance(values, Tensor) or values.shape != logprob_T.shape:
-        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+def checked_output(found: object, logprob_T: Tensor, loss_fn: LossFn) -> TermOutput:
+    """What a loss function returned, its value and statistics vectors like ``logprob``."""
+    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
+        types = [type(x).__name__ for x in found] if isinstance(found, tuple | list) else type(found).__name__
+        raise InvalidInputError(
+            f"{loss_name(loss_fn)} must return (value, stats), "
+            f"a vector and a dict of vectors to report, {{}} for none; got {types}"
+        )
+    value_T, stats = found
+    _check_vector("its value", value_T, logprob_T, loss_fn)
+    for name, values_T in stats.items():
+        _check_vector(f"statistic {name!r}", values_T, logprob_T, loss_fn)
+    return value_T, stats
+
+
+def _check_vector(what: str, values: object, logprob_T: Tensor, loss_fn: LossFn) -> None:
+    if not isinstance(values, Tensor) or values.shape != logprob_T.shape or values.is_complex():
+        got = str(list(values.shape)) if isinstance(values, Tensor) else type(values).__name__
+        got += f" of {values.dtype}" if isinstance(values, Tensor) and values.is_complex() else ""
         raise InvalidInputError(
             f"{loss_name(loss_fn)}: {what} must be a vector like logprob, {list(logprob_T.shape)}; got {got}. "
             "Return the loss of each token; the operator weights and sums it"

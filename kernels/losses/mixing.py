@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.evaluate import check_vector, loss_name
+from rlcore.kernels.losses.evaluate import checked_output, loss_name
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, sequence_level
 
 _OF_TOKENS = (
-    "a token's value depends on other tokens, so it would change with the chunks; mark it with @sequence_level if it "
+    "a token's {what} depends on other tokens, so it would change with the chunks; mark it with @sequence_level if it "
     "needs whole sequences, else compute such values beforehand and pass them in per_token"
 )
 _OF_SEQUENCES = (
-    "a sequence's values depend on other sequences, so they would change with the chunks; compute what needs them all "
+    "a sequence's {what}s depend on other sequences, so they would change with the chunks; compute what needs them all "
     "beforehand and pass it in per_token"
 )
 
 
 def refusing_mixtures(loss_fn: LossFn) -> LossFn:
-    """``loss_fn``, which raises InvalidInputError where a value changes with the company of its token or sequence.
+    """``loss_fn``, which raises InvalidInputError where a value or statistic changes with the company of its token or
+    sequence.
 
     It runs twice. What changes gradients alone, such as ``x * (x.mean() / x.mean().detach())``, is not found.
     """
@@ -38,18 +39,23 @@ def refusing_mixtures(loss_fn: LossFn) -> LossFn:
 
     @functools.wraps(loss_fn.function if isinstance(loss_fn, sequence_level) else loss_fn, updated=())
     def checked(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
-        value, stats = loss_fn(logprob, entropy, per_token)
-        check_vector("its value", value, logprob, loss_fn)
+        value, stats = checked_output(loss_fn(logprob, entropy, per_token), logprob, loss_fn)
+        whole = _vectors(value, stats)
         with torch.no_grad():
             for half, entries in _halves(per_token, len(logprob), is_sequence_level):
-                alone, _ = loss_fn(logprob[half], None if entropy is None else entropy[half], entries)
-                if not torch.allclose(alone, value[half], rtol=1e-4, atol=1e-6, equal_nan=True):
-                    raise InvalidInputError(
-                        f"{loss_name(loss_fn)}: {_OF_SEQUENCES if is_sequence_level else _OF_TOKENS}"
-                    )
+                alone = _vectors(*loss_fn(logprob[half], None if entropy is None else entropy[half], entries))
+                for what, values in whole.items():
+                    here = values[half].double()
+                    if not torch.allclose(alone[what].double(), here, rtol=1e-4, atol=1e-6, equal_nan=True):
+                        text = _OF_SEQUENCES if is_sequence_level else _OF_TOKENS
+                        raise InvalidInputError(f"{loss_name(loss_fn)}: {text.format(what=what)}")
         return value, stats
 
     return sequence_level(checked) if is_sequence_level else checked
+
+
+def _vectors(value: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"value": value} | {f"statistic {name!r}": values for name, values in stats.items()}
 
 
 def _halves(

@@ -102,6 +102,20 @@ def test_rows_with_a_temperature_each_and_a_keep_mask() -> None:
     assert_matches_float64(logits, targets, temperature=torch.linspace(0.5, 2, 10).view(2, 5), keep_mask=keep)
 
 
+def test_a_target_outside_the_keep_mask_has_no_gradient() -> None:
+    targets = torch.tensor([0, 1, 2])
+    keep = torch.ones(3, 40, dtype=torch.bool)
+    keep[0, 0] = keep[1, 7] = False
+    gradients = []
+    for implementation in ("reference", "triton"):
+        logits = torch.linspace(-1, 1, 120).view(3, 40).requires_grad_()
+        found = token_logprob(logits, targets, keep_mask=keep, with_entropy=True, implementation=implementation)
+        assert found.logprob[0] == -math.inf
+        gradients += torch.autograd.grad([found.logprob, found.entropy], logits, [torch.ones(3)] * 2)
+        assert not gradients[-1][~keep].any()
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("view", ["batch without its last token", "every second column", "transposed"])
 def test_rows_of_any_strides(view: str) -> None:
     logits, _ = random_logits(3, 6, 40)
@@ -198,12 +212,21 @@ def head_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
 
 @pytest.fixture
 def _tiles_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Under the interpreter tiles are refused, as too slow for anything but these tests, which are in float32."""
+    """Under the interpreter tiles are refused, as it gets products of bfloat16 wrong; these tests are in float32."""
     monkeypatch.setattr("rlcore.kernels.target.tiled_refusal", lambda query: None)
     monkeypatch.setattr(linear_tiled, "rows_of_a_wave", lambda num_columns, device: 64)
     choose.cache_clear()
     yield
     choose.cache_clear()
+
+
+def test_the_interpreter_leaves_bfloat16_to_rows() -> None:
+    hidden, weight, targets = torch.randn(4, 8).bfloat16(), torch.randn(11, 8).bfloat16(), torch.randint(0, 11, (4,))
+    found = linear_logprob(hidden, weight, targets).logprob
+    want = linear_logprob(hidden.double(), weight.double(), targets, implementation="reference").logprob
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="interpreter gets products of bfloat16 wrong"):
+        linear_logprob(hidden, weight, targets, implementation="tiled")
 
 
 def scored_in_tiles(*inputs: Tensor, **options: object) -> Logprobs:

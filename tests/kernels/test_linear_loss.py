@@ -506,6 +506,10 @@ def loss_returning(value: Any, stats: dict[str, Any] | None = None) -> Any:
     [
         (loss_returning(lambda x: x.sum()), r"custom_loss: its value must be a vector like logprob, \[.*\]; got \[\]"),
         (loss_returning(lambda x: x[:-1]), r"its value must be a vector like logprob, \[16\]; got \[15\]"),
+        (
+            loss_returning(lambda x: x + 1j),
+            r"its value must be a vector like logprob, \[16\]; got \[16\] of torch.complex",
+        ),
         (loss_returning(1.0), "its value must be a vector like logprob, .*; got float"),
         (loss_returning(lambda x: x.detach()), "depends on neither logprob nor entropy.*was one of them detached"),
         (loss_returning(lambda x: x, {"x_mean": torch.zeros(2)}), r"statistic 'x_mean' must be .*; got \[2\]"),
@@ -537,6 +541,17 @@ def test_under_debug_a_loss_that_mixes_tokens_is_refused(mix: Any, monkeypatch: 
     linear_loss(hidden, weight, targets, mixing, **random_tokens())
     monkeypatch.setenv("RLCORE_DEBUG", "1")
     with pytest.raises(InvalidInputError, match=r"mixing: a token's value depends on other tokens.*@sequence_level"):
+        linear_loss(hidden, weight, targets, mixing, **random_tokens())
+
+
+def test_under_debug_a_statistic_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = random_inputs()
+
+    def mixing(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        return logprob, {"share_mean": logprob.detach() / logprob.detach().sum()}
+
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    with pytest.raises(InvalidInputError, match=r"mixing: a token's statistic 'share_mean' depends on other tokens"):
         linear_loss(hidden, weight, targets, mixing, **random_tokens())
 
 

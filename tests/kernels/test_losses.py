@@ -107,6 +107,15 @@ def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(advantage: float) -> N
     assert value.isfinite().all() and gradient.isfinite().all()
 
 
+def test_a_log_ratio_counts_up_to_20_and_beyond_has_no_gradient() -> None:
+    difference = torch.tensor([15.0, 21.0, -15.0, -21.0], dtype=torch.float64)
+    per_token = {"old_logprobs": torch.zeros(4), "advantages": torch.tensor([-1.0, -1.0, 1.0, 1.0])}  # none is clipped
+    value, gradient = value_and_gradient(ppo_clip(), difference, per_token)
+    ratio = difference.clamp(-20, 20).exp()
+    torch.testing.assert_close(value, -ratio * per_token["advantages"])
+    torch.testing.assert_close(gradient, torch.stack([ratio[0], ratio[1] * 0, -ratio[2], ratio[3] * 0]))
+
+
 def test_kl_estimators_are_zero_at_the_reference_and_k2_k3_abs_are_never_negative() -> None:
     logprob, per_token = random_tokens()
     for kind in ("k1", "k2", "k3", "abs"):

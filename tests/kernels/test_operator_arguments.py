@@ -98,12 +98,16 @@ def loss(**changed: Any) -> Any:
             "^masked_whiten takes True or False as keep_mean, got",
         ),
         (lambda: ops.position_ids([0, 5]), r"^position_ids takes a tensor as cu_seqlens, got \[0, 5\]$"),
-        (lambda: ops.inverse_permutation("01"), "^inverse_permutation takes a list or tuple as bins, got '01'$"),
+        (
+            lambda: ops.inverse_permutation("01"),
+            "^inverse_permutation takes lists of indices in a list as bins, got '01'$",
+        ),
         (
             lambda: ops.token_loss(-ONES, ops.ppo_clip(), per_token={}, token_weight=ONES, cu_seqlens=[0, 5]),
             r"^token_loss takes a tensor, or None as cu_seqlens, got \[0, 5\]$",
         ),
         (lambda: ops.token_weights("token-mean", [[1]]), "^token_weights takes a tensor as mask, got"),
+        (lambda: ops.inverse_permutation([0, 1]), r"lists of indices in a list as bins, got \[0, 1\]$"),
         (lambda: ops.token_weights("token-mean", ONES, total="3"), "a finite number of at least 0, or a tensor of"),
         (lambda: ops.token_weights("token-mean", ONES, total=-5), "as total, got -5$"),
         (lambda: ops.token_weights("token-mean", ONES, total=math.nan), "as total, got nan$"),

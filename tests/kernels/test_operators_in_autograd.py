@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlcore.errors import UnsupportedError
 from rlcore.ops import combine, entropy_bonus, linear_logprob, linear_loss, ppo_clip, token_logprob
 
 T, H, V = 40, 8, 50
@@ -128,3 +129,21 @@ def test_an_autocast_region_around_the_backward_changes_nothing(operator: Callab
     tolerance = 2e-2 if operator is from_logits else 0.0  # the backward of its own product is torch's, and lowered
     for got, want in zip(found, run(operator)[1:], strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_second_derivative_is_refused(operator: Callable[..., Tensor]) -> None:
+    hidden, weight, targets = random_inputs()
+    value = operator(hidden, weight, targets)
+    (gradient,) = torch.autograd.grad(value, weight, create_graph=True)
+    torch.testing.assert_close(gradient, run(operator)[2])
+    with pytest.raises(UnsupportedError, match="a second derivative of a log-probability or loss operator"):
+        gradient.square().sum().backward()
+
+
+def test_the_references_have_a_second_derivative() -> None:
+    hidden, weight, targets = random_inputs()
+    scores = linear_logprob(hidden, weight, targets, with_entropy=True, implementation="reference")
+    (gradient,) = torch.autograd.grad(combined(scores), weight, create_graph=True)
+    gradient.square().sum().backward()
+    assert hidden.grad is not None and hidden.grad.abs().max() > 0

@@ -37,6 +37,13 @@ def test_unpack_is_the_inverse_of_pack(side: Any) -> None:
     assert all(torch.equal(again[name], values) for name, values in batch.items())
 
 
+def test_a_batch_of_as_many_tokens_as_sequences_is_told_which_entries_are_of_those() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    batch = {"attention_mask": mask, "values": torch.tensor([[1.0, 2], [3, 0], [0, 0]]), "reward": torch.ones(3)}
+    back = unpack(pack(batch), per_sequence=["reward"])
+    assert all(torch.equal(back[name], batch[name]) for name in batch)
+
+
 def test_packed_tokens_keep_their_order() -> None:
     batch = padded_batch("left")
     assert pack(batch)["input_ids"].tolist() == [3, 4, 5, 10, 11, 12, 13, 14, 15, 19, 20]
@@ -148,6 +155,18 @@ def test_the_inverse_permutation_restores_the_order() -> None:
         (
             lambda: pack({"attention_mask": torch.ones(1, 2), "cu_seqlens": torch.tensor([0, 2])}),
             "cu_seqlens is what pack makes of attention_mask; the batch must not have it too",
+        ),
+        (
+            lambda: pack({"attention_mask": torch.ones(2, 3), "advantages": torch.ones(6)}),
+            r"advantages must be one entry for each token, \[2, 3\].* each sequence, \[2\], or a scalar; got \[6\]",
+        ),
+        (
+            lambda: unpack({"cu_seqlens": torch.tensor([0, 2, 5]), "advantages": torch.ones(6)}),
+            r"advantages must begin with the 5 tokens or the 2 sequences; got \[6\]",
+        ),
+        (
+            lambda: unpack({"cu_seqlens": torch.tensor([0, 2, 2]), "reward": torch.ones(2)}),
+            r"reward \[2\] may be of the 2 tokens or of as many sequences; name the entries of .* in per_sequence=",
         ),
         (lambda: balance([3, 9, 4], max_tokens=8), "sequence 1 has 9 tokens, more than max_tokens=8; raise"),
         (lambda: balance([3], max_tokens=8, num_bins=1), "needs max_tokens or num_bins, one of them; got"),

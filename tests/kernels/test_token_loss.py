@@ -97,6 +97,18 @@ def test_it_is_the_loss_of_linear_loss_for_the_log_probabilities_of_linear_logpr
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_statistic_is_of_the_tokens_that_count_also_where_others_would_be_infinite() -> None:
+    """Tokens that do not count hold 0 in every entry."""
+
+    def loss_fn(logprob: Tensor, entropy: Tensor | None, per_token: Mapping[str, Tensor]) -> Any:
+        return -logprob * per_token["advantages"], {"log_mean": per_token["advantages"].log()}
+
+    logprob, _, tokens = random_tokens(40)
+    weight, advantages = tokens["token_weight"], torch.rand(40) + 0.5
+    _, stats = token_loss(logprob, loss_fn, per_token={"advantages": advantages}, token_weight=weight)
+    torch.testing.assert_close(stats["log_mean"], (advantages.log() * weight).sum() / weight.sum())
+
+
 @pytest.mark.parametrize("backend", ["none", "aot_eager"])
 def test_a_token_of_weight_zero_contributes_nothing_even_if_it_holds_nan(backend: str) -> None:
     logprob, entropy, tokens = random_tokens(40)
