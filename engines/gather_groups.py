@@ -44,14 +44,20 @@ def _num_values(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def begin_anew(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
-    """Has torch before 2.13 do what later ones do, for a group that is sharded: there one of which a block failed, so
-    that the rest did not run, is taken to be in use for ever, and what a block takes is cast for the first alone."""
+def complete_hooks(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
+    """For a group that is sharded. torch has its backward begin at what the last block returned, which need not be in
+    the loss, as where a vision tower's last layer is not looked at: here it begins at any block."""
     first, *others = group
-    if not others or hasattr(FSDPModule, "reset_iter_state"):
+    if not others:
         return
-    unfinished = first._get_fsdp_state()._modules_to_run_forward  # type: ignore[operator]
-    first.register_forward_pre_hook(lambda *_: unfinished.clear(), prepend=True)
+    state = first._get_fsdp_state()  # type: ignore[operator]
+    for block in group:
+        block.register_forward_hook(lambda _, __, output: state._register_pre_backward_hook(output))
+    if hasattr(FSDPModule, "reset_iter_state"):
+        return
+    # Before torch 2.13 a group of which a block failed, so that the rest did not run, was taken to be in use for ever,
+    # and what a block takes was cast for the first alone.
+    first.register_forward_pre_hook(lambda *_: state._modules_to_run_forward.clear(), prepend=True)
     inputs = ComputeDtype(compute_dtype)
     for block in others:
         block.register_forward_pre_hook(lambda _, *given: inputs.of_inputs(given), with_kwargs=True)

@@ -34,7 +34,7 @@ from rlcore.compute_dtype import (
     stop_computing,
 )
 from rlcore.engines.block_compiler import BlockCompiler
-from rlcore.engines.gather_groups import begin_anew, gather_groups
+from rlcore.engines.gather_groups import complete_hooks, gather_groups
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 
@@ -62,8 +62,7 @@ class Sharding:
     whole gradients are held from the first micro-batch of a step to its last."""
     gather_bytes: int = 1 << 30
     """Blocks that follow each other in a list are gathered together up to so many bytes: the host does as much for each
-    exchange as for the work of a small block, and the device would wait for it. 0 gathers each alone, as a module needs
-    that skips blocks, repeats them or runs them in another order."""
+    exchange as for the work of a small block, and the device would wait for it. 0 gathers each alone."""
     device_norms: bool = True
     """RMSNorm by the device's operator, where a plugin offers one that gives what the module gives. Compiled blocks
     keep their own, which the compiler fuses with what is around it."""
@@ -123,7 +122,7 @@ def shard(
     groups.append([module])
     for group in groups:
         fully_shard(group, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
-        begin_anew(group, options.torch_compute_dtype)
+        complete_hooks(group, options.torch_compute_dtype)
     # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")

@@ -106,6 +106,7 @@ def train_step(
         with phase("train_batch: optimizer"):
             _clip_and_step(optimizers.values(), gradients, norm, options.max_grad_norm)
     finally:
+        module.zero_grad()  # also of parameters that no optimizer has, which would count in the next norm
         for optimizer in optimizers.values():
             optimizer.zero_grad()
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
@@ -142,7 +143,7 @@ def _clip_and_step(
     wait."""
     is_finite = torch.isfinite(norm)
     divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
-    if not all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers):
+    if not all(map(_asks_the_device, optimizers)):
         if not is_finite:
             return
         if divisor is not None:
@@ -157,6 +158,11 @@ def _clip_and_step(
             optimizer.step()
         finally:
             del asking.grad_scale, asking.found_inf
+
+
+def _asks_the_device(optimizer: Optimizer) -> bool:
+    """SGD takes memory for its momentum as it finds it, which a first step that is not taken would leave so."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
 _NORM_EPS = 1e-6

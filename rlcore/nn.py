@@ -180,9 +180,13 @@ class HuggingFaceTrainModule(TrainModule):
 
     def stored_names(self, names: Collection[str]) -> Mapping[str, str] | None:
         own = {name for name, _ in [*self.named_parameters(remove_duplicate=False), *self.named_buffers()]}
-        stored = _by_own_prefix(names, own, self.base_model_prefix)
-        self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, stored.keys())
+        stored = {name: name for name in names}
+        self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, names)
         views = list(self.weight_views("base"))
+        if not self._is_complete(names, views):
+            stored = _by_own_prefix(names, own, self.base_model_prefix)
+            self._conversion = Conversion.of_checkpoint(self._transformers_class(), self.config, stored.keys())
+            views = list(self.weight_views("base"))
         if any(not view.parts and view.name in stored for view in views):
             return None
         unexpected = stored.keys() - own - {view.name for view in views}

@@ -73,6 +73,8 @@ class Fsdp2Worker(Worker):
         materialize(module, source, device, seed=seed)
         module.train()
         module.on_weights_materialized()
+        if context.world_size > 1:
+            _check_optimizers(module)
         self.module = module
         self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
         self._residents = self._make_residents()
@@ -219,3 +221,13 @@ class Fsdp2Worker(Worker):
     def _close_sender(self) -> None:
         if hasattr(self, "_sender"):  # the build may have failed
             self._sender.close(_PARTING_S)
+
+
+def _check_optimizers(module: TrainModule) -> None:
+    """Of sharded parameters; torch would refuse after a whole backward, by the name of an operator."""
+    for name, optimizer in train_state.optimizers_of(module).items():
+        if isinstance(optimizer, torch.optim.SGD) and any(group["fused"] for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
+                "torch has no such kernel for sharded parameters; leave fused out",
+            )

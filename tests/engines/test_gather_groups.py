@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlcore.engines.gather_groups import begin_anew, gather_groups
+from rlcore.engines.gather_groups import complete_hooks, gather_groups
 
 
 class Block(nn.Module):
@@ -58,6 +58,11 @@ class _State:
 
     def __init__(self, unfinished: set[nn.Module]) -> None:
         self._modules_to_run_forward = unfinished
+        self.outputs: list[torch.Tensor] = []
+
+    def _register_pre_backward_hook(self, output: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(output)
+        return output
 
 
 class _Sharded(nn.Linear):
@@ -67,22 +72,28 @@ class _Sharded(nn.Linear):
         return self.state
 
 
+def sharded_group(unfinished: set[nn.Module]) -> list[nn.Module]:
+    group = [_Sharded(2, 2, dtype=torch.bfloat16) for _ in range(2)]
+    state = _State(unfinished)
+    for block in group:
+        block.state = state
+    return [*group]
+
+
 def test_on_older_torch_a_pass_begins_anew_and_every_block_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
-    group = [_Sharded(2, 2, dtype=torch.bfloat16) for _ in range(2)]
-    unfinished: set[nn.Module] = {group[1]}
-    for block in group:
-        block.state = _State(unfinished)
-    begin_anew(group, torch.bfloat16)
-    group[1](torch.ones(1, 2))  # float32: it would be refused
+    unfinished: set[nn.Module] = {nn.Linear(1, 1)}
+    first, second = group = sharded_group(unfinished)
+    complete_hooks(group, torch.bfloat16)
+    second(torch.ones(1, 2))  # float32: it would be refused
     assert unfinished
-    group[0](torch.ones(1, 2, dtype=torch.bfloat16))
+    first(torch.ones(1, 2, dtype=torch.bfloat16))
     assert not unfinished
 
 
-def test_newer_torch_is_left_alone() -> None:
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip(f"torch {torch.__version__} is older than 2.13")
-    group = [_Sharded(2, 2) for _ in range(2)]
-    begin_anew(group, torch.bfloat16)
-    assert not any(block._forward_pre_hooks for block in group)
+def test_the_backward_of_a_group_begins_at_any_block() -> None:
+    group = sharded_group(set())
+    complete_hooks(group, torch.bfloat16)
+    outputs = [block(torch.ones(1, 2, dtype=torch.bfloat16)) for block in group]
+    found = group[0].state.outputs  # type: ignore[union-attr]
+    assert [id(output) for output in found] == [id(output) for output in outputs]

@@ -417,6 +417,29 @@ def test_an_infinite_gradient_is_refused_and_takes_no_step(engine: rlcore.TrainE
     assert all(float(state["step"]) == 1 for state in module.optimizer.state.values())
 
 
+def test_momentum_is_not_made_by_a_step_that_is_refused(engine: rlcore.TrainEngine) -> None:
+    """torch would make it of memory as it finds it, and read that at the next step."""
+    module = module_of(engine)
+    module.optimizer = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9, fused=True)
+    module.scheduler = torch.optim.lr_scheduler.LinearLR(module.optimizer, total_iters=10)
+    with pytest.raises(rlcore.RlcoreError, match="no step was taken"):
+        engine.train_batch(padded_batch(), lambda logprob, *_: (logprob * 1e38 * 1e38, {}))
+    assert not module.optimizer.state
+    assert math.isfinite(engine.train_batch(padded_batch(), ppo_clip())["grad_norm"])
+    assert module.optimizer.state
+
+
+def test_gradients_of_parameters_in_no_optimizer_do_not_add_up(engine: rlcore.TrainEngine) -> None:
+    module = module_of(engine)
+    module.optimizer = torch.optim.SGD(list(module.parameters())[1:], lr=0.0)
+    module.scheduler = torch.optim.lr_scheduler.LinearLR(module.optimizer, total_iters=10)
+    first, second = (engine.train_batch(padded_batch(), ppo_clip())["grad_norm"] for _ in range(2))
+    assert second == pytest.approx(first, rel=1e-6)
+    with pytest.raises(rlcore.RlcoreError, match="no step was taken"):
+        engine.train_batch(padded_batch(), lambda logprob, *_: (logprob * 1e38 * 1e38, {}))
+    assert engine.train_batch(padded_batch(), ppo_clip())["grad_norm"] == pytest.approx(first, rel=1e-6)
+
+
 def test_a_module_without_optimizer_cannot_train_but_scores(policy: Any, qwen2_folder: Path) -> None:
     class Reference(policy):  # type: ignore[misc]
         def on_weights_materialized(self) -> None:

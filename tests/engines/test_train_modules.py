@@ -263,6 +263,58 @@ def test_a_module_that_sees_trains_by_a_method_of_its_own(vision_folder: Path, b
     assert trained.keys() == file.keys()
 
 
+@pytest.fixture(scope="module")
+def llava_folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: dict[str, Any]) -> Path:
+    """Its names in a file are not its module's, and its language model does not look at the last layer of its eyes."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    eyes = CLIPVisionConfig(**vision, image_size=8, patch_size=4, projection_dim=16)
+    text = LlamaConfig(**tiny_config | {"tie_word_embeddings": False})
+    config = LlavaConfig(
+        vision_config=eyes.to_dict(), text_config=text.to_dict(), image_token_id=18, image_seq_length=4
+    )
+    folder = tmp_path_factory.mktemp("llava")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def looking(folder: Path) -> Any:
+    from transformers import LlavaForConditionalGeneration
+
+    class Looking(HuggingFaceTrainModule, LlavaForConditionalGeneration):
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+
+        def look(self, ids_NL: Tensor, pixels: Tensor) -> float:
+            loss = self(input_ids=ids_NL, pixel_values=pixels, labels=ids_NL).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return float(loss.detach())
+
+    with rlcore.meta_device():
+        return Looking.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_names_of_a_file_are_tried_before_those_of_the_module(llava_folder: Path, build: Build) -> None:
+    alone, sharded = build(looking(llava_folder), 1), build(looking(llava_folder), 2)
+    file = load_file(llava_folder / "model.safetensors")
+    for engine in (alone, sharded):
+        assert_same_weights(engine.state_dict(), file, atol=0)
+    generator = torch.Generator().manual_seed(0)
+    ids_NL = torch.cat([torch.full((2, 4), 18), torch.randint(18, (2, 6), generator=generator)], 1)
+    arguments = [NeedParallel(one) for one in (ids_NL, torch.randn(2, 3, 8, 8, generator=generator))]
+    for _ in range(2):
+        expected = alone.call("look", *arguments, gather="mean")
+        assert sharded.call("look", *arguments, gather="mean") == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(sharded.state_dict(), alone.state_dict())
+    assert sharded.state_dict().keys() == file.keys()
+
+
 # ------------------------------------------------------------------------------------------------------- critics
 
 

@@ -20,6 +20,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import rlcore
 from rlcore.errors import (
@@ -337,6 +338,73 @@ class Tagger(TrainModule):
 
     def fresh_weights(self) -> tuple[Tensor, float]:
         return self.fresh.weight.to_local().detach().clone(), float(self.scale)
+
+
+class Early(TrainModule):
+    """Looks at what the second of three blocks returns, after all of them have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {name: torch.randn(x.shape, generator=generator) for name, x in self.named_parameters()}
+
+    def wrap_classes(self) -> list[str]:
+        return ["Linear"]
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=self.is_fused)
+
+    is_fused = False
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        outputs = [self.embed(batch["input_ids"].view(-1))]
+        for block in self.blocks:
+            outputs.append(outputs[-1] + block(outputs[-1]).tanh())
+        return outputs[-2]
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.embed.weight)
+
+    def num_gathers(self) -> int:
+        """FSDP's groups."""
+        return len({id(part._get_fsdp_state()) for part in self.modules() if isinstance(part, FSDPModule)})
+
+
+class EarlyFused(Early):
+    is_fused = True
+
+
+@pytest.mark.parametrize(("options", "num_gathers"), [({}, 2), ({"gather_bytes": 0}, 4)], ids=["together", "alone"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_block_whose_result_nobody_uses(
+    build: Build, options: dict[str, Any], num_gathers: int, recomputes: bool
+) -> None:
+    build(2)  # its processes are used again
+    with rlcore.meta_device():
+        module, same = Early(), Early()
+    with rlcore.TrainEngine(module) as sharded, rlcore.TrainEngine(same) as alone:
+        sharded.build(devices=["cpu:0", "cpu:1"], data_parallel_size=2, activation_checkpointing=recomputes, **options)
+        assert sharded.num_gathers() == [num_gathers] * 2
+        alone.build(devices="cpu")
+        for _ in range(2):
+            expected = alone.train_batch(packed_batch(), ppo_clip())
+            assert_same_metrics(sharded.train_batch(packed_batch(), ppo_clip()), expected)
+        assert_same_weights(sharded.state_dict(), alone.state_dict())
+
+
+def test_a_fused_sgd_is_refused_where_torch_has_none(build: Build) -> None:
+    build(2)
+    with rlcore.meta_device():
+        module = EarlyFused()
+    with (
+        rlcore.TrainEngine(module) as sharded,
+        pytest.raises(rlcore.RlcoreError, match=r"SGD with fused=True, on several workers.*leave fused out"),
+    ):
+        sharded.build(devices=["cpu:0", "cpu:1"], data_parallel_size=2)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
