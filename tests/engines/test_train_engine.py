@@ -369,7 +369,14 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: rlcore.TrainEngine)
     cases = [
         (bad_token, r"input_ids of sequence 2 holds 21; the model's vocabulary is 0 to 20"),
         (bad_advantage, r"advantages of sequence 4 is nan on a token that is trained on"),
-        (bad_shape, r"batch entry 'advantages' has shape \[3\]; accepted: one value a token, one a sequence \[5\]"),
+        (
+            bad_shape,
+            r"advantages must be one entry for each token, \[5, 12\] .* one value for each sequence, \[5\], or",
+        ),
+        (
+            packed_batch() | {"advantages": torch.ones(3)},
+            r"batch entry 'advantages' has shape \[3\]; accepted: one value a token, one a sequence \[7\], or a scalar",
+        ),
         ({"tokens": good["input_ids"]}, r"a batch needs input_ids; it has \['tokens'\]"),
         ({"input_ids": torch.zeros(4)}, r"input_ids must be \[N, L\] with attention_mask, or \[T\] with cu_seqlens"),
         ({"input_ids": torch.zeros(2, 4)}, r"input_ids must be whole numbers, got torch.float32"),
