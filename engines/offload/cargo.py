@@ -138,7 +138,8 @@ class Arrival:
     With ``gathers`` torch's allocator is made to take memory from the device in few pieces, in which the storages then
     lie, but for small ones: other processes open pieces, so that these tensors are shared with them quickly. They are
     not one piece, which nobody else could have any of before all that lies in it has left again. Free memory that the
-    allocator has kept would be taken instead: it must be given back before.
+    allocator has kept would be taken instead: it must be given back before. A storage of over half of what torch calls
+    small grows beyond that, as one or two of them would fill a segment: k and v projections often have 1 MiB.
     """
 
     def __init__(self, cargo: Cargo, *, gathers: bool = False) -> None:
@@ -151,6 +152,7 @@ class Arrival:
         self.largest_bytes = max((part.storage_bytes for parcel in self._rest for part in parcel.ranges), default=0)
         self.moved_bytes = self.taken_bytes = 0
         self.is_pinned = cargo.is_pinned
+        self._is_gathered = gathers
         self._ungathered = deque(_large_allocations(self._rest) if gathers else ())
         self._piece_bytes = max(_SMALLEST_PIECE, sum(self._ungathered) // _MOST_PIECES)
         self._gathered_bytes = 0
@@ -180,7 +182,7 @@ class Arrival:
             self._gather(sum(_large_allocations(itertools.islice(self._rest, 1))))
         try:
             for part in absent:
-                part.storage.resize_(part.storage_bytes)
+                part.storage.resize_(_gathered_size(part) if self._is_gathered else part.storage_bytes)
         except BaseException:
             for part in absent:
                 part.storage.resize_(0)
@@ -226,11 +228,22 @@ class Arrival:
 
 
 def _large_allocations(parcels: Iterable[Parcel]) -> list[int]:
-    """Bytes that torch's allocator takes for each absent storage; other memory has an owner of its own."""
+    """Bytes that torch's allocator takes of a piece for each absent storage."""
     absent = {
-        part.storage._cdata: -(-part.storage_bytes // _ROUNDED_TO) * _ROUNDED_TO
+        part.storage._cdata: -(-_gathered_size(part) // _ROUNDED_TO) * _ROUNDED_TO
         for parcel in parcels
         for part in parcel.ranges
-        if isinstance(part.storage, torch.UntypedStorage) and not part.storage.nbytes()
+        if _is_torchs(part) and not part.storage.nbytes()
     }
     return [nbytes for nbytes in absent.values() if nbytes > _LARGEST_SMALL]
+
+
+def _gathered_size(part: Range) -> int:
+    """Bytes to give its storage."""
+    grows = _is_torchs(part) and _LARGEST_SMALL // 2 < part.storage_bytes <= _LARGEST_SMALL
+    return _LARGEST_SMALL + 1 if grows else part.storage_bytes
+
+
+def _is_torchs(part: Range) -> bool:
+    """Other memory has an owner of its own."""
+    return isinstance(part.storage, torch.UntypedStorage)

@@ -114,20 +114,37 @@ def test_a_failed_move_gives_nothing_back(emptied: list[int], monkeypatch: pytes
     assert all(tensor.eq(8192 % 251).all() for tensor in tensors)
 
 
+def test_what_would_have_half_a_small_segment_for_itself_lies_in_a_piece(asked: Callable[[int], list[int]]) -> None:
+    sizes = [512, 300, 256, 2000, 400]
+    resident, tensors = away(sizes, get_device("cpu"))
+    found = asked(1 << 40)
+    resident.onload()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes, "the host has no pieces"
+    resident.offload()
+    arrival = Arrival(resident._cargo, gathers=True)
+    while arrival.has_rest:
+        arrival.unpack()
+    assert found == [1024 + 1024 + 2048, 1024]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [513, 513, 256, 2000, 513]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("small", [0, 100])
-def test_few_handles_open_what_has_come_back(small: int) -> None:
+@pytest.mark.parametrize(("small", "num_segments"), [([], 0), ([MB // 2] * 100, 25), ([MB] * 100, 0)])
+def test_few_handles_open_what_has_come_back(small: list[int], num_segments: int) -> None:
     device = get_device("cuda")
-    sizes = [size + 512 * number for size in (20 * MB, 4 * MB) for number in range(100)] + [512 << 10] * small
+    sizes = [size + 512 * number for size in (20 * MB, 4 * MB) for number in range(100)] + small
     resident, tensors = away(sizes, device)
     kept = [torch.empty(20 * MB, dtype=torch.uint8, device="cuda") for _ in range(50)]
     del kept  # what torch keeps is not used again
-    resident.onload()
-    assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
-    handles, _ = device.memory.export_ipc_together(tensors)
-    assert len(handles) <= 16 + small / 2 + 1, "small ones lie in segments of 2 MiB"
-    for handle in handles:
-        device.memory.revoke(handle)
+    for cycle in range(2):
+        if cycle:
+            resident.offload()
+        resident.onload()
+        assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
+        handles, _ = device.memory.export_ipc_together(tensors)
+        assert len(handles) <= 16 + num_segments + 1, "small ones lie in segments of 2 MiB"
+        for handle in handles:
+            device.memory.revoke(handle)
 
 
 @pytest.mark.gpu
