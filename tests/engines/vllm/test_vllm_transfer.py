@@ -9,43 +9,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import rlcore
 from rlcore.engines.sync.control_socket import accept_controls
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+from .stock import environment, greedy, policy, shake, vllms_trainer
 
-ROOT = Path(__file__).resolve().parents[3]
-DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 class StockLLM:
     """The program ``stock_llm.py`` in a process of its own."""
 
-    def __init__(self, folder: Path, size: int, entry_points: Path) -> None:
+    def __init__(self, folder: Path, size: int, variables: dict[str, str]) -> None:
         self._files = tempfile.TemporaryDirectory()
         self.address = Path(self._files.name) / "weights"
         self._log = (Path(self._files.name) / "log").open("w+")
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(entry_points), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "TORCH_COMPILE_DISABLE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TRITON_F32_DEFAULT": "ieee",  # on a GPU vLLM's attention would take TF32, and the tokens are compared
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the start, and greedy completions need none
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1",
-            "RLCORE_VLLM_PLAIN_WEIGHTS": "1",  # means something on a CPU only
-        }
         command = [
             sys.executable,
             str(Path(__file__).with_name("stock_llm.py")),
@@ -56,7 +40,7 @@ class StockLLM:
         pipe = subprocess.PIPE
         self.first: dict[str, Any] = {}
         self.process = subprocess.Popen(
-            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
+            command, env=variables, stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
         )
 
     def ask(self, *, connects: bool = False, timeout_s: float = 120.0) -> None:
@@ -121,49 +105,13 @@ class StockLLM:
 
 
 @pytest.fixture(scope="module")
-def entry_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip writes of the project's entry points."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = tmp_path_factory.mktemp("installed") / "rlcore-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlcore\nVersion: 0\n")
-    lines = "\n".join(f"{name} = {path}" for name, path in project["entry-points"]["vllm.general_plugins"].items())
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{lines}\n")
-    return info.parent
-
-
-@pytest.fixture(scope="module")
-def stock(model_folder: Path, entry_points: Path) -> Iterator[StockLLM]:
-    program = StockLLM(model_folder, 1, entry_points)
+def stock(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockLLM]:
+    program = StockLLM(model_folder, 1, environment(tmp_path_factory.mktemp("installed")))
     try:
         program.first = program.answer()
         yield program
     finally:
         program.close()
-
-
-def policy(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
-
-
-@torch.no_grad()
-def shake(module: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        parameter.add_(noise * 0.2 * parameter.std())
-
-
-def greedy(module: Any) -> list[list[int]]:
-    found = []
-    for prompt in ([9, 0, 2, 1], [3]):
-        ids = torch.tensor([prompt], device=DEVICE)
-        options = {"attention_mask": torch.ones_like(ids), "eos_token_id": [], "pad_token_id": 0}
-        made = module.generate(ids, do_sample=False, max_new_tokens=12, **options)
-        found.append(made[0, len(prompt) :].tolist())
-    return found
 
 
 def test_it_generates_with_the_senders_weights(stock: StockLLM, model_folder: Path) -> None:
@@ -205,17 +153,13 @@ def test_it_generates_with_the_senders_weights(stock: StockLLM, model_folder: Pa
 @pytest.mark.parametrize("kind", ["ModuleWeights", "ModuleSource"])
 def test_a_trainer_of_vllms_own_interface_gives_it_weights(kind: str, stock: StockLLM, model_folder: Path) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource, TrainerWeightTransferEngine
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     from rlcore.engines.executors.vllm.trainer import ModuleWeights, RlcoreTrainerInitInfo
 
-    module: Any = policy(model_folder)
+    module = policy(model_folder)
     source = {"ModuleWeights": ModuleWeights, "ModuleSource": ModuleSource}[kind](module)
     info = RlcoreTrainerInitInfo(str(stock.address), timeout_s=300)
-    trainer_init: Any = WeightTransferTrainerFactory.trainer_init
-    is_first = "config" in trainer_init.__func__.__code__.co_varnames[: trainer_init.__func__.__code__.co_argcount]
-    before = {"backend": "rlcore_ipc", "config": None} if is_first else {}
-    engine = trainer_init(**before, init_info=info, client=stock, source=source)
+    engine = vllms_trainer(info, stock, source)
     assert isinstance(engine, TrainerWeightTransferEngine)
     with contextlib.ExitStack() as ended:
         ended.callback(engine.shutdown)
