@@ -36,6 +36,7 @@ _MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 # scheduling is the same each time, and its steps are rlcore's to make. Nothing is sent to vLLM's makers.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "FLASHINFER_LOGGING_LEVEL": "ERROR",
     "VLLM_DISABLE_LOG_LOGO": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
