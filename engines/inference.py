@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
-from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each
+from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.progress import progress_bar
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling_params import SamplingParams
-from rlcore.engines.serving import AsynchronousRequests, Calls, Serving, cost_of, spread
+from rlcore.engines.serving import AsynchronousRequests, Calls, Serving, check_prompts, cost_of, spread
 from rlcore.errors import StateError, SyncError
 
 
@@ -85,7 +85,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
             InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
         """
         self._require_ready("generate()")
-        texts: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = prompts_of(prompts)
         num_completions = _num_completions(len(texts), sampling_params)
         with progress_bar("Generating", num_completions, progress) as advance:
             return self._spread(texts, params_of_each(texts, sampling_params), advance)
@@ -95,6 +95,8 @@ class InferenceEngine(AsynchronousRequests, Engine):
     ) -> list[RequestOutput]:
         """Each replica completes its share; the outputs in the prompts' order."""
         group = self._built_group()
+        if len(group.workers) > 1:
+            check_prompts(group, prompts, params)
         costs = [cost_of(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         ranks = spread(costs, self._serving.loads(len(group.workers)))
         shares = [[index for index, at in enumerate(ranks) if at == rank] for rank in range(len(group.workers))]
@@ -163,8 +165,9 @@ class InferenceEngine(AsynchronousRequests, Engine):
         """
         self.receiving_group()
         self._call("read_weights", Path(path or self._path))
-        with poisoned([self], 0 if path is None else self._version + 1):
-            self._call("take_weights")
+        version = 0 if path is None else self._version + 1
+        with poisoned([self], version):
+            self._call("take_weights", version=version)
 
     def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
         if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):

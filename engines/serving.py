@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlcore.arguments import AT_LEAST_0, LIST, Kind, optional, takes
 from rlcore.engines.completion import RequestOutput
-from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each
+from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.sampling_params import SamplingParams
@@ -71,24 +72,31 @@ class AsynchronousRequests:
         Raises:
             StateError: as ``generate``; or room has to be waited for while the engine is paused.
             InvalidInputError: as ``generate``.
+
+        After an error none of these prompts is under way.
         """
         if type(max_in_flight) is not int or max_in_flight < 1:
             raise InvalidInputError(f"max_in_flight must be a whole number of at least 1, got {max_in_flight!r}")
         self._require_ready("submit()")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = prompts_of(prompts)
         each = params_of_each(texts, sampling_params)
+        check_prompts(self._built_group(), texts, each)
         numbers = list(range(self._serving.next_number, self._serving.next_number + len(texts)))
         self._serving.next_number += len(texts)
         rest = list(zip(numbers, texts, each, strict=True))
-        while rest:
-            while (room := max_in_flight - len(self._serving.placed)) < 1:
-                if self._serving.is_paused:
-                    raise StateError(f"submit() needs room for {len(rest)} prompts, and the engine is paused; resume()")
-                self._serving.collected |= _gathered(self, math.inf)
-            now, rest = rest[:room], rest[room:]
-            _send(self, now)
+        with _aborted_by_errors(self, numbers):
+            while rest:
+                while (room := max_in_flight - len(self._serving.placed)) < 1:
+                    if self._serving.is_paused:
+                        raise StateError(
+                            f"submit() needs room for {len(rest)} prompts, and the engine is paused; resume()"
+                        )
+                    self._serving.collected |= _gathered(self, math.inf)
+                now, rest = rest[:room], rest[room:]
+                _send(self, now)
         return numbers
 
+    @takes("collect()", timeout_s=optional(AT_LEAST_0))
     def collect(self: _Engine, timeout_s: float | None = None) -> dict[int, RequestOutput]:
         """What has ended since the last time, by the numbers of ``submit`` in the order in which it ended.
 
@@ -120,20 +128,24 @@ class AsynchronousRequests:
         """
         each = params_of_each(prompts, sampling_params)
         turns: list[list[RequestOutput]] = [[] for _ in prompts]
+        others: dict[int, RequestOutput] = {}
         under_way = dict(zip(self.submit(prompts, each), range(len(prompts)), strict=True))
         try:
-            while under_way:
-                for number, output in self.collect().items():
-                    index = under_way.pop(number)
-                    turns[index].append(output)
-                    if (prompt := next_prompt(index, turns[index])) is not None:
-                        under_way[self.submit([prompt], [each[index]])[0]] = index
-        except BaseException:
-            with contextlib.suppress(RlcoreError):  # the replicas may have ended
-                self.abort(list(under_way))
-            raise
+            with _aborted_by_errors(self, under_way):
+                while under_way:
+                    for number, output in self.collect().items():
+                        if number not in under_way:
+                            others[number] = output
+                            continue
+                        index = under_way.pop(number)
+                        turns[index].append(output)
+                        if (prompt := next_prompt(index, turns[index])) is not None:
+                            under_way[self.submit([prompt], [each[index]])[0]] = index
+        finally:
+            self._serving.collected |= others  # the program's own, of ``submit``
         return turns
 
+    @takes("abort()", numbers=optional(Kind("a list of numbers that submit() gave", LIST.has)))
     def abort(self: _Engine, numbers: Sequence[int] | None = None) -> int:
         """Give up these requests, all of them for None; returns how many were unfinished. They are not collected."""
         self._built_group()
@@ -161,6 +173,26 @@ class AsynchronousRequests:
         """Go on after ``pause``; nothing if it is not paused."""
         self._call("resume")
         self._serving.is_paused = False
+
+
+@contextlib.contextmanager
+def _aborted_by_errors(engine: _Engine, numbers: Iterable[int]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RlcoreError):  # the replicas may have ended
+            engine.abort(list(numbers))
+        raise
+
+
+def check_prompts(group: WorkerGroup, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    """Let each replica read a part of them, before any begins: one that is refused costs nothing."""
+    size = len(group.workers)
+    calls: Calls = [
+        ((prompts[rank::size], params[rank::size]), {"numbers": range(rank, len(prompts), size)})
+        for rank in range(size)
+    ]
+    group.call("check_prompts", calls)
 
 
 def spread(costs: Sequence[int], loads: Sequence[int]) -> list[int]:

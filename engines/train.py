@@ -284,7 +284,8 @@ class TrainEngine(CheckpointedEngine):
         """Give ``target``, one engine or several, these weights; all serve them from then on, or none does.
 
         Args:
-            version: number of the new weights; None is one more than the targets'.
+            version: number of the new weights, which completions say (``version_spans``); None is one more than the
+                targets'. Numbers of your own, such as those of steps, may go back, and are not compared.
             route: "local", "direct", "packed" or "collective" (docs/weight_sync.md); None takes the first that works.
             staged: the targets keep their old weights whole until all of the new ones are there; takes their memory
                 twice meanwhile.

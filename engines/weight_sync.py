@@ -85,6 +85,7 @@ def _rounds(groups: Sequence[WorkerGroup], timeout_s: float) -> Rounds:
 def as_targets(given: InferenceEngine | Sequence[InferenceEngine]) -> list[InferenceEngine]:
     """The engines that a sync is for; each once."""
     targets = list(given) if isinstance(given, list | tuple) else [given]
-    if not targets or len({id(target) for target in targets}) < len(targets):
+    are_engines = all(isinstance(target, InferenceEngine) for target in targets)
+    if not targets or not are_engines or len({id(target) for target in targets}) < len(targets):
         raise InvalidInputError(f"sync_weights() takes an inference engine or several different ones, got {given!r}")
     return targets  # type: ignore[return-value]  # mypy does not narrow a Sequence of engines

@@ -125,7 +125,7 @@ class HfWorker(Worker):
             raise SyncError(f"{path} holds another model than the inference engine, which keeps its weights: {found}")
         self._incoming = loaded
 
-    def take_weights(self) -> None:
+    def take_weights(self, *, version: int) -> None:
         """Overwrites the weights by those read."""
         loaded, self._incoming = self._incoming, None
         if loaded is None:
@@ -133,15 +133,20 @@ class HfWorker(Worker):
         load_by_name(self.module, loaded.named_parameters())
         self._receiver.reloaded()
 
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
+    ) -> None:
+        """Before any replica begins: whether this one could complete them.
+
+        Raises:
+            InvalidInputError: as ``generate``; a prompt is called by its own of the ``numbers``.
+        """
+        self._reader.read(prompts, params, numbers)
+
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        """Take these requests, which ``collect`` runs and gives under these numbers.
-
-        Raises:
-            InvalidInputError: as ``generate``.
-        """
-        self._reader.read(prompts, params)
+        """Take these requests, which ``collect`` runs and gives under these numbers."""
         self._requests.submit(numbers, prompts, params)
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,14 +28,19 @@ class PromptReader:
         self._vocab_size = folder.vocab_size
         self.max_positions, self._positions_name = max_positions, positions_name
 
-    def read(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Sequence[int]]:
+    def read(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], numbers: Sequence[int] | None = None
+    ) -> list[Sequence[int]]:
         """Token ids of each prompt.
+
+        Args:
+            numbers: what errors call the prompts; None counts them.
 
         Raises:
             InvalidInputError: names the prompt and what is wrong with it or its parameters.
         """
         token_ids = self._encode(prompts)
-        for number, (prompt, one) in enumerate(zip(token_ids, params, strict=True)):
+        for number, prompt, one in zip(numbers or range(len(prompts)), token_ids, params, strict=True):
             self._check(number, prompt, one)
         return token_ids
 
@@ -73,6 +79,30 @@ class PromptReader:
         spoken = token_ids[:-1] if is_stopped else token_ids
         text = "" if self.tokenizer is None else self.tokenizer.decode(spoken, skip_special_tokens=True)
         return Completion(token_ids, logprobs, text, reason, spans)
+
+
+def prompts_of(given: Any) -> list[Prompt]:
+    """A list of the prompts that a user gave; a text is one.
+
+    Raises:
+        InvalidInputError: names the prompt that is neither a text nor a list of token ids.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+        raise InvalidInputError(f"prompts must be a text or a list of texts or of lists of token ids, got {given!r}")
+    prompts = list(given)
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _are_token_ids(prompt):
+            raise InvalidInputError(f"prompt {number} must be a text or a list of token ids, got {prompt!r}")
+    return prompts
+
+
+def _are_token_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence):
+        return False
+    kinds = set(map(type, prompt))
+    return bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
 
 
 def params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsLike]) -> list[SamplingParams]:

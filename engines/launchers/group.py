@@ -142,9 +142,12 @@ class WorkerGroup:
         return {rank: current for rank, current in found.items() if current is not None}
 
     def _failure(self, futures: list[Future[Any]]) -> BaseException:
-        if not isinstance(_cause(_errors(futures)), WorkerDiedError):
-            wait(futures, _GRACE_S)  # a collective tells the living of a death before their parent hears of it
         errors = _errors(futures)
+        if not isinstance(_cause(errors), WorkerDiedError):
+            for worker, future in zip(self.workers, futures, strict=True):
+                worker.give_up(future)
+            wait(futures, _GRACE_S)  # a collective tells the living of a death before their parent hears of it
+        errors |= _errors(futures)  # of those that are alike the first to come is the cause
         error = _cause(errors)
         for rank, other in errors.items():
             if other is not error:

@@ -241,7 +241,7 @@ def _large_allocations(parcels: Iterable[Parcel]) -> list[int]:
 def _gathered_size(part: Range) -> int:
     """Bytes to give its storage."""
     grows = _is_torchs(part) and _LARGEST_SMALL // 2 < part.storage_bytes <= _LARGEST_SMALL
-    return _LARGEST_SMALL + 1 if grows else part.storage_bytes
+    return _LARGEST_SMALL + _ROUNDED_TO if grows else part.storage_bytes
 
 
 def _is_torchs(part: Range) -> bool:

@@ -134,7 +134,30 @@ def test_errors_of_generate_name_the_prompt_or_parameter(infer: rlcore.Inference
         infer.generate(PROMPTS, {"max_new_tokens": 3})
     with pytest.raises(InvalidInputError, match="prompt 1 holds token id 21"):
         infer.generate([[1], [21]])
+    with pytest.raises(InvalidInputError, match="prompt 1 holds token id 21"):
+        infer.submit([[1], [21]])
+    assert infer.collect() == {}
     assert infer.generate(PROMPTS, GREEDY), "the engine goes on"
+
+
+@pytest.mark.parametrize("launcher", ["inline"], indirect=True)
+@pytest.mark.parametrize("method", ["generate", "submit"])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([1, 2, 3], "prompt 0 must be a text or a list of token ids, got 1"),
+        (["1", [1.0]], r"prompt 1 must be a text or a list of token ids, got \[1\.0\]"),
+        ([[True]], r"prompt 0 must be a text or a list of token ids, got \[True\]"),
+        ([torch.tensor([1, 2])], r"prompt 0 must be a text or a list of token ids, got tensor\(\[1, 2\]\)"),
+        ([{"prompt_token_ids": [1]}], "prompt 0 must be a text or a list of token ids, got {"),
+        ({"prompt": "1"}, "prompts must be a text or a list of texts or of lists of token ids, got {"),
+        (3, "prompts must be a text or a list of texts or of lists of token ids, got 3"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_named(infer: rlcore.InferenceEngine, method: str, given: Any, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{text}"):
+        getattr(infer, method)(given)
 
 
 # ------------------------------------------------------------------------------------------------------- sync
@@ -215,6 +238,11 @@ def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer:
         train.sync_weights(infer, route="collective")
     with pytest.raises(InvalidInputError, match="route must be one of local, direct, packed, collective, or None"):
         train.sync_weights(infer, route="ipc")  # type: ignore[arg-type]
+    several = "takes an inference engine or several different ones, got"
+    others: list[Any] = ["x", None, train, [], [infer, infer], [infer, 3]]
+    for other in others:
+        with pytest.raises(InvalidInputError, match=rf"^sync_weights\(\) {several}"):
+            train.sync_weights(other)
     assert infer.version == 0
     assert infer.sync_state == "serving"
 

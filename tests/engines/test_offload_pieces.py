@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +126,23 @@ def test_what_would_have_half_a_small_segment_for_itself_lies_in_a_piece(asked: 
     while arrival.has_rest:
         arrival.unpack()
     assert found == [1024 + 1024 + 2048, 1024]
-    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [513, 513, 256, 2000, 513]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024, 1024, 256, 2000, 1024]
+
+
+def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path: Path) -> None:
+    asked(1 << 40)
+    kept = torch.randn(100)
+    resident = Resident(get_device("cpu"), lambda: [kept], lambda guard, state: None)
+    expected = kept.clone()
+    resident.offload()
+    (parcel,) = resident._cargo.parcels
+    arrival = Arrival(resident._cargo, gathers=True)
+    for there, back in zip(*arrival.unpack().pairs(), strict=True):
+        back.copy_(there)
+    arrival.has_arrived(parcel, arena_of(get_device("cpu")))
+    assert kept.untyped_storage().nbytes() == 1024
+    torch.save({"kept": kept}, tmp_path / "file")
+    assert torch.load(tmp_path / "file")["kept"].equal(expected)
 
 
 @pytest.mark.gpu

@@ -71,6 +71,9 @@ class Replica:
 
     # -------------------------------------------------------------------------------------------- requests
 
+    def check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], numbers: Sequence[int]) -> None:
+        self._reader.read(prompts, params, numbers)
+
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
     ) -> list[RequestOutput]:
@@ -89,7 +92,7 @@ class Replica:
                 self._add(list(numbers), prompts, params, is_streamed=False)
                 while not all(number in self._done for number in numbers):
                     if self._processes.context.is_given_up():
-                        raise StateError("generate() has ended early: its caller was interrupted")
+                        raise StateError("generate() has ended early: nobody waits for it any more")
                     if num_ended := self._step(numbers):
                         advance(num_ended)
                 return [self._done.pop(number) for number in numbers]

@@ -55,6 +55,7 @@ def prepare() -> str:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_memory_bytes, which rlcore always gives
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about vLLM's code
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # later ones begin before they set it
     try:

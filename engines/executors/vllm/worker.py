@@ -90,6 +90,12 @@ class VllmWorker(Worker):
 
     # ------------------------------------------------------------------------------------------- generation
 
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
+    ) -> None:
+        """As ``HfWorker.check_prompts``."""
+        self._replica.check(prompts, params, numbers)
+
     def generate(
         self, prompts: Sequence[Prompt], params: ParamsLike | Sequence[ParamsLike] = None, *, version: int
     ) -> list[RequestOutput]:
@@ -205,11 +211,11 @@ class VllmWorker(Worker):
             raise SyncError(f"{folder.path} holds another model than the inference engine's: {found}")
         self._incoming = folder.path
 
-    def take_weights(self) -> None:
+    def take_weights(self, *, version: int) -> None:
         """Overwrites the weights by those of the folder that ``read_weights`` checked."""
         self._replica.hold(_VALUES)
         self._call("reload", str(self._incoming))
-        self._replica.forget_cached()
+        self._replica.weights_changed(version)
         self._replica.release(_VALUES)
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:

@@ -84,6 +84,13 @@ class Worker:
             raise KeyError("planted")
         time.sleep(300)
 
+    def fail_on(self, rank: int) -> None:
+        if self.context.rank == rank:
+            raise KeyError("planted")
+        while not self.context.is_given_up():
+            time.sleep(0.01)
+        raise StateError("ended early")
+
     def spawn(self, in_own_session: bool = False) -> int:
         """Process id of a descendant that holds this process's socket and output."""
         child = os.fork()
@@ -283,6 +290,17 @@ def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_g
         assert "the executor's workers were ended; restart() brings them back" in caught.value.__notes__
         with pytest.raises(StateError):
             call_all(group, "rank")
+
+
+@pytest.mark.usefixtures("_endless_grace")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_that_failed_on_one_rank_is_given_up_on_the_others(start_group: Start, rank: int) -> None:
+    with start_group(Worker, 2) as group:
+        failed = rf"failed on rank {rank} \(cpu:{rank}\): KeyError: 'planted'"
+        with ending_soon(), pytest.raises(WorkerError, match=failed) as caught:
+            call_all(group, "fail_on", rank)
+        assert caught.value.__notes__ == [f"rank {1 - rank} failed too: ended early"]
+        assert call_all(group, "rank") == [0, 1], "the group goes on"
 
 
 # ------------------------------------------------------------------------------------------------------- ending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from rlcore.engines.executors.vllm import arguments, versions
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 FOLDER: Any = SimpleNamespace(path="model")
 KV_CACHE = {"kv_cache_memory_bytes": 1 << 20}
@@ -31,6 +32,15 @@ def seed_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return found
 
     return seed_of
+
+
+def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's build for the CPU."""
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1"})
+    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is not imported
+    with pytest.raises(MissingDependencyError):
+        versions.prepare()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
 
 
 def test_each_replica_draws_with_a_seed_of_its_own(seed_of: Callable[..., int]) -> None:

@@ -256,6 +256,32 @@ def test_released_weights_are_read_again(infer: rlcore.InferenceEngine, write_mo
     assert_same(infer.generate(PROMPTS, GREEDY), expected)
 
 
+def test_nothing_that_was_cached_outlives_a_load(
+    infer: rlcore.InferenceEngine, write_model: Callable[..., Path]
+) -> None:
+    blocks = [[1 + number % 10 for number in range(200)]]  # longer than the blocks that are cached whole
+    expected = infer.generate(blocks, GREEDY)
+    infer.load(write_model(seed=1))
+    assert tokens(infer.generate(blocks, GREEDY)) != tokens(expected)
+    infer.load()
+    assert_same(infer.generate(blocks, GREEDY), expected)
+
+
+def test_spans_tell_what_came_before_a_load(infer: rlcore.InferenceEngine, write_model: Callable[..., Path]) -> None:
+    (number,) = infer.submit(PROMPTS[0], GREEDY | {"max_tokens": 200, "ignore_eos": True})
+    while infer._call("progress")[0].get(number, 0) < 10:
+        time.sleep(0.001)
+    infer.pause("keep")
+    infer.load(write_model(seed=1))
+    infer.resume()
+    (output,) = infer.collect().values()
+    first, second = output.outputs[0].version_spans
+    assert (first.version, second.version) == (0, 1)
+    assert (first.start, first.end, second.end) == (0, second.start, 200)
+    infer.load()
+    assert infer.generate(PROMPTS[0], GREEDY)[0].outputs[0].version_spans[0].version == 0
+
+
 def test_another_models_folder_changes_nothing(
     infer: rlcore.InferenceEngine, write_model: Callable[..., Path], tmp_path: Path
 ) -> None:

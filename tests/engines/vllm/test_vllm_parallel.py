@@ -14,7 +14,7 @@ import torch
 
 import rlcore
 from rlcore.engines.launchers import boot
-from rlcore.errors import RlcoreError, StateError, WorkerDiedError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, WorkerDiedError
 
 from .policy import GREEDY, PROMPTS, assert_same, fresh
 
@@ -133,6 +133,12 @@ def test_replicas_on_all_that_is_left_share_the_requests(
         report = train.sync_weights(infer)
         assert report.fallback_bytes == 0
         assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "one"))
+
+        for method in (infer.generate, infer.submit):
+            with pytest.raises(InvalidInputError, match="prompt 4 holds token id 999"):
+                method([[1], [2], [3], [4], [999]], GREEDY)
+        assert infer.collect() == {}
+        assert_same(infer.generate(PROMPTS, GREEDY), fresh(train, tmp_path / "still"))
 
         infer.pause("keep")
         numbers = infer.submit([[3]] * 5, [GREEDY | {"max_tokens": most} for most in (200, 40, 40, 40, 40)])

@@ -138,7 +138,7 @@ def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pyte
     engine: Any = CachingEngine(num_steps=1000)
     context = replace(CONTEXT, is_given_up=lambda: any(len(seen) == 3 for seen in engine.seen.values()))
     replica = Replica(engine, WorkerProcesses(context), READER, lambda: None)
-    with pytest.raises(StateError, match=r"generate\(\) has ended early: its caller was interrupted"):
+    with pytest.raises(StateError, match=r"generate\(\) has ended early: nobody waits for it any more"):
         replica.run([[1], [2]], [SamplingParams(), SamplingParams(n=2)], 0, lambda number: None)
     assert (engine.requests, replica.progress()) == ([], {})
     assert [len(seen) for seen in engine.seen.values()] == [3, 3, 3]
