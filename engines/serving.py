@@ -133,12 +133,11 @@ class AsynchronousRequests:
         try:
             with _aborted_by_errors(self, under_way):
                 while under_way:
-                    for number, output in self.collect().items():
-                        if number not in under_way:
-                            others[number] = output
-                            continue
+                    found = self.collect()
+                    others |= {number: output for number, output in found.items() if number not in under_way}
+                    for number in [number for number in found if number in under_way]:
                         index = under_way.pop(number)
-                        turns[index].append(output)
+                        turns[index].append(found[number])
                         if (prompt := next_prompt(index, turns[index])) is not None:
                             under_way[self.submit([prompt], [each[index]])[0]] = index
         finally:

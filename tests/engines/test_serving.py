@@ -162,7 +162,8 @@ def test_turns_leave_what_the_program_submitted_to_it(engine: Any) -> None:
 
 def test_a_failure_in_a_turn_gives_up_the_conversations_alone(engine: Any) -> None:
     engine.replicas[0].slow = engine.replicas[1].slow = {2, 7}
-    (own,) = engine.submit([[7]])
+    own = engine.submit([[6], [7], [8], [9]])
     with pytest.raises(ZeroDivisionError):
         engine.generate_turns([[1], [2]], lambda index, outputs: 1 // 0)
-    assert [number for waiting in engine.under_way for number in waiting] == [own]
+    assert [number for waiting in engine.under_way for number in waiting] == [own[1]]
+    assert engine.collect() == {own[0]: [6], own[2]: [8], own[3]: [9]}
