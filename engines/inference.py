@@ -95,7 +95,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
     ) -> list[RequestOutput]:
         """Each replica completes its share; the outputs in the prompts' order."""
         group = self._built_group()
-        if len(group.workers) > 1:
+        if len(group.workers) > 1:  # a single one reads all of them before it begins
             check_prompts(group, prompts, params)
         costs = [cost_of(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         ranks = spread(costs, self._serving.loads(len(group.workers)))

@@ -126,6 +126,7 @@ class AsynchronousRequests:
         Returns:
             For each prompt its outputs, turn by turn.
         """
+        prompts = prompts_of(prompts)
         each = params_of_each(prompts, sampling_params)
         turns: list[list[RequestOutput]] = [[] for _ in prompts]
         others: dict[int, RequestOutput] = {}

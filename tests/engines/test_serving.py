@@ -25,12 +25,12 @@ class Replica:
 
     def check_prompts(self, prompts: Any, params: Any, *, numbers: Sequence[int]) -> None:
         for number, prompt in zip(numbers, prompts, strict=True):
-            if REFUSED in prompt:
+            if REFUSED in list(prompt):
                 raise InvalidInputError(f"prompt {number} is refused")
 
     def submit(self, numbers: Any, prompts: Any, params: Any, *, version: int) -> None:
         self.waiting |= zip(numbers, prompts, strict=True)
-        if any(UNSENT in prompt for prompt in prompts):
+        if any(UNSENT in list(prompt) for prompt in prompts):
             raise StateError("the replica is held")
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, Any]:
@@ -158,6 +158,14 @@ def test_turns_leave_what_the_program_submitted_to_it(engine: Any) -> None:
     assert sorted(asked) == [(0, [[1]]), (0, [[1], [0]]), (1, [[2]]), (1, [[2], [10]])]
     assert engine.collect() == {own: [7]}
     assert engine.collect() == {}
+
+
+def test_turns_take_prompts_as_submit_does(engine: Any) -> None:
+    assert engine.generate_turns("12", lambda index, outputs: None) == [["12"]], "a text is one prompt"
+    with pytest.raises(InvalidInputError, match="prompts must be a text or a list of texts"):
+        engine.generate_turns(3, lambda index, outputs: None)
+    with pytest.raises(InvalidInputError, match="prompt 0 must be a text or a list of token ids, got 1"):
+        engine.generate_turns([1, 2], lambda index, outputs: None)
 
 
 def test_a_failure_in_a_turn_gives_up_the_conversations_alone(engine: Any) -> None:
