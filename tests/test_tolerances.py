@@ -22,9 +22,8 @@ def typed_tolerances(tree: ast.AST) -> Iterator[int]:
             typed = any(k.arg in TOLERANCES and _is_small(k.value) for k in node.keywords)
             if name in ("assert_close", "allclose") or (typed and name != "gradcheck"):
                 yield node.lineno
-        elif isinstance(node, ast.Compare) and any(isinstance(op, (ast.Lt, ast.LtE)) for op in node.ops):
-            if any(_is_small(side) for side in node.comparators):
-                yield node.lineno
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], (ast.Lt, ast.LtE)):
+            yield from [node.lineno] * _is_small(node.comparators[-1])
 
 
 def _is_small(node: ast.AST) -> bool:
