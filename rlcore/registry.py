@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from rlcore.deadline import call_within
+from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
 from rlcore.launch import Launch
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
@@ -166,7 +167,7 @@ def device_info(kind: str) -> DeviceInfo:
     return _info(*registry().devices[_spec(kind).name])
 
 
-def get_device(name: str | torch.device | None = None) -> Any:
+def get_device(name: str | torch.device | None = None) -> Device:
     """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
 
     None is ``RLCORE_DEVICE``, else the accelerator of highest priority that was available when this was first asked,
@@ -203,7 +204,7 @@ def specs_of(torch_type: str) -> list[DeviceSpec]:
 
 
 @functools.cache
-def _default_device(wanted: str | None) -> Any:
+def _default_device(wanted: str | None) -> Device:
     """Kept, so that it does not change under a program. A failure is not kept."""
     if wanted is None:
         return _device(_default_name(), 0)
@@ -214,12 +215,12 @@ def _default_device(wanted: str | None) -> Any:
 
 
 @functools.cache
-def _named_device(name: str) -> Any:
+def _named_device(name: str) -> Device:
     return _device(*_parse(name))
 
 
 @functools.cache
-def _device(kind: str, index: int) -> Any:
+def _device(kind: str, index: int) -> Device:
     spec = _spec(kind)
     probe, error = _probe(spec)
     if not probe.is_available:
@@ -227,7 +228,8 @@ def _device(kind: str, index: int) -> Any:
     if index >= probe.count:
         raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
     try:
-        return resolve(spec.loader)(spec, index)
+        device: Device = resolve(spec.loader)(spec, index)
+        return device
     except Exception as error:  # somebody else's code
         raise DeviceError(f"device '{kind}:{index}' could not be made: {type(error).__name__}: {error}") from error
 
