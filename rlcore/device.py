@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlcore.launch import Launch
 from rlcore.types import (
@@ -293,7 +293,7 @@ class Collectives(Part, Protocol):
 
     def init_kwargs(
         self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """Return keyword arguments for ``torch.distributed.init_process_group``.
 
         Host tensors go through gloo beside the device's library, and the group is bound to this device.
@@ -333,7 +333,7 @@ class Collectives(Part, Protocol):
         is_high_priority: bool = False,
         is_one_host: bool = False,
         name: str = "",
-    ) -> torch.distributed.Backend | torch.distributed.ProcessGroup:
+    ) -> Any:
         """Return the library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
 
         Args:

@@ -19,6 +19,7 @@ from rlcore.bench import steps
 from rlcore.bench.cases import vllm_worker
 from rlcore.bench.cases.dense_model import Drawn
 from rlcore.bench.cases.language_model import transformers_class
+from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.meta import meta_device
@@ -148,7 +149,7 @@ def write_folder(module: Any, folder: Path) -> None:
 class VllmPair:
     """A trainer and a sampler that share devices."""
 
-    def __init__(self, model: Model, layout: Layout, device: Any) -> None:
+    def __init__(self, model: Model, layout: Layout, device: Device) -> None:
         self.device, self.layout = device, layout
         is_host = device.spec.is_host
         if is_host:
