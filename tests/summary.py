@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -84,5 +85,5 @@ def last_line(stats: dict[str, list[Any]]) -> str:
 
 
 def _reason(report: Any) -> str:
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return str(reason).removeprefix("Skipped: ")
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    return textwrap.shorten(str(reason).removeprefix("Skipped: "), 80, placeholder="...")
