@@ -1,4 +1,4 @@
-"""What can be had by name: devices, operator implementations, executors, benchmark cases.
+"""What can be had by name: devices, operator implementations, executors, launchers, benchmark cases.
 
 Filled once from the plugins, then only dictionaries: no hook is called on a hot path.
 """
@@ -48,6 +48,7 @@ class Registry:
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: dict[str, list[OpImplementation]] = field(default_factory=dict)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    launchers: dict[str, tuple[str, str]] = field(default_factory=dict)
     benchmarks: dict[str, str] = field(default_factory=dict)
     plugins: list[PluginRecord] = field(default_factory=list)
     refused_devices: dict[str, BaseException] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Registry:
             hooks.rlcore_register_devices(register=draft.device)
             hooks.rlcore_register_ops(register=draft.op)
             hooks.rlcore_register_executors(register=draft.executor)
+            hooks.rlcore_register_launchers(register=draft.launcher)
             hooks.rlcore_register_benchmarks(register=draft.benchmark)
         except (Exception, SystemExit) as error:
             self.refused_devices |= dict.fromkeys(draft.offered_devices, error)
@@ -70,6 +72,7 @@ class Registry:
         for implementation in draft.ops:
             self.ops.setdefault(implementation.op, []).append(implementation)
         self.executors |= draft.executors
+        self.launchers |= draft.launchers
         self.benchmarks |= draft.benchmarks
 
 
@@ -83,6 +86,7 @@ class _Draft:
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: list[OpImplementation] = field(default_factory=list)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    launchers: dict[str, tuple[str, str]] = field(default_factory=dict)
     benchmarks: dict[str, str] = field(default_factory=dict)
 
     def device(self, spec: DeviceSpec) -> None:
@@ -121,6 +125,13 @@ class _Draft:
         if (kind, name) in taken:
             raise PluginError(f"{kind} executor {name!r} is already registered by plugin {taken[kind, name][1]!r}")
         self.executors[kind, name] = (path, self.plugin)
+
+    def launcher(self, name: str, path: str) -> None:
+        check_import_path(path, f"launcher {name!r}")
+        taken = self.registry.launchers | self.launchers
+        if name in taken:
+            raise PluginError(f"launcher {name!r} is already registered by plugin {taken[name][1]!r}")
+        self.launchers[name] = (path, self.plugin)
 
     def benchmark(self, path: str) -> None:
         check_import_path(path, "benchmark case")
@@ -325,7 +336,7 @@ def _record_failed_probe(spec: DeviceSpec, error: BaseException) -> None:
     report_failure(records[at], Settings.from_env())
 
 
-# ---------------------------------------------------------------------------------------------- executors
+# ----------------------------------------------------------------------------------- executors, launchers
 
 
 def executor_class(kind: str, name: str) -> Any:
@@ -339,3 +350,19 @@ def executor_class(kind: str, name: str) -> Any:
         names = ", ".join(sorted(known for k, known in executors if k == kind))
         raise InvalidInputError(f"no {kind} executor {name!r}; registered: {names}")
     return resolve(executors[kind, name][0])
+
+
+def launcher_names() -> list[str]:
+    """Return the names of all registered launchers."""
+    return list(registry().launchers)
+
+
+def launcher_class(name: str) -> Any:
+    """Return the class of launcher ``name``.
+
+    Raises:
+        InvalidInputError: no such launcher.
+    """
+    if name not in registry().launchers:
+        raise InvalidInputError(f"launcher must be one of {', '.join(launcher_names())}, got {name!r}")
+    return resolve(registry().launchers[name][0])

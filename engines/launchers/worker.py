@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 import rlcore.errors
+from rlcore.device import Device
 from rlcore.engines.launchers.wire import dump_answer, load_answer
 from rlcore.engines.launchers.world import World
 from rlcore.errors import InvalidInputError, RlcoreError, WorkerError
@@ -47,6 +49,8 @@ class WorkerContext:
     """What the worker's own process calls ``device_name``, where the devices it drives are its first ones."""
     store: str = ""
     """Folder through which the workers find each other: no port is opened to the network."""
+    host: str = field(default_factory=socket.gethostname)
+    """Name of the host on which it runs."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
     is_given_up: Callable[[], bool] = _never
@@ -54,7 +58,7 @@ class WorkerContext:
     world: World = field(default_factory=World, repr=False, compare=False)
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         return get_device(self.local_name or self.device_name)
 
     @property

@@ -272,14 +272,14 @@ def test_two_engines_called_at_once_from_two_threads_do_not_cross(start_group: S
 
 
 def test_workers_share_the_processors(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.launchers.launch import _environment
+    from rlcore.engines.launchers.process import worker_environment
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     processors = len(os.sched_getaffinity(0))
     half = str(max(1, processors // 2))
-    assert _environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
-    assert _environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
-    assert "OMP_NUM_THREADS" not in _environment(["cuda:0"], owns_process=True), "vLLM decides"
+    assert worker_environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
+    assert worker_environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
+    assert "OMP_NUM_THREADS" not in worker_environment(["cuda:0"], owns_process=True), "vLLM decides"
     with start_group(Worker) as group:
         assert ask(group, "threads") == 1, "the user's own setting wins"
 
