@@ -22,6 +22,7 @@ import typer
 
 from rlcore import __version__
 from rlcore.cli_bench import bench
+from rlcore.cli_checkpoint import checkpoint
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.settings import Settings
@@ -35,6 +36,7 @@ _INTERRUPTED = 130
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(ops, name="ops")
 
 

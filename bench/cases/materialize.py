@@ -18,7 +18,7 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
 from rlcore.device import Device
-from rlcore.engines.checkpoints.tensor_file import host_pieces, write_tensors
+from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
 from rlcore.engines.sharding import local_part
 from rlcore.engines.train import TrainEngine
 
@@ -98,11 +98,11 @@ def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:
     drawn = Drawn(policy(dense, folder, device.type), torch.bfloat16, device.type)
     sums: dict[str, float] = {}
 
-    def pieces(names: list[str]) -> Iterator[Tensor]:
+    def contents(names: list[str]) -> Iterator[Iterator[Tensor]]:
         for name in names:
             tensor = drawn[name][...]
             sums[name] = float(tensor.double().sum())
-            yield from host_pieces(tensor)
+            yield host_pieces(tensor)
 
     files: list[list[str]] = [[]]
     room = _FILE_BYTES
@@ -115,7 +115,9 @@ def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:
         room -= nbytes
     for number, names in enumerate(files):
         layouts = {name: (torch.bfloat16, drawn[name].get_shape()) for name in names}
-        write_tensors(folder / f"part-{number}.safetensors", layouts, pieces(names), {"format": "pt"})
+        write_tensors(
+            folder / f"part-{number}.safetensors", layouts, contents(names), {"format": "pt"}, Stamp("0" * 12)
+        )
     return sums
 
 

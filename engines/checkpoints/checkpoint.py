@@ -8,70 +8,83 @@
 Each worker writes its parts of the tensors, and reads those that it needs, by whatever number of workers they were
 written. A new folder is filled and synced, then the manifest is replaced by rename, then the old folder goes. A kill or
 a full disk at any moment leaves the last complete checkpoint. No pickle anywhere.
+
+Manifest and files hold digests of themselves and the id of their save: what was damaged, or belongs elsewhere, is
+refused.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
-from rlcore.atomic import sync_folder, write_file
+from rlcore.atomic import sync_folder
+from rlcore.engines.checkpoints.damage import DamageError
+from rlcore.engines.checkpoints.data_folder import (
+    is_first_to_commit,
+    make_data_folder,
+    remove_data_folder,
+    remove_others,
+)
+from rlcore.engines.checkpoints.manifest import (
+    Manifest,
+    check_replaceable,
+    committed,
+    encode_manifest,
+    read_manifest,
+    write_manifest,
+)
 from rlcore.engines.checkpoints.saved_tensor import Part, SavedTensor, open_parts, write_parts
-from rlcore.engines.checkpoints.tensor_file import host_pieces
-from rlcore.errors import CheckpointError, InvalidInputError
-
-SCHEMA = "rlcore.checkpoint/3"
-_MANIFEST = "manifest.json"
-_COMMITTED_BY = "commit"
-_DATA = re.compile(r"data-[0-9a-f]{12}")
-
-
-class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    schema: str
-    data: str
-    """Name of the folder that has the files."""
-    groups: list[str]
-    """Start of the files' names, such as "weights"."""
-    num_parts: int
-    """Files of each group."""
-    state: dict[str, Any]
-    """Plain values: step, version, optimizer hyper-parameters, schedulers, the user's own."""
+from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, host_pieces
+from rlcore.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was read: tensors by group and name, and plain state."""
+    """What was opened: tensors by group and name, which stay in their files until they are read, and plain state."""
 
+    folder: Path
+    manifest: Manifest
     tensors: dict[str, dict[str, SavedTensor]]
-    state: dict[str, Any]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.manifest.state
+
+    def check_data(self, rank: int = 0, size: int = 1) -> None:
+        """Compare with their digests the data of the files that are this rank's to check, out of ``size`` ranks.
+
+        Raises:
+            CheckpointError: they differ, or cannot be read.
+            FileNotFoundError: another save has replaced the checkpoint.
+        """
+        for files in self.manifest.files(self.folder).values():
+            for file in files[rank::size]:
+                try:
+                    TensorFile(file).check_data()
+                except DamageError as error:
+                    raise damaged(self.folder, error) from error
 
 
 class Save:
     """One worker's share of a save. It writes when it likes, in any thread: whoever is the last commits."""
 
     def __init__(
-        self, folder: Path, name: str, *, rank: int, size: int, groups: Sequence[str], state: dict[str, Any]
+        self, folder: Path, stamp: Stamp, *, rank: int, size: int, groups: Sequence[str], state: dict[str, Any]
     ) -> None:
-        """The shares of all ``size`` workers have the same new ``name``, 12 hexadecimal digits, and the same state.
-
-        Raises:
-            InvalidInputError: ``state`` holds something JSON cannot.
-        """
+        """The shares of all ``size`` workers have the same new stamp, and the same state of plain values."""
         self.folder = folder
-        self.data = folder / f"data-{name}"
-        self._rank, self._size = rank, size
-        self._manifest = _encode(
-            Manifest(schema=SCHEMA, data=self.data.name, groups=list(groups), num_parts=size, state=state)
-        )
-        self._groups = groups
+        self.data = folder / f"data-{stamp.save}"
+        self._stamp, self._rank, self._size, self._groups = stamp, rank, size, groups
+        self._manifest = encode_manifest(stamp, list(groups), size, state)
+
+    def check_folder(self) -> None:
+        """Raise CheckpointError if the folder holds something of somebody else's that a save would replace."""
+        check_replaceable(self.folder)
 
     def write(
         self,
@@ -86,86 +99,60 @@ class Save:
 
         Raises:
             OSError: they could not be written.
+            CheckpointError: see ``check_folder``.
         """
-        self.data.mkdir(parents=True, exist_ok=True)
+        self.check_folder()
+        make_data_folder(self.data)
         for group, named in parts.items():
-            write_parts(self._file(group, self._rank), named, pieces)
+            write_parts(self._file(group, self._rank), named, self._stamp, pieces)
         if self._is_last():
             sync_folder(self.data)
-            write_file(self.folder / _MANIFEST, self._manifest)
-            self._remove_earlier()
+            self.check_folder()
+            previous = committed(self.folder)
+            write_manifest(self.folder, self._manifest)
+            remove_others(self.data, previous)
 
     def discard(self) -> None:
         """After one of the workers failed: what all have written goes."""
         if committed(self.folder) != self.data.name:
-            shutil.rmtree(self.data, ignore_errors=True)
+            remove_data_folder(self.data)
 
     def _file(self, group: str, rank: int) -> Path:
         return self.data / f"{group}-{rank}.safetensors"
 
     def _is_last(self) -> bool:
-        """True for one worker. Two can find all files there, if they end together."""
-        if not all(self._file(group, rank).exists() for group in self._groups for rank in range(self._size)):
-            return False
-        try:
-            os.close(os.open(self.data / _COMMITTED_BY, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
-
-    def _remove_earlier(self) -> None:
-        for found in self.folder.iterdir():
-            if _DATA.fullmatch(found.name) and found != self.data:
-                shutil.rmtree(found, ignore_errors=True)
-
-
-def committed(folder: Path) -> str:
-    """Name of the data folder of the last complete checkpoint; "" if there is none that can be read."""
-    try:
-        return _manifest(folder).data
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, CheckpointError):
-        return ""
+        files = (self._file(group, rank) for group in self._groups for rank in range(self._size))
+        return all(file.exists() for file in files) and is_first_to_commit(self.data)
 
 
 def read(folder: Path) -> Checkpoint:
-    """The last complete checkpoint in ``folder``; tensors stay in their files until they are read.
+    """Open the last complete checkpoint in ``folder``.
+
+    Its manifest and the headers of its files are right, and the parts cover every tensor exactly once. Of the data
+    nothing is read: ``check_data`` compares them.
 
     Raises:
         CheckpointError: none there, damaged, or written by another version of the format.
     """
-    from safetensors import SafetensorError
-
     try:
         while True:
-            manifest = _manifest(folder)
+            manifest = read_manifest(folder)
             try:
-                tensors = {
-                    group: open_parts(
-                        folder / manifest.data / f"{group}-{rank}.safetensors" for rank in range(manifest.num_parts)
-                    )
-                    for group in manifest.groups
-                }
+                tensors = {group: open_parts(files, manifest.stamp) for group, files in manifest.files(folder).items()}
             except FileNotFoundError:
                 if committed(folder) == manifest.data:
                     raise
                 continue  # it has just been replaced
-            return Checkpoint(tensors, manifest.state)
+            return Checkpoint(folder, manifest, tensors)
     except FileNotFoundError as error:
         raise CheckpointError(f"no complete checkpoint in {folder}: {error}") from error
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {error}") from error
+    except DamageError as error:
+        raise damaged(folder, error) from error
 
 
-def _manifest(folder: Path) -> Manifest:
-    text = (folder / _MANIFEST).read_bytes()
-    schema = msgspec.json.decode(text, type=dict[str, Any]).get("schema")
-    if schema != SCHEMA:
-        raise CheckpointError(f"{folder} has the format {schema!r}; this rlcore reads {SCHEMA!r}")
-    return msgspec.json.decode(text, type=Manifest)
-
-
-def _encode(manifest: Manifest) -> bytes:
-    try:
-        return msgspec.json.format(msgspec.json.encode(manifest))
-    except TypeError as error:
-        raise InvalidInputError(f"a checkpoint's state must be plain values that JSON can hold: {error}") from error
+def damaged(folder: Path, error: DamageError) -> CheckpointError:
+    """Return what is said of a checkpoint with damage."""
+    return CheckpointError(
+        f"the checkpoint {folder} is damaged: {error}; use another checkpoint "
+        f"(`rlcore checkpoint verify {folder}` checks every file)"
+    )

@@ -6,13 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from rlcore.arguments import FLAG, PATH, kind_of, optional, takes
+from rlcore.arguments import FLAG, PATH, Kind, kind_of, optional, takes
+from rlcore.engines.checkpoints.digest import ALGORITHMS, Algorithm
 from rlcore.engines.checkpoints.pending_save import PendingSave
+from rlcore.engines.checkpoints.plain_values import plain_copy
 from rlcore.engines.engine import Engine
 from rlcore.engines.residency import State
 from rlcore.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
+_DIGEST = Kind("'xxh3_128' or 'sha256'", lambda value: isinstance(value, str) and value in ALGORITHMS)
 
 
 class CheckpointedEngine(Engine):
@@ -27,35 +30,55 @@ class CheckpointedEngine(Engine):
 
     @overload
     def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[True] = True
+        self,
+        folder: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        blocking: Literal[True] = True,
+        digest: Algorithm = "xxh3_128",
     ) -> float: ...
     @overload
     def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: Literal[False]
+        self,
+        folder: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        blocking: Literal[False],
+        digest: Algorithm = "xxh3_128",
     ) -> PendingSave: ...
-    @takes("save()", folder=PATH, extra=optional(kind_of("a dict", dict)), blocking=FLAG)
+    @takes("save()", folder=PATH, extra=optional(kind_of("a dict", dict)), blocking=FLAG, digest=_DIGEST)
     def save(
-        self, folder: str | Path, extra: dict[str, Any] | None = None, *, blocking: bool = True
+        self,
+        folder: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        blocking: bool = True,
+        digest: Algorithm = "xxh3_128",
     ) -> float | PendingSave:
         """Write weights, optimizers, schedulers and random states; on failure the previous checkpoint stays.
 
         Args:
-            extra: plain values of your own (step, data position), returned by ``load``.
+            extra: plain values of your own (step, data position), which ``load`` returns as they are: None, bool, int,
+                finite float, str, and lists and dicts of these with keys of str.
             blocking: False copies the state to host memory and returns; it is written in the background. The next
                 ``save``, ``load``, ``restart`` or ``close`` waits for that.
+            digest: by which ``load`` finds damage, in every file: "xxh3_128", which costs next to nothing, or "sha256".
 
         Returns:
             Seconds taken; without ``blocking`` a handle to wait with.
 
         Raises:
-            CheckpointError: it could not be written, or the host has no memory for the copy; or an earlier save failed
-                in the background, and nothing is written now.
+            InvalidInputError: a value in ``extra`` would not come back equal.
+            CheckpointError: it could not be written, or the host has no memory for the copy; the folder has a
+                ``manifest.json`` of somebody else's; or an earlier save failed in the background, and nothing is
+                written now.
         """
         for tag in ("weights", "optimizer"):
             self._require(tag, "save()")
+        kept = plain_copy(extra or {}, "extra")
         self._settle_save()
         folder = Path(folder)
-        data, seconds = self._call("save", folder, extra or {}, blocking)[0]
+        data, seconds = self._call("save", folder, kept, blocking, digest)[0]
         if blocking:
             self._last_checkpoint = folder
             return float(seconds)
@@ -105,8 +128,10 @@ class CheckpointedEngine(Engine):
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where ``save`` was called; returns its ``extra``.
 
+        The workers first compare all of the checkpoint with its digests, each a share of it.
+
         Raises:
-            CheckpointError: missing, damaged, or of another model; nothing is changed then.
+            CheckpointError: missing, damaged, or of another model; names the file, and no worker has changed anything.
         """
         self._require("weights", "load()", may_be_empty=True)
         if self._residency.states["optimizer"] is State.OFFLOADED:
@@ -119,17 +144,21 @@ class CheckpointedEngine(Engine):
         self._last_checkpoint = Path(folder)
         return extra
 
-    @takes("export()", folder=PATH)
-    def export(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+    @takes("export()", folder=PATH, digest=_DIGEST)
+    def export(
+        self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000, digest: Algorithm = "xxh3_128"
+    ) -> None:
         """Write a Hugging Face model folder that ``AutoModelForCausalLM`` and inference engines load.
 
         The weights are gathered one at a time: the host needs memory for one, not for a file.
 
         Args:
             max_shard_bytes: the most weights in one file; a weight that is larger has one of its own.
+            digest: of every file, for ``rlcore checkpoint verify``: "xxh3_128" or "sha256".
 
         Raises:
-            CheckpointError: the folder is not empty, or could not be written.
+            CheckpointError: the folder could not be written; or it has files that no export wrote, or those that the
+                module's weights are read from, and is as it was.
         """
         self._require("weights", "export()")
-        self._call("export", Path(folder), max_shard_bytes)
+        self._call("export", Path(folder), max_shard_bytes, digest)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
-from rlcore.atomic import write_file
-from rlcore.engines.checkpoints.tensor_file import Layout, host_pieces, write_tensors
+from rlcore.atomic import sync_folder, write_file
+from rlcore.engines.checkpoints.export_record import check_free, write_record
+from rlcore.engines.checkpoints.tensor_file import Layout, Stamp, host_pieces, write_tensors
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole
@@ -19,12 +22,18 @@ from rlcore.weights.view import whole
 _INDEX = "model.safetensors.index.json"
 
 
-def export(module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: bool) -> None:
+def export(
+    module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: bool, algorithm: str = "xxh3_128"
+) -> None:
     """All workers call it together; the one that ``writes`` holds one weight at a time in host memory.
+
+    Args:
+        algorithm: of the digests.
 
     Raises:
         InvalidInputError: ``max_shard_bytes`` is no positive whole number.
-        CheckpointError: the folder holds something else than a model, or could not be written.
+        CheckpointError: the folder holds files that no export wrote or that the module is read from, or could not be
+            written.
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InvalidInputError(f"max_shard_bytes must be a whole number of at least 1, got {max_shard_bytes!r}")
@@ -32,10 +41,41 @@ def export(module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: b
     weights = _gathered(module, layouts)
     try:
         if writes:
-            _replace_folder(folder, lambda new: _write(module, new, _shards(layouts, max_shard_bytes), weights))
+            _export(module, folder, _shards(layouts, max_shard_bytes), weights, Stamp(uuid.uuid4().hex[:12], algorithm))
     finally:
         for _ in weights:  # the other workers gather all of them, also when this one could not write
             pass
+
+
+def _export(
+    module: TrainModule,
+    folder: Path,
+    shards: list[dict[str, Layout]],
+    weights: Iterator[tuple[str, Tensor]],
+    stamp: Stamp,
+) -> None:
+    try:
+        target = _resolved(folder)
+        _check_is_not_source(target, module)
+        check_free(target)
+        _replace_folder(target, lambda new: _write(module, new, shards, weights, stamp))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+
+
+def _resolved(folder: Path) -> Path:
+    """A link stays, and what it points to is replaced."""
+    try:
+        return folder.resolve()
+    except RuntimeError as error:  # as some versions of Python say it
+        raise OSError(errno.ELOOP, str(error)) from error
+
+
+def _check_is_not_source(folder: Path, module: TrainModule) -> None:
+    """Raise CheckpointError if the module's weights are read from there: a restart reads them again."""
+    source = module.materialization_source()
+    if isinstance(source, Path) and folder in (source.resolve(), *source.resolve().parents):
+        raise CheckpointError(f"{folder} holds the files that this module is read from; export to another folder")
 
 
 def _gathered(module: TrainModule, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
@@ -66,23 +106,28 @@ def _nbytes(layout: Layout) -> int:
 
 
 def _write(
-    module: TrainModule, folder: Path, shards: list[dict[str, Layout]], weights: Iterator[tuple[str, Tensor]]
+    module: TrainModule,
+    folder: Path,
+    shards: list[dict[str, Layout]],
+    weights: Iterator[tuple[str, Tensor]],
+    stamp: Stamp,
 ) -> None:
     files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = ["model.safetensors"]
     for file, layouts in zip(files, shards, strict=True):
-        write_tensors(folder / file, layouts, _pieces(layouts, weights), {"format": "pt"})
+        write_tensors(folder / file, layouts, _contents(layouts, weights), {"format": "pt"}, stamp)
     if len(shards) > 1:
         write_file(folder / _INDEX, _index(dict(zip(files, shards, strict=True))))
     module.export_config(folder)
+    write_record(folder, files, stamp)
 
 
-def _pieces(layouts: Mapping[str, Layout], weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+def _contents(layouts: Mapping[str, Layout], weights: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[Tensor]]:
     for expected in layouts:
         name, tensor = next(weights)
         assert name == expected, f"named_weights() gave {name} where weight_views() has {expected}"
-        yield from host_pieces(tensor)
+        yield host_pieces(tensor)
 
 
 def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
@@ -99,20 +144,15 @@ def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make ``folder`` what ``write`` writes; a model folder that is there is replaced once the new one is whole."""
-    try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-            raise CheckpointError(
-                f"{folder} is not empty and holds no model (no config.json); export to another folder"
-            )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-            new, old = Path(temporary, "new"), Path(temporary, "old")
-            new.mkdir()
-            write(new)
-            _swap(new, folder, old)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+    """Make ``folder`` what ``write`` writes; an earlier export there is replaced once the new one is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        new, old = Path(temporary, "new"), Path(temporary, "old")
+        new.mkdir()
+        write(new)
+        check_free(folder)  # again: it took a while
+        _swap(new, folder, old)
+    sync_folder(folder.parent)
 
 
 def _swap(new: Path, folder: Path, old: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlcore.engines.checkpoints.checkpoint import committed
+from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, RlcoreError
 
 _POLL_S = 0.05

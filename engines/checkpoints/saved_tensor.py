@@ -6,7 +6,10 @@ metadata, and torch's own ``HuggingFaceStorageReader`` reads them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +17,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlcore.engines.checkpoints.tensor_file import file_order, host_pieces, write_tensors
+from rlcore.engines.checkpoints.damage import DamageError, damage_of
+from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, file_order, host_pieces, write_tensors
 from rlcore.engines.sharding import is_first_copy, local_part, own_box
+from rlcore.nn import safetensors_library
 
 _OFFSETS = "DCP_SHARDING_INFO"
+_SHAPES = "rlcore.shapes"
+"""Of the whole tensors, by name."""
 _METADATA = {"DCP_VERSION": "1.0", "format": "pt"}
 OF_EACH_RANK = "rank-"
 """Start of the names of tensors that each rank has for itself."""
@@ -34,6 +41,8 @@ class Part(NamedTuple):
     """Contiguous."""
     offset: list[int]
     """Of its first element in the whole tensor."""
+    shape: Sequence[int]
+    """Of the whole tensor."""
 
 
 class SavedTensor:
@@ -41,14 +50,26 @@ class SavedTensor:
 
     def __init__(self) -> None:
         self._parts: list[tuple[list[int], Any]] = []
+        self._shapes: set[tuple[int, ...]] = set()
 
-    def add_part(self, offset: list[int], found: Any) -> None:
+    def add_part(self, offset: list[int], shape: Sequence[int] | None, found: Any) -> None:
+        """``shape`` is that of the whole tensor, None in files that do not tell it."""
         self._parts.append((offset, found))
+        if shape is not None:
+            self._shapes.add(tuple(shape))
 
     @property
     def shape(self) -> torch.Size:
+        if self._shapes:
+            return torch.Size(next(iter(self._shapes)))
         ends = [_end(offset, found) for offset, found in self._parts]
         return torch.Size(map(max, *ends) if len(ends) > 1 else ends[0])
+
+    def is_whole(self) -> bool:
+        """Return True if the parts agree on what the tensor is, and cover every element exactly once."""
+        if len(self._shapes) > 1 or len({found.get_dtype() for _, found in self._parts}) > 1:
+            return False
+        return covers_once(self.shape, [(offset, _end(offset, found)) for offset, found in self._parts])
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
         """That slice of every dimension (None is all), in the dtype of the file, in memory of its own."""
@@ -78,10 +99,31 @@ def _end(offset: list[int], found: Any) -> list[int]:
     return [start + size for start, size in zip(offset, found.get_shape(), strict=True)]
 
 
+def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return True if every element of a tensor is in exactly one box, and no box is elsewhere.
+
+    The sides of all boxes cut the tensor into cells, each of which must be in one box.
+
+    Args:
+        boxes: first index and end, in every dimension.
+    """
+    if any(len(start) != len(shape) or len(end) != len(shape) for start, end in boxes):
+        return False
+    cuts = [sorted({0, size, *(side[dim] for box in boxes for side in box)}) for dim, size in enumerate(shape)]
+    if any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape, strict=True)):
+        return False
+    numbers = [{side: number for number, side in enumerate(cut)} for cut in cuts]
+    taken: Counter[tuple[int, ...]] = Counter()
+    for start, end in boxes:
+        sides = zip(numbers, start, end, strict=True)
+        taken.update(itertools.product(*(range(number[a], number[b]) for number, a, b in sides)))
+    return set(taken.values()) <= {1} and len(taken) == math.prod(len(cut) - 1 for cut in cuts)
+
+
 def parts_of(named: Mapping[str, Tensor]) -> dict[str, Part]:
     """What this rank holds of each tensor and is to write: nothing of those that another rank holds too and writes."""
     own = {
-        name: Part(local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)])
+        name: Part(local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)], tensor.shape)
         for name, tensor in named.items()
         if is_first_copy(tensor) or name.startswith(OF_EACH_RANK)
     }
@@ -89,7 +131,10 @@ def parts_of(named: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def write_parts(
-    file: Path, parts: Mapping[str, Part], pieces: Callable[[Tensor], Iterable[Tensor]] = host_pieces
+    file: Path,
+    parts: Mapping[str, Part],
+    stamp: Stamp,
+    pieces: Callable[[Tensor], Iterable[Tensor]] = host_pieces,
 ) -> None:
     """Write what ``parts_of`` gave.
 
@@ -98,18 +143,38 @@ def write_parts(
     """
     layouts = {name: (part.tensor.dtype, part.tensor.shape) for name, part in parts.items()}
     offsets = msgspec.json.encode({name: _Offsets(part.offset) for name, part in parts.items()}).decode()
-    stream = (piece for part in parts.values() for piece in pieces(part.tensor))
-    write_tensors(file, layouts, stream, _METADATA | {_OFFSETS: offsets})
+    shapes = msgspec.json.encode({name: list(part.shape) for name, part in parts.items()}).decode()
+    contents = (pieces(part.tensor) for part in parts.values())
+    write_tensors(file, layouts, contents, _METADATA | {_OFFSETS: offsets, _SHAPES: shapes}, stamp)
 
 
-def open_parts(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """The tensors of several files by name; nothing of them is read yet."""
-    from safetensors import safe_open
+def open_parts(files: Sequence[Path], stamp: Stamp | None) -> dict[str, SavedTensor]:
+    """The tensors of several files by name; nothing of their data is read yet.
 
+    Args:
+        stamp: what each file must say of itself; None if they have no digests.
+
+    Raises:
+        DamageError: a header is not what was written, or the parts of a tensor are not all of it, each once.
+        FileNotFoundError: a file is not there.
+    """
     found: dict[str, SavedTensor] = {}
     for file in files:
-        opened: Any = safe_open(file, framework="pt", device="cpu")
-        offsets = msgspec.json.decode((opened.metadata() or {}).get(_OFFSETS, "{}"), type=dict[str, _Offsets])
-        for name, part in offsets.items():
-            found.setdefault(name, SavedTensor()).add_part(part.saved_offsets, opened.get_slice(name))
+        with damage_of(file):
+            _add_parts(file, stamp, found)
+    for name, tensor in found.items():
+        if not tensor.is_whole():
+            among = f"{files[0].name} to {files[-1].name}" if len(files) > 1 else files[0].name
+            raise DamageError(files[0].parent, f"the parts of {name} in {among} do not cover it exactly once")
     return found
+
+
+def _add_parts(file: Path, stamp: Stamp | None, found: dict[str, SavedTensor]) -> None:
+    header = TensorFile(file)
+    if stamp is not None:
+        header.check_origin(stamp)
+    opened: Any = safetensors_library().safe_open(file, framework="pt", device="cpu")
+    offsets = msgspec.json.decode(header.metadata.get(_OFFSETS, "{}"), type=dict[str, _Offsets])
+    shapes = msgspec.json.decode(header.metadata.get(_SHAPES, "{}"), type=dict[str, list[int]])
+    for name, part in offsets.items():
+        found.setdefault(name, SavedTensor()).add_part(part.saved_offsets, shapes.get(name), opened.get_slice(name))

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlcore.engines.checkpoints.checkpoint import Save, committed
+from rlcore.engines.checkpoints.checkpoint import Save
+from rlcore.engines.checkpoints.manifest import committed
 from rlcore.engines.checkpoints.saved_tensor import parts_of
+from rlcore.engines.checkpoints.tensor_file import Stamp
 from rlcore.engines.checkpoints.train_state import Captured
 from rlcore.engines.offload.snapshot import Snapshot
 from rlcore.errors import CheckpointError, DeviceError
@@ -39,19 +41,23 @@ class Saver:
         self._device = device
         self._background: _Background | None = None
 
-    def save(self, folder: Path, captured: Captured, *, blocking: bool) -> tuple[str, float]:
+    def save(
+        self, folder: Path, captured: Captured, *, blocking: bool, algorithm: str = "xxh3_128"
+    ) -> tuple[str, float]:
         """Name of the checkpoint's data, and seconds; of one in the background until training can go on.
 
+        Args:
+            algorithm: of the digests.
+
         Raises:
-            InvalidInputError: the state holds something JSON cannot.
-            CheckpointError: a worker could not write, or has no host memory for a copy.
+            CheckpointError: a worker could not write, or has no host memory for a copy; or the folder is not free.
         """
         started = time.perf_counter()
         self.end()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         save = Save(
             folder,
-            self._agreed_name(),
+            Stamp(self._agreed_name(), algorithm),
             rank=rank,
             size=size,
             groups=list(captured.tensors),
@@ -59,6 +65,7 @@ class Saver:
         )
         with ExitStack() as undo:
             with self._together(save):
+                save.check_folder()
                 parts = {group: parts_of(named) for group, named in captured.tensors.items()}
                 if blocking:
                     save.write(parts)

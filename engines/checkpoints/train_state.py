@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-import logging
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
-from rlcore.engines.checkpoints.saved_tensor import OF_EACH_RANK, SavedTensor
+from rlcore.engines.checkpoints.damage import DamageError, damage_of
+from rlcore.engines.checkpoints.manifest import NAME as MANIFEST
+from rlcore.engines.checkpoints.plain_values import tagged, untagged
+from rlcore.engines.checkpoints.random_states import random_states, random_states_of, setter_of_random_states
+from rlcore.engines.checkpoints.saved_tensor import SavedTensor
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.sharding import like, local_part, own_box
 from rlcore.errors import CheckpointError
 from rlcore.weights.adapters import adapter_names
 
-_log = logging.getLogger(__name__)
+_GROUPS = ("weights", "optimizer", "rng")
+
+
+class OptimizerState(msgspec.Struct):
+    """One optimizer's plain values."""
+
+    values: dict[int, dict[str, Any]]
+    """By the parameter's number and the value's name."""
+    groups: list[dict[str, Any]]
+
+
+class PlainState(msgspec.Struct):
+    """What a training checkpoint has beside tensors."""
+
+    optimizers: dict[str, OptimizerState]
+    schedulers: dict[str, dict[str, Any]]
+    random_states_of: str
+    """Number and kind of the workers."""
+    extra: dict[str, Any]
+    """The user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """What a module is to have: all of it has been found right for it."""
+
+    tensors: Mapping[str, Mapping[str, SavedTensor]]
+    plain: PlainState
+    set_random_states: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,97 +74,102 @@ def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
 
 
 def capture(module: nn.Module, device: Any) -> Captured:
-    """Weights, optimizers, schedulers and random generators."""
+    """Weights, optimizers, schedulers and random generators.
+
+    Raises:
+        InvalidInputError: an optimizer or a scheduler has a state that would not come back equal.
+    """
     optimizer_tensors: dict[str, Tensor] = {}
     optimizer_values: dict[str, Any] = {}
     for name, optimizer in optimizers_of(module).items():
         optimizer_values[name] = _split_optimizer(name, optimizer, optimizer_tensors)
     return Captured(
-        tensors={"weights": dict(_named_values(module)), "optimizer": optimizer_tensors, "rng": _random_states(device)},
+        tensors={"weights": dict(_named_values(module)), "optimizer": optimizer_tensors, "rng": random_states(device)},
         state={
-            "optimizers": optimizer_values,
-            "schedulers": {name: _plain(value.state_dict()) for name, value in schedulers_of(module).items()},
-            "random_states_of": _random_states_of(device),
+            "optimizers": tagged(optimizer_values, "optimizers"),
+            "schedulers": tagged(
+                {name: _plain(value.state_dict()) for name, value in schedulers_of(module).items()}, "schedulers"
+            ),
+            "random_states_of": random_states_of(device),
         },
     )
 
 
-def _world() -> tuple[int, int]:
-    """Rank and size."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def check(checkpoint: Checkpoint, module: nn.Module, device: Any) -> TrainState:
+    """Find out whether all of the checkpoint can be put into this module; nothing is changed.
 
-
-def _random_states(device: Any) -> dict[str, Tensor]:
-    """Of this rank; Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given."""
-    _, internal, gauss = random.getstate()
-    states = {
-        "cpu": torch.get_rng_state(),
-        "device": device.rng_state(),
-        "python": torch.tensor(internal),
-        "gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
-    return {f"{OF_EACH_RANK}{_world()[0]}-{name}": value for name, value in states.items()}
-
-
-def _random_states_of(device: Any) -> str:
-    """What they can be given back to."""
-    size = _world()[1]
-    return f"{size} {device.type} worker{'s' * (size > 1)}"
-
-
-def _restore_random_states(checkpoint: Checkpoint, device: Any) -> None:
-    rank, size = _world()
-    if (saved := checkpoint.state["random_states_of"]) != (now := _random_states_of(device)):
-        _log.warning(
-            "the checkpoint is of %s, and this engine has %s: random generators start from new seeds", saved, now
-        )
-        first = checkpoint.tensors["rng"][f"{OF_EACH_RANK}0-python"].read()
-        seed = int(first[0]) * size + rank
-        torch.manual_seed(seed)
-        random.seed(seed)
-        return
-    states = {
-        name: checkpoint.tensors["rng"][f"{OF_EACH_RANK}{rank}-{name}"].read()
-        for name in ("cpu", "device", "python", "gauss")
-    }
-    torch.set_rng_state(states["cpu"])
-    device.set_rng_state(states["device"])
-    gauss = states["gauss"].tolist()
-    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
-
-
-def check(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise CheckpointError, before anything is changed, unless the checkpoint is one of this module."""
+    Raises:
+        DamageError: it has not what a training checkpoint has.
+        CheckpointError: it is one of another module.
+    """
+    manifest = checkpoint.folder / MANIFEST
+    if missing := [group for group in _GROUPS if group not in checkpoint.tensors]:
+        raise DamageError(manifest, f"its groups must be {', '.join(_GROUPS)}; it has no {missing[0]}")
+    with damage_of(manifest):
+        plain = msgspec.convert(_untagged(checkpoint), PlainState, str_keys=True)
     if found := mismatch(dict(_named_values(module)), checkpoint.tensors["weights"]):
         raise CheckpointError(f"the checkpoint is of another model than {type(module).__name__}: {found}")
-    held = {"optimizers": optimizers_of(module).keys(), "schedulers": schedulers_of(module).keys()}
-    for kind, names in held.items():
-        if (saved := checkpoint.state[kind].keys()) != names:
-            raise CheckpointError(f"the checkpoint has the {kind} {sorted(saved)}; the module has {sorted(names)}")
+    _check_names("optimizers", plain.optimizers.keys(), optimizers_of(module).keys())
+    _check_names("schedulers", plain.schedulers.keys(), schedulers_of(module).keys())
     for name, optimizer in optimizers_of(module).items():
-        own = _group_sizes(optimizer.param_groups)
-        given = _group_sizes(checkpoint.state["optimizers"][name]["groups"])
-        if own != given:
-            raise CheckpointError(
-                f"{name} of the checkpoint has groups of {given} parameters; that of the module has {own}"
-            )
+        _check_optimizer(name, optimizer, plain.optimizers[name], manifest)
+    _check_optimizer_tensors(checkpoint.tensors["optimizer"], optimizers_of(module))
+    return TrainState(
+        checkpoint.tensors,
+        plain,
+        setter_of_random_states(checkpoint.tensors["rng"], plain.random_states_of, device),
+    )
 
 
-def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
+def _untagged(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The user's values, and all of the format before, have no tags."""
+    if checkpoint.manifest.stamp is None:
+        return checkpoint.state
+    return {key: value if key == "extra" else untagged(value) for key, value in checkpoint.state.items()}
+
+
+def _check_names(kind: str, saved: Collection[str], held: Collection[str]) -> None:
+    if saved != held:
+        raise CheckpointError(f"the checkpoint has the {kind} {sorted(saved)}; the module has {sorted(held)}")
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, saved: OptimizerState, manifest: Path) -> None:
+    with damage_of(manifest):
+        given = [len(group.params) for group in msgspec.convert(saved.groups, list[_Group])]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if own != given:
+        raise CheckpointError(
+            f"{name} of the checkpoint has groups of {given} parameters; that of the module has {own}"
+        )
+    if unknown := [index for index in saved.values if not 0 <= index < sum(own)]:
+        raise DamageError(manifest, f"{name} has values of parameter {unknown[0]}, and {sum(own)} parameters")
+
+
+class _Group(msgspec.Struct):
+    params: list[int]
+
+
+def _check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mapping[str, Optimizer]) -> None:
+    counts = {name: sum(len(group["params"]) for group in held.param_groups) for name, held in optimizers.items()}
+    for path in saved:
+        match path.split("/"):
+            case [name, index, _] if name in counts and index.isdecimal() and int(index) < counts[name]:
+                continue
+        raise DamageError(
+            Path("optimizer-*.safetensors"), f"{path!r} names no tensor of the optimizers {sorted(optimizers)}"
+        )
 
 
 @torch.no_grad()
-def restore(checkpoint: Checkpoint, module: nn.Module, device: Any) -> None:
-    """Put a checked checkpoint back, values in place."""
-    saved = checkpoint.tensors["weights"]
-    for name, value in _named_values(module):
-        local_part(value).copy_(saved[name].read(own_box(value)))
-    for name, optimizer in optimizers_of(module).items():
-        optimizer.load_state_dict(_join_optimizer(name, optimizer, checkpoint))
+def restore(state: TrainState, module: nn.Module) -> None:
+    """Put a checked state back, values in place."""
+    for name, optimizer in optimizers_of(module).items():  # first: a class of the user's may refuse what it is given
+        optimizer.load_state_dict(_join_optimizer(name, optimizer, state))
     for name, scheduler in schedulers_of(module).items():
-        scheduler.load_state_dict(checkpoint.state["schedulers"][name])
-    _restore_random_states(checkpoint, device)
+        scheduler.load_state_dict(state.plain.schedulers[name])
+    for name, value in _named_values(module):
+        local_part(value).copy_(state.tensors["weights"][name].read(own_box(value)))
+    state.set_random_states()
 
 
 def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -164,15 +200,15 @@ def _split_optimizer(name: str, optimizer: Optimizer, tensors: dict[str, Tensor]
     return {"values": plain, "groups": [_plain(group) for group in state["param_groups"]]}
 
 
-def _join_optimizer(name: str, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
-    saved = checkpoint.state["optimizers"][name]
+def _join_optimizer(name: str, optimizer: Optimizer, checked: TrainState) -> dict[str, Any]:
+    saved = checked.plain.optimizers[name]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in saved["values"].items()}
-    for path, tensor in checkpoint.tensors["optimizer"].items():
+    state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in saved.values.items()}
+    for path, tensor in checked.tensors["optimizer"].items():
         owner, index, key = path.split("/")
         if owner == name:
             state.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], tensor)
-    groups = [{key: _tupled(key, value) for key, value in group.items()} for group in saved["groups"]]
+    groups = [{key: _tupled(key, value) for key, value in group.items()} for group in saved.groups]
     return {"state": state, "param_groups": groups}
 
 
@@ -188,5 +224,5 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tupled(key: str, value: Any) -> Any:
-    # JSON has no tuples; torch compares betas by unpacking, yet writes them back as given
+    # in rlcore.checkpoint/3 they are a list
     return tuple(value) if key == "betas" else value

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.engines.checkpoints import checkpoint, train_state
+from rlcore.engines.checkpoints import train_state
+from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
+from rlcore.engines.checkpoints.loading import agreed
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
@@ -28,8 +30,8 @@ from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.engines.sync.parties import call_each
 from rlcore.engines.sync.sender import Sender
 from rlcore.engines.train_step import LossOptions, ScoreOptions, StepOptions, evaluate, score, train_step
-from rlcore.engines.weight_source import open_weights
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.engines.weight_source import WeightSource, open_weights
+from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
@@ -182,11 +184,12 @@ class Fsdp2Worker(Worker):
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
-    def save(self, folder: Path, extra: dict[str, Any], blocking: bool) -> tuple[str, float]:
+    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
         """See ``Saver.save``."""
         reshard(self.module)
         captured = train_state.capture(self.module, self.device)
-        return self._saver.save(folder, replace(captured, state=captured.state | {"extra": extra}), blocking=blocking)
+        captured = replace(captured, state=captured.state | {"extra": extra})
+        return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
 
     def end_save(self) -> float | None:
         return self._saver.end()
@@ -196,22 +199,34 @@ class Fsdp2Worker(Worker):
 
     def load(self, folder: Path) -> dict[str, Any]:
         """The ``extra`` that was saved."""
-        saved = checkpoint.read(folder)
         reshard(self.module)
-        train_state.check(saved, self.module)
+        frozen = train_state.unsaved(self.module)
+
+        def look(saved: Checkpoint) -> tuple[train_state.TrainState, WeightSource | None]:
+            state = train_state.check(saved, self.module, self.device)
+            return state, open_weights(self.module, self._sharding.torch_dtype) if frozen else None
+
+        state, base = agreed(folder, self.device, look)
         self._sender.revoke()
         self._residents["weights"].forget()
         self._residents["optimizer"].forget()
-        if frozen := train_state.unsaved(self.module):
-            read_again(self.module, open_weights(self.module, self._sharding.torch_dtype), frozen)
-        train_state.restore(saved, self.module, self.device)
-        extra: dict[str, Any] = saved.state["extra"]
-        return extra
+        try:
+            if base is not None:
+                read_again(self.module, base, frozen)
+            train_state.restore(state, self.module)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is right, and yet this worker could not take all of it: "
+                f"{type(error).__name__}: {error}; call load() again, or restart(): until then some of its weights and "
+                "optimizer states are the checkpoint's and some are not"
+            ) from error
+        return state.plain.extra
 
-    def export(self, folder: Path, max_shard_bytes: int) -> None:
+    def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
         """The first worker writes."""
         reshard(self.module)
-        export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=self._context.rank == 0)
+        writes = self._context.rank == 0
+        export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=writes, algorithm=algorithm)
 
     def close(self) -> None:
         self._saver.wait()

@@ -70,6 +70,9 @@ class Large(TrainModule):
         for number in range(64):
             self.register_parameter(f"w{number:02}", torch.nn.Parameter(torch.empty(1 << 20, device="meta")))
 
+    def materialization_source(self) -> dict[str, Tensor]:
+        return {}
+
     def named_weights(self, *_: Any) -> Iterator[tuple[str, Tensor]]:
         for number in range(64):
             yield f"w{number:02}", torch.full((1 << 20,), float(number))
@@ -115,6 +118,9 @@ def test_weights_of_several_widths_are_aligned(tmp_path: Path) -> None:
             for name, dtype in (("a", torch.bfloat16), ("b", torch.float32), ("c", torch.uint8), ("d", torch.float64)):
                 value = torch.arange(3).to(dtype)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+        def materialization_source(self) -> dict[str, Tensor]:
+            return {}
 
     export(Mixed(), tmp_path / "model", max_shard_bytes=1 << 20, writes=True)
     found = load_file(tmp_path / "model" / "model.safetensors")

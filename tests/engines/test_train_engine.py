@@ -689,7 +689,7 @@ def test_missing_and_damaged_checkpoints_are_refused(engine: rlcore.TrainEngine,
 
 
 def test_what_json_cannot_hold_is_refused_before_writing(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="a checkpoint's state must be plain values"):
+    with pytest.raises(InvalidInputError, match=r"save\(\) cannot keep extra\['step'\] = <object object"):
         engine.save(tmp_path, {"step": object()})
     assert list(tmp_path.iterdir()) == []
 
@@ -741,7 +741,7 @@ def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path
     assert rlcore.InferenceEngine(tmp_path / "model").build(devices="cpu").generate(["1+1="], {"temperature": 0})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="is not empty and holds no model"):
+    with pytest.raises(CheckpointError, match="is not empty, and no export of rlcore wrote it"):
         engine.export(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"cannot write the model to .*notes.txt: .*Not a directory"):
         engine.export(tmp_path / "other" / "notes.txt")

@@ -1,0 +1,33 @@
+"""What is wrong with a file that is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from rlcore.nn import safetensors_library
+
+
+class DamageError(Exception):
+    """A file is not what was written. Whoever opened the checkpoint says of which one, in a CheckpointError."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = str(why)
+
+
+@contextmanager
+def damage_of(path: Path) -> Iterator[None]:
+    """Raise what readers say of damaged files as DamageError; a file that is not there stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except RecursionError as error:
+        raise DamageError(path, "it is nested too deeply") from error
+    except (OSError, msgspec.DecodeError, safetensors_library().SafetensorError) as error:
+        raise DamageError(path, error) from error

@@ -1,0 +1,151 @@
+"""The file in an exported model folder that tells which files the export wrote, and digests of them.
+
+What it does not name is somebody else's, and a folder with such files is not replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rlcore.atomic import sync_folder, write_file
+from rlcore.engines.checkpoints.damage import DamageError, damage_of
+from rlcore.engines.checkpoints.digest import ALGORITHMS, blank, digest_of, is_sealed, sealed
+from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile
+from rlcore.errors import CheckpointError
+
+SCHEMA = "rlcore.export/1"
+NAME = "rlcore-export.json"
+_SHOWN = 3
+
+
+class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    schema: str
+    seal: str
+    """Digest of this file, of the text in which this is all zeros."""
+    algorithm: str
+    """Of all digests."""
+    save: str
+    """Id of the export, which stands in the weight files too."""
+    weights: list[str]
+    """Names of the files with weights, which hold digests of their own."""
+    others: dict[str, str]
+    """Digest of each other file, by its path in the folder."""
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.save, self.algorithm)
+
+    def check_file(self, folder: Path, name: str) -> None:
+        """Compare one of the files with its digests.
+
+        Raises:
+            DamageError: it differs, or cannot be read.
+            FileNotFoundError: it is not there.
+        """
+        path = folder / name
+        if name in self.weights:
+            file = TensorFile(path)
+            file.check_origin(self.stamp)
+            file.check_data()
+            return
+        with damage_of(path):
+            if digest_of(path.read_bytes(), self.algorithm) != self.others[name]:
+                raise DamageError(path, "it differs from its digest")
+
+
+def write_record(folder: Path, weights: list[str], stamp: Stamp) -> None:
+    """Write it beside the files of a new export, and see that these are on disk."""
+    others = sorted(name for name in _files(folder) if name not in (*weights, NAME) and (folder / name).is_file())
+    for name in others:
+        _sync(folder / name)
+    record = Record(
+        schema=SCHEMA,
+        seal=blank(stamp.algorithm),
+        algorithm=stamp.algorithm,
+        save=stamp.save,
+        weights=weights,
+        others={name: digest_of((folder / name).read_bytes(), stamp.algorithm) for name in others},
+    )
+    write_file(folder / NAME, sealed(msgspec.json.format(msgspec.json.encode(record)) + b"\n", stamp.algorithm))
+    sync_folder(folder)
+
+
+def read_record(folder: Path) -> Record:
+    """Read and check it.
+
+    Raises:
+        DamageError: it is not what was written.
+        FileNotFoundError: no export wrote this folder.
+    """
+    path = folder / NAME
+    with damage_of(path):
+        text = path.read_bytes()
+        record = msgspec.json.decode(text, type=Record)
+        if record.schema != SCHEMA:
+            raise DamageError(path, f"its schema is {record.schema!r}; this rlcore reads {SCHEMA!r}")
+        if record.algorithm not in ALGORITHMS or not is_sealed(text, record.seal, record.algorithm):
+            raise DamageError(path, "it differs from the digest in it")
+        if outside := [name for name in (*record.weights, *record.others) if not _is_inside(name)]:
+            raise DamageError(path, f"its files must be in its folder, and {outside[0]!r} is not")
+    return record
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def check_free(folder: Path) -> None:
+    """Raise CheckpointError unless the folder is absent, empty, or holds what an export wrote and nothing else.
+
+    Raises:
+        OSError: it is no folder, or cannot be read.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        record = read_record(folder)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is not empty, and no export of rlcore wrote it (it has no {NAME}); nothing there was touched. "
+            "Export to another folder, or move this one away"
+        ) from None
+    except DamageError as error:
+        raise CheckpointError(
+            f"{folder} may hold other files than an export's: {error}; nothing there was touched. "
+            "Export to another folder, or move this one away"
+        ) from error
+    own = {NAME, *record.weights, *record.others}
+    foreign = list(itertools.islice((name for name in _files(folder) if name not in own), _SHOWN + 1))
+    if foreign:
+        shown = ", ".join([*foreign[:_SHOWN], *(["and others"] if len(foreign) > _SHOWN else [])])
+        raise CheckpointError(
+            f"{folder} has files that no export wrote: {shown}; nothing there was touched. "
+            "Move them away, or export to another folder"
+        )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Paths in the folder of all that is no folder with something in it."""
+    for root, folders, files in os.walk(folder, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        is_empty = not (files or folders) and root != str(folder)
+        for name in (*files, *links, *((".",) if is_empty else ())):
+            yield os.path.normpath(os.path.relpath(os.path.join(root, name), folder))
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""A checkpoint is put into the workers only after every one of them has found it right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from rlcore.engines.checkpoints import checkpoint
+from rlcore.engines.checkpoints.checkpoint import Checkpoint
+from rlcore.engines.checkpoints.damage import DamageError
+from rlcore.engines.sync.exchange import exchange_bytes
+from rlcore.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class _Finding(msgspec.Struct):
+    """What one worker says of the checkpoint."""
+
+    data: str
+    """Name of its data; "" if it has gone, because another save replaced it meanwhile."""
+    error: str
+
+
+def agreed(folder: Path, device: Any, look: Callable[[Checkpoint], T]) -> T:
+    """Open the checkpoint, and check its data, each worker a share; return what this worker's ``look`` at it gives.
+
+    All workers call it together, and where one of them raises, all do. ``look`` changes nothing.
+
+    Raises:
+        CheckpointError: missing, damaged, or what ``look`` raised.
+    """
+    while True:
+        result: T | None = None
+        failure: Exception | None = None
+        data = ""
+        try:
+            found = checkpoint.read(folder)
+            result = look(found)
+            found.check_data(*_rank_and_size())
+            data = found.manifest.data
+        except FileNotFoundError:
+            pass
+        except DamageError as error:
+            failure = checkpoint.damaged(folder, error)
+        except Exception as error:  # of whatever kind: the others must not wait for this one
+            failure = error
+        findings = _exchanged(_Finding(data, _text(failure)), device)
+        if failure is not None:
+            raise failure
+        if errors := [finding.error for finding in findings if finding.error]:
+            raise CheckpointError(errors[0])
+        if data and all(finding.data == data for finding in findings):
+            return result  # type: ignore[return-value]  # it has been set
+
+
+def _text(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    text = str(failure) or type(failure).__name__
+    return text.encode(errors="replace").decode()  # a path need not be Unicode
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _exchanged(own: _Finding, device: Any) -> list[_Finding]:
+    """Of all workers."""
+    if not dist.is_initialized():
+        return [own]
+    sent = exchange_bytes(msgspec.json.encode(own), device.torch_device)
+    return [msgspec.json.decode(data, type=_Finding) for data in sent]

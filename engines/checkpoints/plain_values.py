@@ -1,0 +1,140 @@
+"""Plain values on their way into a manifest and back: they come back equal, or are refused before anything is written.
+
+JSON has no tuples, no NaN, and only text as keys. The user's own values must do without. In the states of optimizers
+and schedulers (milestones by step, an infinite best) they stand as a dict with one key: "!tuple", "!float", "!dict" or
+"!Counter".
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections import Counter
+from collections.abc import Mapping, Set
+from typing import Any
+
+from rlcore.errors import InvalidInputError
+
+_ACCEPTED = (
+    "None, True and False, whole numbers, finite floats, str, and lists and dicts of these, the dicts with keys of str"
+)
+_MOST_LEVELS = 100
+"""What reads a manifest has a limit too."""
+_LONGEST = 80
+"""Characters of a value in a message."""
+_TAG = "!"
+
+
+def plain_copy(value: Any, path: str) -> Any:
+    """Return the value as JSON has it, all of which comes back equal.
+
+    Args:
+        path: the value's name in errors, such as "extra"; what is inside has a longer one: extra['data'][3].
+
+    Raises:
+        InvalidInputError: something in it would come back as something else.
+    """
+    return _encoded(value, path, _MOST_LEVELS, has_tags=False)
+
+
+def tagged(value: Any, path: str) -> Any:
+    """Return the value as JSON can have it, for ``untagged``; else as ``plain_copy``."""
+    return _encoded(value, path, _MOST_LEVELS, has_tags=True)
+
+
+def untagged(value: Any) -> Any:
+    """Return what ``tagged`` was given."""
+    if isinstance(value, list):
+        return [untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match next(iter(value.items()), None):
+        case ("!float", str(text)):
+            return float(text)
+        case ("!tuple", list(items)):
+            return tuple(map(untagged, items))
+        case (("!dict" | "!Counter") as tag, list(items)):
+            found = {untagged(key): untagged(item) for key, item in items}
+            return Counter(found) if tag == "!Counter" else found
+    return {key: untagged(item) for key, item in value.items()}
+
+
+def _encoded(value: Any, path: str, levels: int, *, has_tags: bool) -> Any:
+    if not levels:
+        raise InvalidInputError(
+            f"save() cannot keep {path[:_LONGEST]}...: it is more than {_MOST_LEVELS} lists and dicts deep, or holds "
+            "itself; give what is inside beside each other"
+        )
+    if isinstance(value, list):
+        return [_encoded(item, f"{path}[{at}]", levels - 1, has_tags=has_tags) for at, item in enumerate(value)]
+    if isinstance(value, dict) and _has_plain_keys(value) and not (has_tags and _needs_tag(value)):
+        return {
+            _simple(key, f"a key of {path}"): _encoded(item, f"{path}[{key!r}]", levels - 1, has_tags=has_tags)
+            for key, item in value.items()
+        }
+    if has_tags and (split := _split(value)) is not None:
+        tag, content = split
+        return {_TAG + tag: _encoded(content, path, levels - 1, has_tags=True)}
+    return _simple(value, path)
+
+
+def _has_plain_keys(value: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
+
+
+def _needs_tag(value: dict[Any, Any]) -> bool:
+    return isinstance(value, Counter) or any(key.startswith(_TAG) for key in value)
+
+
+def _split(value: Any) -> tuple[str, Any] | None:
+    """The tag of what JSON has not, and what stands for it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "float", str(float(value))
+    if isinstance(value, tuple):
+        return "tuple", list(value)
+    if isinstance(value, dict):
+        return "Counter" if isinstance(value, Counter) else "dict", [[key, item] for key, item in value.items()]
+    return None
+
+
+def _simple(value: Any, path: str) -> Any:
+    """One that is no list or dict; of a class that is derived, such as an enum, the plain value that equals it."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str) and _is_text(value):
+        return str.__str__(value)
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... of {type(value).__name__}"
+    raise InvalidInputError(
+        f"save() cannot keep {path} = {shown}, which would not come back equal. Accepted are {_ACCEPTED}; "
+        f"{_advice(value)}"
+    )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def _advice(value: Any) -> str:
+    """What to save instead."""
+    ways: list[tuple[bool, str]] = [
+        (isinstance(value, float), "leave it out, or give it as text: str(value)"),
+        (isinstance(value, str), "give text that UTF-8 can hold"),
+        (isinstance(value, tuple), "give list(value)"),
+        (isinstance(value, Set), "give sorted(value)"),
+        (isinstance(value, bytes | bytearray), "give value.hex()"),
+        (isinstance(value, os.PathLike), "give str(value)"),
+        (isinstance(value, Mapping), "give {str(key): item for key, item in value.items()}"),
+        (hasattr(value, "tolist"), "give value.tolist()"),
+        (isinstance(value, numbers.Number), "give float(value) or int(value)"),
+    ]
+    return next((how for holds, how in ways if holds), "give what it is made of, or leave it out")
