@@ -223,7 +223,7 @@ class VllmPair:
 
     def bare_s(self, tag: str) -> tuple[float, int]:
         """Seconds that the memory of a released tag of vLLM's alone takes to come back, and the pieces it is in."""
-        found = [one for replica in self.infer._call("bare", tag) for one in replica]
+        found = [one for replica in self.ask_each("bare", tag) for one in replica]
         return max(seconds for seconds, _ in found), max(pieces for _, pieces in found)
 
     def step(self) -> None:
@@ -232,8 +232,13 @@ class VllmPair:
         self.state ^= 1
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Of the first replica."""
-        return self.infer._call(method, *arguments)[0]
+        """Call a method of the first replica's worker."""
+        return self.ask_each(method, *arguments)[0]
+
+    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of each replica's worker."""
+        (group,) = self.infer.executors
+        return group.call(method, [(arguments, {})] * len(group.workers))
 
     def close(self) -> None:
         self.train.close()
