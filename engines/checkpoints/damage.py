@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from rlcore.nn import safetensors_library
 
 
@@ -29,5 +27,5 @@ def damage_of(path: Path) -> Iterator[None]:
         raise
     except RecursionError as error:
         raise DamageError(path, "it is nested too deeply") from error
-    except (OSError, msgspec.DecodeError, safetensors_library().SafetensorError) as error:
+    except (OSError, ValueError, safetensors_library().SafetensorError) as error:  # msgspec raises ValueErrors
         raise DamageError(path, error) from error

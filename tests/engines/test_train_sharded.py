@@ -621,6 +621,32 @@ def test_one_worker_that_cannot_write_stops_all(build: Build, tmp_path: Path) ->
     assert engine.load(tmp_path) == {"step": 1}
 
 
+def test_damage_that_one_worker_finds_is_refused_by_all(build: Build, tmp_path: Path) -> None:
+    engine = build(2)
+    next_steps(engine, (1, 2))
+    engine.save(tmp_path, {"step": 2})
+    next_steps(engine, (3,))
+    state = engine.state_dict()
+    for name in ("weights", "optimizer"):
+        file = next(tmp_path.glob(f"*/{name}-1.safetensors"))  # the second worker's to check
+        good = file.read_bytes()
+        file.write_bytes(good[:-3] + bytes([good[-3] ^ 4]) + good[-2:])
+        with pytest.raises(
+            CheckpointError, match=rf"{tmp_path} is damaged: .*{name}-1\.safetensors: the data of "
+        ):
+            engine.load(tmp_path)
+        assert_same_weights(engine.state_dict(), state, atol=0)
+        file.write_bytes(good)
+    file.write_bytes(file.with_name("optimizer-0.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"optimizer-1\.safetensors: it is optimizer-0\.safetensors of the save"):
+        engine.load(tmp_path)
+    file.write_bytes(good)
+    noise, expected = engine.noise(), next_steps(engine)
+    assert engine.load(tmp_path) == {"step": 2}
+    next_steps(engine, (3,))
+    assert engine.noise() == noise and next_steps(engine) == expected, "refusals have changed nothing"
+
+
 def test_workers_save_in_the_background(build: Build, tmp_path: Path) -> None:
     engine = build(3)
     next_steps(engine, (1, 2))

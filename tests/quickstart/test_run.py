@@ -363,6 +363,24 @@ def test_resume_refuses_the_checkpoint_of_another_model(
     assert line.startswith("the checkpoint is of another model than QuickstartPolicy: missing: lm_head.weight")
 
 
+def test_resume_refuses_a_damaged_checkpoint_and_leaves_it(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (file,) = folder.glob("checkpoint/data-*/optimizer-0.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 16
+    file.write_bytes(data)
+    kept = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.json"]
+    before = [path.read_bytes() for path in kept]
+    line = refusal(start("--output", folder, "--resume", "--steps", str(STEPS + 1)))
+    assert line.startswith(f"the checkpoint {folder}/checkpoint is damaged: {file}: the data of ")
+    assert {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.json"
+    } == before
+
+
 def test_a_refused_model_leaves_the_output_folder_free(start: Start, llama: Path, tmp_path: Path) -> None:
     line = refusal(start("--output", tmp_path / "run", "--model", tmp_path / "typo"))
     assert line.startswith(f"model path '{tmp_path / 'typo'}' is not a folder; rlcore does not download models")
