@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlcore.arguments import PATH, TEXT, takes
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
@@ -41,6 +42,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
     kind: ClassVar[str] = "inference"
     tags: ClassVar[tuple[str, ...]] = ("weights", "kv_cache")
 
+    @takes("InferenceEngine", path=PATH, executor=TEXT)
     def __init__(self, path: str | Path, *, executor: str = "hf") -> None:
         self._path = Path(path)
         self._version = 0

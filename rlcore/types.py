@@ -261,7 +261,7 @@ class _Handle:
             raise InvalidInputError(f"{cls.__name__}.from_bytes takes what to_bytes gave, got {type(data).__name__}")
         try:
             handle = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
         if handle.to_bytes() != data:  # fields that it does not have are of another kind of handle
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}, but have some of its fields")

@@ -34,6 +34,7 @@ from rlcore.errors import (
     StateError,
     SyncError,
     UnsupportedError,
+    one_line,
 )
 
 # Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
@@ -233,7 +234,9 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
             output_loading_info=True,
         )
     except Exception as error:  # many types; the user sees the original as the cause
-        raise CheckpointError(f"transformers cannot load {folder.path} as a causal language model: {error}") from error
+        raise CheckpointError(
+            f"transformers cannot load {folder.path} as a causal language model: {one_line(error)}"
+        ) from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder.path} lack {len(missing)} tensors of {type(module).__name__}, such as "

@@ -17,7 +17,7 @@ import rlcore.errors
 from rlcore.device import Device
 from rlcore.engines.launchers.wire import dump_answer, load_answer
 from rlcore.engines.launchers.world import World
-from rlcore.errors import InvalidInputError, RlcoreError, WorkerError
+from rlcore.errors import InvalidInputError, RlcoreError, WorkerError, one_line
 from rlcore.meta import real_device
 from rlcore.registry import get_device
 
@@ -162,6 +162,7 @@ class Failure(msgspec.Struct, array_like=True):
     kind: str
     """Name of a class in ``rlcore.errors``; "" for any other exception."""
     message: str
+    in_one_line: str
     traceback: str
     attributes: dict[str, bytes]
     """Of rlcore's own errors: those that are plain data, as ``dump_answer`` writes it."""
@@ -174,6 +175,7 @@ def describe(error: BaseException) -> Failure:
     return Failure(
         kind=type(error).__name__ if is_ours else "",
         message=_bounded(_text(error)),
+        in_one_line=_bounded(one_line(error)),
         traceback=_bounded("".join(traceback.format_exception(error))),
         attributes=attributes,
     )
@@ -208,7 +210,13 @@ def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:
     The worker's traceback is a note on it, or part of the WorkerError's text.
     """
     if not failure.kind:
-        return WorkerError(rank=context.rank, device=context.device_name, method=method, traceback=failure.traceback)
+        return WorkerError(
+            rank=context.rank,
+            device=context.device_name,
+            method=method,
+            error=failure.in_one_line,
+            traceback=failure.traceback,
+        )
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
     error.args = (failure.message,)  # those that are an OSError too leave it to __init__
