@@ -114,7 +114,8 @@ class Saver:
         if not self._any(failure is not None):
             return
         save.discard()
-        kept = f"the previous checkpoint in {save.folder} is intact" if committed(save.folder) else "nothing is left"
+        has_previous = bool(committed(save.folder))
+        kept = f"the previous checkpoint in {save.folder} is intact" if has_previous else "nothing of it is left"
         cause = "another worker failed" if failure is None else failure
         raise CheckpointError(f"cannot write the checkpoint {save.folder}: {cause}; {kept}") from failure
 

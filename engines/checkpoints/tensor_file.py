@@ -196,7 +196,9 @@ class TensorFile:
             raise DamageError(self.path, "it has no digests, and the files of its save have")
         save, name, algorithm = (self.metadata.get(f"rlcore.{key}") for key in ("save", "file", "algorithm"))
         if (save, name, algorithm) != (stamp.save, self.path.name, stamp.algorithm):
-            raise DamageError(self.path, f"it is {name} of the save {save}, which is not {stamp.save}'s own")
+            raise DamageError(
+                self.path, f"it is {name} of the save {save}, where {self.path.name} of the save {stamp.save} belongs"
+            )
 
     def check_data(self) -> None:
         """Compare every tensor with its digest, and the file's size with its header; read piece by piece.

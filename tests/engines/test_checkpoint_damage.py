@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.checkpoints import checkpoint, verify
+from rlcore.engines.checkpoints import checkpoint, loading, verify
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import encode_manifest
 from rlcore.engines.checkpoints.random_states import random_states
@@ -403,6 +403,56 @@ def test_a_digest_of_another_kind_is_refused(engine: rlcore.TrainEngine, tmp_pat
         with pytest.raises(InvalidInputError, match=r"takes 'xxh3_128' or 'sha256' as digest, got 'md5'"):
             method(tmp_path / "out", digest=wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------- together
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_checked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shares(tmp_path, "1" * 12)
+    looked: list[str] = []
+
+    def look(found: checkpoint.Checkpoint) -> str:
+        looked.append(found.manifest.data)
+        if len(looked) == 1:
+            write_shares(tmp_path, "2" * 12)
+        return found.manifest.data
+
+    assert loading.agreed(tmp_path, rlcore.get_device("cpu"), look) == f"data-{'2' * 12}"
+    assert looked == [f"data-{'1' * 12}", f"data-{'2' * 12}"]
+
+
+def test_workers_that_have_opened_different_checkpoints_open_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shares(tmp_path, "1" * 12)
+    others = iter([f"data-{'0' * 12}", "", f"data-{'1' * 12}"])
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding(next(others), "")])
+    looked: list[str] = []
+    assert loading.agreed(tmp_path, None, lambda found: looked.append(found.manifest.data)) is None
+    assert looked == [f"data-{'1' * 12}"] * 3
+
+
+def test_what_another_worker_finds_is_raised_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shares(tmp_path, "1" * 12)
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding("", "weights-1: planted")])
+    with pytest.raises(CheckpointError, match=r"^weights-1: planted$"):
+        loading.agreed(tmp_path, None, lambda found: None)
+
+
+def test_a_failure_of_any_kind_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shares(tmp_path, "1" * 12)
+    told: list[str] = []
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: (told.append(own.error), [own])[1])
+
+    def look(found: checkpoint.Checkpoint) -> None:
+        raise AssertionError("planted \ud800")
+
+    with pytest.raises(AssertionError, match="planted"):
+        loading.agreed(tmp_path, None, look)
+    assert told == ["planted ?"]
 
 
 # ------------------------------------------------------------------------------------------------------- verify
