@@ -57,7 +57,7 @@ def _print(report: VerifyReport) -> None:
 
 
 def _contents(state: dict[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint's plain values is worth a line: of optimizers and schedulers the names."""
+    """Return the plain values of a checkpoint that are worth a line: of optimizers and schedulers the names."""
     found = {"written by": state.get("random_states_of")}
     for kind in ("optimizers", "schedulers"):
         held = state.get(kind)
