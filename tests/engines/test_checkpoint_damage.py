@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rlcore.engines.checkpoints.manifest import encode_manifest
 from rlcore.engines.checkpoints.random_states import random_states
 from rlcore.engines.checkpoints.saved_tensor import Part, covers_once, parts_of
 from rlcore.engines.checkpoints.tensor_file import Stamp
-from rlcore.errors import CheckpointError, InvalidInputError
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -403,6 +404,14 @@ def test_a_digest_of_another_kind_is_refused(engine: rlcore.TrainEngine, tmp_pat
         with pytest.raises(InvalidInputError, match=r"takes 'xxh3_128' or 'sha256' as digest, got 'md5'"):
             method(tmp_path / "out", digest=wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_xxhash_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_shares(tmp_path, "1" * 12, algorithm="sha256")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    load_all(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"needs the package 'xxhash'; run: pip install 'rlcore\[hf\]'"):
+        write_shares(tmp_path, "2" * 12)
 
 
 # ----------------------------------------------------------------------------------------------------- together
