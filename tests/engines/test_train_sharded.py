@@ -631,9 +631,7 @@ def test_damage_that_one_worker_finds_is_refused_by_all(build: Build, tmp_path: 
         file = next(tmp_path.glob(f"*/{name}-1.safetensors"))  # the second worker's to check
         good = file.read_bytes()
         file.write_bytes(good[:-3] + bytes([good[-3] ^ 4]) + good[-2:])
-        with pytest.raises(
-            CheckpointError, match=rf"{tmp_path} is damaged: .*{name}-1\.safetensors: the data of "
-        ):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path} is damaged: .*{name}-1\.safetensors: the data of "):
             engine.load(tmp_path)
         assert_same_weights(engine.state_dict(), state, atol=0)
         file.write_bytes(good)
