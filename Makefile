@@ -1,15 +1,22 @@
 # Everything runs in .venv, which the first target makes. Another interpreter: make test PYTHON=python3.13
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+NO_GPU := not gpu and not multigpu and not vllm
 
-.PHONY: quickstart test check gpu-test bench bench-micro results
+.PHONY: quickstart test test-all test-slow check gpu-test bench bench-micro results same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
 
-test: .venv/dev.installed  ## The tests that need no GPU and no patience; .ci/run has the slow ones too
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		-m "not gpu and not multigpu and not vllm and not npu_sim and not slow" $(PYTEST_FLAGS)
+test: .venv/dev.installed  ## What to run after each change: under five minutes, installation included
+	@$(PYTEST) -m "$(NO_GPU) and not npu_sim and not slow" --every-module $(PYTEST_FLAGS)
+
+test-all: test test-slow  ## Everything that needs no GPU
+
+test-slow: .venv/dev.installed  ## What `make test` leaves out
+	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .
@@ -31,9 +38,19 @@ results: .venv/dev.installed  ## The schema and all tables of README.md and docs
 	@$(BIN)/python -m rlcore.conformance.table bench/results/conformance/*.json --into docs/devices.md
 
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.
-.venv/%.installed: pyproject.toml constraints.txt
+.venv/%.installed: pyproject.toml constraints.txt | same-python
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"rlcore needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=..." if v < (3, 11) else 0)'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing rlcore[$*] into .venv; the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Asking pip's index for torch"
+	@$(PIP) install --quiet --dry-run --no-deps --only-binary :all: -c constraints.txt torch \
+		|| { echo "pip finds no $$(grep ^torch= constraints.txt) for $$($(BIN)/python --version) on this machine: use make PYTHON=..." >&2; exit 1; }
+	@echo "Installing rlcore[$*] into .venv; the first time takes minutes, most of them for torch"
+	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@
+
+# An interpreter that was asked for is the one of .venv, or this says so.
+same-python:
+ifneq ($(origin PYTHON),file)
+	@test ! -x $(BIN)/python || test "$$($(BIN)/python --version)" = "$$($(PYTHON) --version)" \
+		|| { echo ".venv has $$($(BIN)/python --version), $(PYTHON) is $$($(PYTHON) --version): remove .venv first" >&2; exit 1; }
+endif

@@ -21,6 +21,7 @@ from torch import Tensor
 from rlcore.atomic import write_file
 from rlcore.bench.result import Calibration, Effort, Record
 from rlcore.bench.telemetry import Monitor, marks
+from rlcore.device import Device
 from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
@@ -37,7 +38,7 @@ _HOST_PRODUCTS = ((1024, 1024, 1024), (512, 512, 512))
 _MEMORY_BYTES, _HOST_MEMORY_BYTES, _COPY_BYTES = 1 << 30, 1 << 28, 1 << 28
 
 
-def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
+def calibrate(device: Device, effort: Effort = "standard") -> Calibration:
     """Measure every limit of ``device``; takes seconds."""
     measures: dict[str, Callable[[Any, float], float]] = {
         **{f"product/{dtype_name(dtype)}": _product(dtype) for dtype in _DTYPES},
@@ -60,7 +61,7 @@ def calibrate(device: Any, effort: Effort = "standard") -> Calibration:
     return Calibration(measured_at=measured_at, limits=limits, blocked=blocked, marks=marks(monitor.telemetry()))
 
 
-def shortest_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
+def shortest_s(device: Device, run: Callable[[], Any], budget_s: float) -> float:
     """The shortest of the runs that fit into the budget, by the clock, launches included; at least of three, unless
     they are so long that nothing disturbs one."""
     best, started, runs = float("inf"), time.perf_counter(), 0
@@ -75,7 +76,7 @@ def shortest_s(device: Any, run: Callable[[], Any], budget_s: float) -> float:
 
 
 def _product(dtype: torch.dtype) -> Callable[[Any, float], float]:
-    def measure(device: Any, budget_s: float) -> float:
+    def measure(device: Device, budget_s: float) -> float:
         rates = []
         for M, N, K in _HOST_PRODUCTS if device.spec.is_host else _PRODUCTS:
             a_MK, b_KN = (torch.randn(*shape, device=device.torch_device).to(dtype) for shape in ((M, K), (K, N)))
@@ -91,14 +92,14 @@ def _product_into(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
     return lambda: torch.mm(a, b, out=out)
 
 
-def _memory(device: Any, budget_s: float) -> float:
+def _memory(device: Device, budget_s: float) -> float:
     nbytes = _HOST_MEMORY_BYTES if device.spec.is_host else _MEMORY_BYTES
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
     return 2 * nbytes / shortest_s(device, lambda: target.copy_(source), budget_s)
 
 
 def _copy(is_to_device: bool, is_pinned: bool) -> Callable[[Any, float], float]:
-    def measure(device: Any, budget_s: float) -> float:
+    def measure(device: Device, budget_s: float) -> float:
         if device.spec.is_host:
             raise UnsupportedError("a copy between host and device", "the device is the host itself")
         if is_pinned and not device.memory.can_pin:
@@ -111,7 +112,7 @@ def _copy(is_to_device: bool, is_pinned: bool) -> Callable[[Any, float], float]:
     return measure
 
 
-def _link(device: Any, budget_s: float) -> float:
+def _link(device: Device, budget_s: float) -> float:
     """From this device to the next one, by a copy that either side drives."""
     if device.spec.is_host:
         raise UnsupportedError("a link between devices", "the device is the host itself")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rlcore.bench.result import Effort
+from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.registry import registry, resolve
 from rlcore.settings import Settings
@@ -140,7 +141,7 @@ def _case(path: str) -> Case:
 
 
 def _broken(path: str, error: BenchError) -> Case:
-    def prepare(device: Any) -> Work:
+    def prepare(device: Device) -> Work:
         raise error
 
     return Case(name=path, description=str(error), prepare=prepare, effort="quick", estimate_s=0.1)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlcore.device import Device
+
 _FLUSH_BYTES = 256 << 20
 """More than the last cache of any accelerator known here; as in triton.testing.do_bench."""
 _HOST_FLUSH_BYTES = 32 << 20
@@ -28,7 +30,7 @@ _FLUSHES_TIMED = 5
 class Flush:
     """Overwrites the caches of the device or, for what runs on the host, of the host; takes memory when first used."""
 
-    def __init__(self, device: Any, *, is_host: bool) -> None:
+    def __init__(self, device: Device, *, is_host: bool) -> None:
         self._nbytes = _HOST_FLUSH_BYTES if is_host else _FLUSH_BYTES
         self._device = "cpu" if is_host else device.torch_device
         self._buffer: torch.Tensor | None = None
@@ -52,7 +54,7 @@ class Launched(NamedTuple):
 class DeviceClock:
     """Times runs that only queue work on the device's current stream."""
 
-    def __init__(self, device: Any, flush: Flush) -> None:
+    def __init__(self, device: Device, flush: Flush) -> None:
         self._device = device
         self._flush = flush
         self._num_flushes = 0

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from rlcore.atomic import write_file
 from rlcore.bench.case import Case
 from rlcore.bench.result import Effort, Record
 from rlcore.bench.runner import Plan
+from rlcore.device import Device
 from rlcore.settings import Settings
 
 _START_S: dict[Effort, float] = {"quick": 6.0, "standard": 12.0, "full": 20.0}
@@ -33,7 +33,7 @@ class _Known(msgspec.Struct, frozen=True):
 class Durations:
     """Seconds of each case on one device in runs of one kind. Kept in the cache folder."""
 
-    def __init__(self, device: Any, plan: Plan) -> None:
+    def __init__(self, device: Device, plan: Plan) -> None:
         name = device.name.replace(":", "-")
         self._path = Settings.from_env().cache / f"bench-rounds-{name}-{plan.effort}.json"
         self._plan = plan

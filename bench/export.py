@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rlcore.bench.compare import device_of
-from rlcore.bench.result import CaseResult, Metric, Record, read
+from rlcore.bench.result import CaseResult, Record, read, read_bytes
 from rlcore.bench.statistics import percentile
 from rlcore.errors import BenchError, MissingDependencyError
 
@@ -98,15 +98,15 @@ def read_any(path: Path) -> Record:
         BenchError: it is neither, or its samples were not saved.
     """
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        data = json.loads(read_bytes(path))
+    except ValueError:
         return read(path)  # which says what is wrong with it
     if not isinstance(data, dict) or "benchmarks" not in data:
         return read(path)
     try:
         record = msgspec.convert(data["machine_info"][HEADER], Record)
         cases = [_case(benchmark) for benchmark in data["benchmarks"]]
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
+    except (AttributeError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise BenchError(
             f"{path} is of pytest-benchmark, but not of a run with -p rlcore.bench.pytest_plugin and the samples of "
             f"--benchmark-json or --benchmark-save-data: {type(error).__name__}: {error}"
@@ -116,14 +116,15 @@ def read_any(path: Path) -> Record:
 
 def _case(benchmark: dict[str, Any]) -> CaseResult:
     extra, stats = benchmark["extra_info"], benchmark["stats"]
-    samples = Metric(name="time", unit="s", samples=stats["data"])
+    samples = stats["data"]
     if _RESULT in extra:
         return msgspec.convert(extra[_RESULT], CaseResult)
-    return CaseResult(
-        name=benchmark["fullname"],
-        implementation=str(extra.get("implementation", "")),
-        status="pass",
-        params={},
-        metrics=[samples],
-        runs_per_sample=stats["iterations"],
-    )
+    found = {
+        "name": benchmark["fullname"],
+        "implementation": str(extra.get("implementation", "")),
+        "status": "pass",
+        "params": {},
+        "metrics": [{"name": "time", "unit": "s", "samples": samples}],
+        "runs_per_sample": stats["iterations"],
+    }
+    return msgspec.convert(found, CaseResult)

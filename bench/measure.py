@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Work
@@ -18,9 +17,10 @@ from rlcore.bench.device_clock import Flush
 from rlcore.bench.result import CaseResult
 from rlcore.bench.telemetry import Monitor, marks
 from rlcore.bench.trial import Failure, Sampling, Trial, failure_of, is_on_host
+from rlcore.device import Device
 
 
-def run_case(case: Case, device: Any, sampling: Sampling | None = None) -> list[CaseResult]:
+def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> list[CaseResult]:
     """One result for each contender, in their order; whatever goes wrong is a status with its reason."""
     sampling = sampling or Sampling()
     monitor = Monitor(device)
@@ -49,7 +49,7 @@ def _expect_distinct(work: Work) -> None:
         seen.add(same)
 
 
-def _measure(case: Case, work: Work, device: Any, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
+def _measure(case: Case, work: Work, device: Device, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
     began_at, flush = time.time(), Flush(device, is_host=is_on_host(work, device))
     trials = [Trial(contender, work, device, sampling, flush) for contender in work.contenders]
     for trial in trials:

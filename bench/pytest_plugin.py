@@ -18,6 +18,7 @@ from rlcore.bench.compare import device_of
 from rlcore.bench.export import HEADER, header
 from rlcore.bench.result import Record
 from rlcore.bench.system import new_record
+from rlcore.device import Device
 from rlcore.registry import get_device
 
 _T = TypeVar("_T")
@@ -61,7 +62,7 @@ def pytest_benchmark_compare_machine_info(compared_benchmark: dict[str, Any]) ->
 def benchmark_on(benchmark: Any) -> Callable[..., Any]:
     """``benchmark_on(device, function, *args)``: as ``benchmark``, and each call lasts until the device is done."""
 
-    def run(device: Any, function: Callable[..., _T], *args: Any) -> _T:
+    def run(device: Device, function: Callable[..., _T], *args: Any) -> _T:
         def synchronized() -> _T:
             output = function(*args)
             device.synchronize()

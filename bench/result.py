@@ -27,9 +27,13 @@ blocked: this device or installation cannot. skipped: the run was ended before, 
 
 Effort = Literal["quick", "standard", "full"]
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(ge=1e-100, le=1e100)]
+"""Far from where a ratio or a square of two is 0 or infinite."""
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+_LARGEST_BYTES = 50_000_000
+"""Of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
 
 _TIMES = ("time", "device_time", "processor_time", "queueing_in_device_time", "first_run")
 """See ``Metric.name``."""
@@ -41,7 +45,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     processors in this process; "queueing_in_device_time" is what of ``device_time`` may be the host's; "first_run" is
     reported apart."""
     unit: str
-    samples: Annotated[list[Positive], msgspec.Meta(min_length=1)]
+    samples: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=100_000)]
     """In the order measured, none left out."""
 
 
@@ -228,17 +232,27 @@ def write(record: Record, path: Path) -> None:
         raise BenchError(f"cannot write the benchmark record {path}: {error.strerror}") from error
 
 
+def read_bytes(path: Path) -> bytes:
+    """Raises BenchError where the file cannot be read, or is so large that it is of something else."""
+    try:
+        if (size := path.stat().st_size) > _LARGEST_BYTES:
+            raise BenchError(
+                f"{path} has {size / 1e6:.0f} MB; a record has at most {_LARGEST_BYTES / 1e6:.0f} MB, so give a record"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
+
+
 def read(path: Path) -> Record:
     """Read and check a record.
 
     Raises:
         BenchError: the file is absent, not JSON, or not of this schema; names the file, the field and the line.
     """
+    data = read_bytes(path)
     try:
-        data = path.read_bytes()
         return _without_repeats(msgspec.json.decode(data, type=Record))
-    except OSError as error:
-        raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         is_of_another = "enum value 'rlcore.bench/" in str(error)
         advice = "; another version of rlcore wrote it, and reads it" if is_of_another else ""

@@ -38,6 +38,8 @@ though the rounds of each agreed; with this one does."""
 _BLOCKS = 3
 """Parts of a single process's samples that stand for rounds: they see its drift, not what differs between processes."""
 _RESAMPLES = 2000
+_MOST_DRAWN = 10_000_000
+"""Samples drawn at once: some 80 MB."""
 _MANY = 20
 """Rounds of both, or turns, of which some may be left out: of fewer that costs more than it gains, where nobody
 disturbs."""
@@ -213,10 +215,20 @@ def _interval(a: Rounds, b: Rounds) -> tuple[float, float]:
 
 def _resampled(side: Rounds, generator: np.random.Generator) -> Any:
     """[resamples]: of samples drawn from rounds drawn from all rounds."""
+    at_once = max(1, min(_RESAMPLES, _MOST_DRAWN // (len(side) * max(map(len, side)))))
+    return np.concatenate(
+        [
+            _log_medians_of_drawn(side, min(at_once, _RESAMPLES - begun), generator)
+            for begun in range(0, _RESAMPLES, at_once)
+        ]
+    )
+
+
+def _log_medians_of_drawn(side: Rounds, count: int, generator: np.random.Generator) -> Any:
     size = max(map(len, side))
-    drawn = np.stack([np.asarray(one)[generator.integers(len(one), size=(_RESAMPLES, size))] for one in side])
-    chosen = generator.integers(len(side), size=(_RESAMPLES, len(side)))
-    return np.log(np.median(drawn[chosen, np.arange(_RESAMPLES)[:, None]].reshape(_RESAMPLES, -1), axis=1))
+    drawn = np.stack([np.asarray(one)[generator.integers(len(one), size=(count, size))] for one in side])
+    chosen = generator.integers(len(side), size=(count, len(side)))
+    return np.log(np.median(drawn[chosen, np.arange(count)[:, None]].reshape(count, -1), axis=1))
 
 
 def _scipy_stats() -> Any:

@@ -10,10 +10,10 @@ import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rlcore import __version__
 from rlcore.bench.result import SCHEMA, Effort, Record, System
+from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 
@@ -40,7 +40,7 @@ ENVIRONMENT = (
 """Variables that are recorded, and the device's visible-devices variable. No other: it may hold a secret."""
 
 
-def new_record(device: Any, effort: Effort = "standard") -> Record:
+def new_record(device: Device, effort: Effort = "standard") -> Record:
     """What is known before the first case ran. Initialises the device."""
     import torch
 
@@ -58,7 +58,7 @@ def new_record(device: Any, effort: Effort = "standard") -> Record:
     )
 
 
-def describe_system(device: Any) -> System:
+def describe_system(device: Device) -> System:
     import torch
 
     host = get_device("cpu").properties()
@@ -84,7 +84,7 @@ def _sockets() -> int:
     return len(set(re.findall(r"^physical id\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))) or 1
 
 
-def _software_stack(device: Any) -> dict[str, str]:
+def _software_stack(device: Device) -> dict[str, str]:
     import torch
 
     found = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
@@ -104,7 +104,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def recorded_environment(device: Any) -> dict[str, str]:
+def recorded_environment(device: Device) -> dict[str, str]:
     names = (*ENVIRONMENT, device.spec.visible_devices_variable or "")
     return {name: os.environ[name] for name in names if name in os.environ}
 

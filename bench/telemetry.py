@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlcore.bench.result import Readings, Telemetry
+from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _SHARED = 0.1
@@ -23,7 +24,7 @@ _RAPL = Path("/sys/class/powercap")
 class Monitor:
     """Reads when told to, between samples: a thread of its own would disturb what is timed."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         """Make it before the case has anything on the device."""
         self._device = device
         self._readings: list[Any] = []

@@ -17,6 +17,7 @@ from rlcore.bench.case import Contender, Work
 from rlcore.bench.device_clock import DeviceClock, Flush
 from rlcore.bench.result import Metric, Status
 from rlcore.bench.telemetry import Monitor
+from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _NEGLIGIBLE = 0.01
@@ -46,7 +47,7 @@ class Sampling:
 class Trial:
     """One contender being measured."""
 
-    def __init__(self, contender: Contender, work: Work, device: Any, sampling: Sampling, flush: Flush) -> None:
+    def __init__(self, contender: Contender, work: Work, device: Device, sampling: Sampling, flush: Flush) -> None:
         self.contender = contender
         self.device = device
         self.sampling = sampling
@@ -238,7 +239,7 @@ def _each(name: str, told: float | Sequence[float]) -> list[float]:
     return values
 
 
-def is_on_host(work: Work, device: Any) -> bool:
+def is_on_host(work: Work, device: Device) -> bool:
     return bool(device.spec.is_host) or work.runs_on == "host"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
 from rlcore.collectives.tree import HOST, Announced, Parcel, Tree, built, bytes_of, nbytes_of, views
+from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 
@@ -30,7 +31,7 @@ _GROUP = Kind("a group of rlcore.collectives.groups.new_group", lambda value: ha
 class ContainerGroup(Protocol):
     """What is used of a ``Group``."""
 
-    device: Any
+    device: Device
     rank: int
     world_size: int
 

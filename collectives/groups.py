@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -15,6 +16,7 @@ from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import Peers
 from rlcore.collectives.process_group import TorchGroups
 from rlcore.collectives.rendezvous import Meeting
+from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
 
@@ -23,7 +25,7 @@ _PARTING_S = 5.0
 
 
 def new_group(
-    device: Any,
+    device: Device | torch.device | str | None,
     *,
     rank: int,
     world_size: int,
@@ -48,7 +50,7 @@ def new_group(
         CollectiveTimeoutError: some ranks did not come; they are named.
         CollectiveError: a rank was given twice, or ranks were told different world sizes or libraries.
     """
-    device = device if hasattr(device, "collectives") else get_device(device)
+    bound = cast(Device, device) if hasattr(device, "collectives") else get_device(cast("str", device))
     if type(world_size) is not int or world_size < 1:
         raise InvalidInputError(
             f"world_size of group {name!r} must be a whole number of at least 1, got {world_size!r}"
@@ -57,9 +59,9 @@ def new_group(
         raise InvalidInputError(
             f"rank of group {name!r} must be 0 to {world_size - 1} for a world_size of {world_size}, got {rank!r}"
         )
-    device.collectives.init_kwargs(timeout_s=timeout_s, is_high_priority=is_high_priority)  # refuses before others wait
+    bound.collectives.init_kwargs(timeout_s=timeout_s, is_high_priority=is_high_priority)  # refuses before others wait
     options = {"rank": rank, "world_size": world_size, "timeout_s": timeout_s, "is_high_priority": is_high_priority}
-    return Group(device, rendezvous, options | {"name": name})
+    return Group(bound, rendezvous, options | {"name": name})
 
 
 class Group(Operations):
@@ -70,7 +72,7 @@ class Group(Operations):
     After an error the group can only be destroyed or rebuilt.
     """
 
-    def __init__(self, device: Any, rendezvous: Path | str | Store, options: dict[str, Any]) -> None:
+    def __init__(self, device: Device, rendezvous: Path | str | Store, options: dict[str, Any]) -> None:
         self.device = device
         self.rank: int = options["rank"]
         self.world_size: int = options["world_size"]

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from rlcore.arguments import BYTES, LIST, NUMBER, Checked, Kind, optional
 from rlcore.collectives.reduction import fold, scaled
 from rlcore.collectives.tree import why_not_plain
+from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 
@@ -50,7 +51,7 @@ class Operations(Checked, ABC):
         "exchange": {"data": BYTES},
     }
 
-    device: Any
+    device: Device
     rank: int
     world_size: int
     name: str

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from rlcore.device import Device
+
 _c10d: Any = distributed_c10d
 _numbers = itertools.count(1)
 
@@ -24,7 +26,7 @@ _numbers = itertools.count(1)
 class TorchGroups:
     """The group for tensors of a device and the one for host tensors: one object, unless the library forbids it."""
 
-    def __init__(self, host: Any, device: Any, store: Store, options: dict[str, Any]) -> None:
+    def __init__(self, host: Any, device: Device, store: Store, options: dict[str, Any]) -> None:
         """Every rank makes one together.
 
         Args:
@@ -72,14 +74,14 @@ class TorchGroups:
             work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
             work.wait(timedelta(milliseconds=1))
 
-    def _with_backend(self, device: Any, store: Store, backend: Any) -> Any:
+    def _with_backend(self, device: Device, store: Store, backend: Any) -> Any:
         if isinstance(backend, dist.ProcessGroup):
             return backend
         group = self._shell(device, store)
         _add(group, device, backend)
         return group
 
-    def _shell(self, device: Any, store: Store) -> Any:
+    def _shell(self, device: Device, store: Store) -> Any:
         group: Any = dist.ProcessGroup(store, self._rank, self._world_size)
         group._set_default_backend(_backend_type(device))
         return group
@@ -93,9 +95,9 @@ class TorchGroups:
         return group
 
 
-def _add(group: Any, device: Any, backend: Any) -> None:
+def _add(group: Any, device: Device, backend: Any) -> None:
     group._register_backend(torch.device(device.type), _backend_type(device), backend)
 
 
-def _backend_type(device: Any) -> Any:
+def _backend_type(device: Device) -> Any:
     return dist.Backend.backend_type_map[device.collectives.backend]

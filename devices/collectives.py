@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from rlcore.devices.part import Part
+from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives
+from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability
@@ -29,11 +30,10 @@ REDUCIBLE_DTYPES = (
 )
 """Tensors of any dtype can be moved, as bytes; these can be reduced."""
 
-DEFAULT_TIMEOUT_S = 300.0
 _LONGEST_S = 365 * 86400.0  # libraries count milliseconds or nanoseconds in 64 bits
 
 
-class Collectives(Part):
+class TorchCollectives(TorchPart, Collectives):
     """Through the torch.distributed back end that the device was registered with.
 
     ``native_ops`` and ``native_dtypes`` are what that library reduces itself, in any combination but those of
@@ -50,21 +50,11 @@ class Collectives(Part):
 
     @property
     def backend(self) -> str:
-        """Name of the torch.distributed back end."""
         return self._device.spec.collective_backend
 
-    def init_kwargs(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, is_high_priority: bool = False) -> dict[str, Any]:
-        """Keyword arguments for ``torch.distributed.init_process_group``.
-
-        Host tensors go through gloo beside the device's library, and the group is bound to this device.
-
-        Args:
-            timeout_s: of each collective operation, and of forming the group.
-            is_high_priority: the library's kernels run on a stream that goes before others.
-
-        Raises:
-            UnsupportedError: the library has no streams with priorities.
-        """
+    def init_kwargs(
+        self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
+    ) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"backend": self.backend, "timeout": _timeout(timeout_s)}
         if (options := self._options(timeout_s, is_high_priority)) is not None:
             kwargs["pg_options"] = options
@@ -76,19 +66,12 @@ class Collectives(Part):
         return kwargs
 
     def reduce_ops(self) -> dict[str, Capability]:
-        """Operator -> how it reduces float32, or int32 if it is bitwise."""
         return {op: self.reduction(op, torch.int32 if op in BITWISE_OPS else torch.float32) for op in REDUCE_OPS}
 
     def dtypes(self) -> dict[torch.dtype, Capability]:
-        """Dtype -> how it is summed."""
         return {dtype: self.reduction("sum", dtype) for dtype in REDUCIBLE_DTYPES}
 
     def reduction(self, op: str, dtype: torch.dtype) -> Capability:
-        """How ``op`` reduces tensors of ``dtype``.
-
-        Raises:
-            InvalidInputError: there is no such operator, or what is given for a dtype is none.
-        """
         if not isinstance(dtype, torch.dtype):
             raise InvalidInputError(f"a dtype is one of torch's, such as torch.bfloat16; got {dtype!r}")
         if op not in REDUCE_OPS:
@@ -113,15 +96,6 @@ class Collectives(Part):
         is_one_host: bool = False,
         name: str = "",
     ) -> Any:
-        """The library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
-
-        Args:
-            store: through which the ranks find each other; of this group alone.
-            is_one_host: all ranks share this host's loopback interface.
-
-        Returns:
-            A ``torch.distributed`` back end, or a whole ProcessGroup from a back end written in Python.
-        """
         options = self._options(timeout_s, is_high_priority)
         if (plugin := dist.Backend._plugins.get(self.backend.upper())) is not None:
             return _from_plugin(plugin, store, rank=rank, world_size=world_size, timeout_s=timeout_s, name=name)

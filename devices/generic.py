@@ -6,18 +6,29 @@ parts; what a part does not have raises ``UnsupportedError``. Nothing is a silen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from rlcore.arguments import Checked, Kind
-from rlcore.devices.collectives import Collectives
-from rlcore.devices.memory import Memory
-from rlcore.devices.profiler import Profiler
-from rlcore.devices.streams import Streams
+from rlcore.device import Device
+from rlcore.devices.collectives import TorchCollectives
+from rlcore.devices.memory import TorchMemory
+from rlcore.devices.profiler import TorchProfiler
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.launch import Launch
-from rlcore.types import Capability, DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
+from rlcore.types import (
+    Capability,
+    DeviceProcess,
+    DeviceProperties,
+    DeviceSpec,
+    DeviceStatus,
+    Evidence,
+    Probe,
+    Simulation,
+)
 
 _SEED = Kind("a whole number of at most 64 bits", lambda value: type(value) is int and -(2**63) <= value < 2**64)
 _STATE = Kind(
@@ -26,16 +37,15 @@ _STATE = Kind(
 )
 
 
-class GenericTorchDevice(Checked):
-    """One device, by its index among the visible ones."""
+class GenericTorchDevice(Checked, Device):
+    """A device of any vendor that torch knows; `rlcore.device.Device` says what its members do."""
 
-    memory_class: ClassVar[type[Memory]] = Memory
-    streams_class: ClassVar[type[Streams]] = Streams
-    collectives_class: ClassVar[type[Collectives]] = Collectives
-    profiler_class: ClassVar[type[Profiler]] = Profiler
+    memory_class: ClassVar[type[TorchMemory]] = TorchMemory
+    streams_class: ClassVar[type[TorchStreams]] = TorchStreams
+    collectives_class: ClassVar[type[TorchCollectives]] = TorchCollectives
+    profiler_class: ClassVar[type[TorchProfiler]] = TorchProfiler
     accepts: ClassVar = {"seed": {"value": _SEED}, "set_rng_state": {"state": _STATE}}
     evidence: ClassVar[Evidence] = "hardware"
-    """Of what ``capabilities()`` says."""
 
     def __init__(self, spec: DeviceSpec, index: int) -> None:
         self.spec = spec
@@ -72,7 +82,6 @@ class GenericTorchDevice(Checked):
 
     @property
     def type(self) -> str:
-        """``torch.device.type``."""
         return self.spec.torch_type
 
     @property
@@ -80,11 +89,9 @@ class GenericTorchDevice(Checked):
         return torch.device(self.type, self.index)
 
     def count(self) -> int:
-        """Number of such devices visible to this process."""
         return self.probe(self.spec).count
 
     def properties(self) -> DeviceProperties:
-        """Product name, uuid, memory, generation and cores; what the vendor's module does not tell is empty or 0."""
         found = self._module.get_device_properties(self.index)
         return DeviceProperties(
             name=str(getattr(found, "name", "")),
@@ -95,46 +102,33 @@ class GenericTorchDevice(Checked):
         )
 
     def simulation(self) -> Simulation | None:
-        """What stands in for the vendor's libraries below torch; None: the vendor's own are loaded."""
         return None
 
     def versions(self) -> dict[str, str]:
-        """Of what lies below torch, by the vendor's names: its extension of torch, its libraries, its driver.
-
-        What cannot be asked is left out. Reports show them.
-        """
         return {}
 
     def driver_version(self) -> str:
-        """Of the vendor's driver. Raises UnsupportedError where it cannot be asked; so do the next two."""
         raise UnsupportedError(f"driver_version of {self.name}", "its plugin does not ask the driver")
 
-    def telemetry(self) -> Any:
-        """Clocks, power, temperature, energy, and why it runs slower than asked: ``devices.cuda.nvml.GpuStatus``."""
+    def telemetry(self) -> DeviceStatus:
         raise UnsupportedError(f"telemetry of {self.name}", "its plugin does not ask the driver")
 
-    def processes(self) -> list[Any]:
-        """Those with memory on it: ``devices.cuda.nvml.GpuProcess``."""
+    def processes(self) -> Sequence[DeviceProcess]:
         raise UnsupportedError(f"processes of {self.name}", "its plugin does not ask the driver")
 
     def activate(self) -> None:
-        """Make this the current device of the process, where tensors land that name only its type."""
         torch.accelerator.set_device_index(self.index)
 
     def synchronize(self) -> None:
-        """Wait until all work queued on this device is done."""
         torch.accelerator.synchronize(self.torch_device)
 
     def seed(self, value: int) -> None:
-        """Seed this device's default random generator."""
         self._generator().manual_seed(value)
 
     def rng_state(self) -> torch.Tensor:
-        """State of the default generator, a uint8 host tensor."""
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Raises InvalidInputError for what is no state of this kind of device."""
         try:
             self._generator().set_state(state)
         except RuntimeError as error:
@@ -144,7 +138,6 @@ class GenericTorchDevice(Checked):
             ) from error
 
     def capabilities(self) -> dict[str, Capability]:
-        """ "<part>.<member>" -> native, emulated or unsupported, why, and how that is known."""
         parts = (self.memory, self.streams, self.collectives, self.profiler)
         return {member: how for part in parts for member, how in part.capabilities().items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.arguments import Checked
+from rlcore.device import Part
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 
-class Part(Checked):
+class TorchPart(Checked, Part):
     """One part of one device.
 
     A vendor's part overrides the members that it does otherwise, and says in ``limits()`` which it has to emulate or
@@ -27,11 +28,9 @@ class Part(Checked):
         self._device = device
 
     def limits(self) -> dict[str, Capability]:
-        """Member -> how it is supported, for those that are not native. Must not initialise the device."""
         return {}
 
     def capabilities(self) -> dict[str, Capability]:
-        """ "<part>.<member>" -> how it is supported, for every member."""
         native = {member: Capability("native", self._device.evidence) for member in self.members}
         return {f"{self.name}.{member}": how for member, how in (native | self.limits()).items()}
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from rlcore.arguments import PATH, TEXT
-from rlcore.devices.part import Part
+from rlcore.device import Profiler
+from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, StateError
 
 
@@ -21,7 +22,7 @@ class _Trace:
     path: Path = Path()
 
 
-class Profiler(Part):
+class TorchProfiler(TorchPart, Profiler):
     """Through torch.profiler, which records the host and every device it knows."""
 
     name: ClassVar = "profiler"
@@ -30,19 +31,10 @@ class Profiler(Part):
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Mark a phase in traces."""
         with torch.profiler.record_function(name):
             yield
 
     def start(self, path: str | Path) -> None:
-        """Record what this process does on the host and on its devices, until ``stop``.
-
-        Args:
-            path: of the trace, ``.json`` or ``.json.gz``, for chrome://tracing or ui.perfetto.dev.
-
-        Raises:
-            StateError: a trace is being recorded.
-        """
         path = Path(path)
         if not path.name.endswith((".json", ".json.gz")):
             raise InvalidInputError(f"a trace is written to a .json or .json.gz file, got {str(path)!r}")
@@ -55,11 +47,6 @@ class Profiler(Part):
         _Trace.profile, _Trace.path = profile, path
 
     def stop(self) -> Path:
-        """End the recording and write it; the path it was given.
-
-        Raises:
-            StateError: none is being recorded.
-        """
         if _Trace.profile is None:
             raise StateError("no trace is being recorded; call profiler.start(path) first")
         self._device.synchronize()

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.arguments import LIST, takes
 from rlcore.engines.completion import RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
 
 
+@takes("collate()", outputs=LIST)
 def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
     """One padded batch of every completion of ``outputs``, in order.
 
@@ -37,6 +39,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     Raises:
         InvalidInputError: no completion, or another number of values than completions.
     """
+    if wrong := [output for output in outputs if not hasattr(output, "prompt_token_ids")]:
+        raise InvalidInputError(f"collate() takes what generate() returned, got a list that has {wrong[0]!r:.200}")
     sequences = [(output.prompt_token_ids, completion) for output in outputs for completion in output.outputs]
     if not sequences:
         raise InvalidInputError("collate() needs at least one completion, got none")
@@ -58,7 +62,7 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
 
 
 def _one_each(name: str, value: Any, num_sequences: int) -> Tensor:
-    flat = torch.as_tensor(value).flatten()
+    flat = _on_host(name, value).flatten()
     if len(flat) != num_sequences:
         raise InvalidInputError(f"collate() got {len(flat)} {name} for {num_sequences} completions; give one each")
     return flat

@@ -12,10 +12,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from rlcore.arguments import COUNT, FLAG, optional, takes
 from rlcore.engines.build_options import check_executor_options
+from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
@@ -26,6 +27,9 @@ from rlcore.errors import InvalidInputError, RlcoreError, StateError, Unsupporte
 from rlcore.registry import executor_class
 from rlcore.types import OffloadReport
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_CALLS = {Move.ONLOAD: Worker.onload, Move.OFFLOAD: Worker.offload, Move.META: Worker.meta}
 Reports = dict[str, list[OffloadReport]]
 """Tag -> the report of each worker; a tag that was already there is absent."""
 Tags = str | list[str] | tuple[str, ...]
@@ -143,7 +147,7 @@ class Engine(ABC):
         self._residency = Residency(self.label, self.tags, self._refill)
         try:
             if self._host_memory != (None, None):
-                self._call("reserve_host_memory", *self._host_memory)
+                self._call(Worker.reserve_host_memory, *self._host_memory)
             self._build_workers(self._options)
             if not onload:
                 self.offload()
@@ -156,7 +160,7 @@ class Engine(ABC):
         """The build failed: later ones in these processes are not to find its ``host_memory_bytes``."""
         if self._host_memory[0] is not None:
             with contextlib.suppress(RlcoreError):  # the workers may have ended
-                self._call("restore_host_limit")
+                self._call(Worker.restore_host_limit)
 
     def restart(self) -> Self:
         """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
@@ -240,10 +244,10 @@ class Engine(ABC):
             raise StateError(f"{self.label} {state}")
         return self._group
 
-    def _call(self, method: str, *args: Any, on_event: Callable[[Any], None] | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker with the same arguments; results by rank."""
+    def _call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a method of the executor's class on every worker with the same arguments; results by rank."""
         group = self._built_group()
-        return group.call(method, [(args, kwargs)] * len(group.workers), on_event)
+        return group.call(method.__name__, [(args, kwargs)] * len(group.workers))
 
     # ------------------------------------------------------------------------------------------ residency
 
@@ -269,7 +273,7 @@ class Engine(ABC):
         for tag, state in self._planned(move, _each(tags)).items():
             before = self._residency.states[tag]
             try:
-                reports[tag] = self._call(move.value, tag)
+                reports[tag] = self._call(_CALLS[move], tag)
             except BaseException:
                 self._take_back(tag, before)
                 raise
@@ -295,7 +299,7 @@ class Engine(ABC):
     def _take_back(self, tag: str, state: State) -> None:
         """A move failed on some worker, which undid it: bring the others back to ``state`` too."""
         with contextlib.suppress(RlcoreError):  # the workers may have ended
-            self._call(MOVE_TO[state].value, tag)
+            self._call(_CALLS[MOVE_TO[state]], tag)
 
     # RLite's names for the same moves. `cuda` and `npu` mean "to the engine's own device", whichever it is.
 
@@ -314,9 +318,9 @@ class Engine(ABC):
             raise InvalidInputError(f"to() takes one of {', '.join(moves)}, got {device!r}")
         return moves[device](*tags)
 
-    def memory_report(self) -> list[dict[str, Any]]:
+    def memory_report(self) -> list[MemoryReport]:
         """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
-        return self._call("memory_report")
+        return self._call(Worker.memory_report)
 
 
 def _each(tags: tuple[Tags, ...]) -> tuple[str, ...]:

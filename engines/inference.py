@@ -9,8 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlcore.arguments import PATH, TEXT, takes
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
+from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.progress import progress_bar
@@ -40,6 +42,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
     kind: ClassVar[str] = "inference"
     tags: ClassVar[tuple[str, ...]] = ("weights", "kv_cache")
 
+    @takes("InferenceEngine", path=PATH, executor=TEXT)
     def __init__(self, path: str | Path, *, executor: str = "hf") -> None:
         self._path = Path(path)
         self._version = 0
@@ -57,7 +60,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         self._serving = Serving()
-        self._call("build", self._path, **options)
+        self._call(InferenceExecutor.build, self._path, **options)
         self._version, self._sync_state = 0, SyncState.SERVING
         self._contents = object()
 
@@ -105,7 +108,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
             for own in shares
         ]
         found: dict[int, RequestOutput] = {}
-        for own, outputs in zip(shares, group.call("generate", calls, advance), strict=True):
+        for own, outputs in zip(shares, group.call(InferenceExecutor.generate.__name__, calls, advance), strict=True):
             found |= zip(own, outputs, strict=True)
         return [found[index] for index in range(len(prompts))]
 
@@ -164,10 +167,10 @@ class InferenceEngine(AsynchronousRequests, Engine):
             CheckpointError, SyncError: the folder is damaged or of another model; nothing is changed then.
         """
         self.receiving_group()
-        self._call("read_weights", Path(path or self._path))
+        self._call(InferenceExecutor.read_weights, Path(path or self._path))
         version = 0 if path is None else self._version + 1
         with poisoned([self], version):
-            self._call("take_weights", version=version)
+            self._call(InferenceExecutor.take_weights, version=version)
 
     def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
         if move is Move.ONLOAD and "kv_cache" in (tags or self.tags):

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlcore.device import Device
 from rlcore.engines.runtime import current
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.registry import get_device
@@ -86,7 +87,7 @@ def _held_by(engines: Engine | Iterable[Engine] | None, argument: str) -> dict[s
     return {device: engine.label for engine in listed for device in engine.devices}
 
 
-def _all_like(device: Any) -> list[str]:
+def _all_like(device: Device) -> list[str]:
     return [f"{device.spec.name}:{index}" for index in range(device.count())]
 
 

@@ -1,8 +1,8 @@
-"""Registers the built-in executors."""
+"""Registers the built-in executors and launchers."""
 
 from __future__ import annotations
 
-from rlcore.hookspecs import RegisterExecutor, hookimpl
+from rlcore.hookspecs import RegisterExecutor, RegisterLauncher, hookimpl
 
 
 @hookimpl
@@ -10,3 +10,10 @@ def rlcore_register_executors(register: RegisterExecutor) -> None:
     register("train", "fsdp2", "rlcore.engines.executors.fsdp2:Fsdp2Worker")
     register("inference", "hf", "rlcore.engines.executors.hf:HfWorker")
     register("inference", "vllm", "rlcore.engines.executors.vllm.worker:VllmWorker")
+
+
+@hookimpl
+def rlcore_register_launchers(register: RegisterLauncher) -> None:
+    register("inline", "rlcore.engines.launchers.inline:InlineLauncher")
+    register("process", "rlcore.engines.launchers.process:ProcessLauncher")
+    register("torchrun", "rlcore.engines.launchers.torchrun:TorchrunLauncher")

@@ -6,6 +6,7 @@ Nothing here reaches the network or runs code from the folder.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +31,29 @@ class ModelFolder:
     @property
     def vocab_size(self) -> int:
         """Number of token ids the model knows."""
-        size = self.config.get("text_config", self.config).get("vocab_size")
-        if not isinstance(size, int) or size < 1:
+        size = self._text_config.get("vocab_size")
+        if type(size) is not int or size < 1:
             raise CheckpointError(f"{self.path / 'config.json'} must have a vocab_size of at least 1, got {size!r}")
         return size
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        found = self.config.get("text_config", self.config)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"text_config in {self.path / 'config.json'} must be a JSON object, got {found!r}")
+        return found
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The end-of-sequence tokens of generation_config.json, else of config.json; () if it has none."""
         generation = self.path / "generation_config.json"
         sources: list[Mapping[str, Any]] = [_read_json(generation)] if generation.exists() else []
-        sources += [self.config, self.config.get("text_config", {})]
-        eos = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), ())
-        return (eos,) if isinstance(eos, int) else tuple(eos)
+        sources += [self.config, self._text_config]
+        eos: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+        ids = eos if isinstance(eos, list) else [eos]
+        if any(type(one) is not int for one in ids):
+            raise CheckpointError(f"eos_token_id in {self.path} must be a token id, or a list of some, got {eos!r}")
+        return tuple(ids)
 
 
 def check_model_folder(path: str | Path) -> ModelFolder:
@@ -59,8 +70,14 @@ def check_model_folder(path: str | Path) -> ModelFolder:
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
-    found = ModelFolder(folder, _read_json(folder / "config.json"), _check_weights(folder))
-    _ = found.vocab_size
+    files = _check_weights(folder)
+    found = ModelFolder(folder, _read_json(folder / "config.json"), tuple(files))
+    largest = max((max(shape, default=0) for tensors in files.values() for shape in tensors.values()), default=0)
+    if found.vocab_size > largest:  # before anybody makes an embedding of that size
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a vocab_size of {found.vocab_size}, and no weight there has a "
+            f"dimension of that size (the largest is {largest}); download config.json again"
+        )
     return found
 
 
@@ -93,7 +110,8 @@ def load_tokenizer(folder: ModelFolder) -> Any | None:
     return tokenizer
 
 
-def _check_weights(folder: Path) -> tuple[Path, ...]:
+def _check_weights(folder: Path) -> dict[Path, dict[str, list[int]]]:
+    """The shape of every tensor in every file."""
     if (folder / _INDEX).is_file():
         return _check_shards(folder)
     if not (folder / _SINGLE).is_file():
@@ -101,11 +119,10 @@ def _check_weights(folder: Path) -> tuple[Path, ...]:
             f"{folder} has no weights: neither {_SINGLE} nor {_INDEX}; other formats are not read: "
             f"load them once with transformers and call save_pretrained"
         )
-    _tensor_names(folder / _SINGLE)
-    return (folder / _SINGLE,)
+    return {folder / _SINGLE: _shapes(folder / _SINGLE)}
 
 
-def _check_shards(folder: Path) -> tuple[Path, ...]:
+def _check_shards(folder: Path) -> dict[Path, dict[str, list[int]]]:
     shard_of: Any = _read_json(folder / _INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{folder / _INDEX} has no weight_map; download it again")
@@ -117,18 +134,19 @@ def _check_shards(folder: Path) -> tuple[Path, ...]:
             f"{folder / _INDEX} names {len(shards)} files, of which {len(absent)} are missing: "
             f"{', '.join(absent)}; download them"
         )
+    found = {folder / shard: _shapes(folder / shard) for shard in shards}
     for shard in shards:
         expected = {tensor for tensor, file in shard_of.items() if file == shard}
-        if lacking := sorted(expected - _tensor_names(folder / shard)):
+        if lacking := sorted(expected - found[folder / shard].keys()):
             raise CheckpointError(
                 f"{folder / shard} lacks {len(lacking)} tensors that {_INDEX} puts there, "
                 f"such as {lacking[0]!r}; it belongs to another checkpoint, download it again"
             )
-    return tuple(folder / name for name in shards)
+    return found
 
 
-def _tensor_names(file: Path) -> set[str]:
-    """Names in a safetensors file whose size is what its header says: 8 bytes of length, header, data."""
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Of the tensors of a safetensors file whose size is what its header says: 8 bytes of length, header, data."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
@@ -138,12 +156,13 @@ def _tensor_names(file: Path) -> set[str]:
             header: Any = json.loads(stream.read(header_bytes))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             data_bytes = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            shapes = {name: [*map(operator.index, entry["shape"])] for name, entry in tensors.items()}
         except (ValueError, AttributeError, TypeError, LookupError) as error:
             raise CheckpointError(f"{file} has a damaged header; download it again") from error
     expected = 8 + header_bytes + data_bytes
     if size != expected:
         raise CheckpointError(f"{file} is damaged: its header needs {expected} bytes, it has {size}; download it again")
-    return set(tensors)
+    return shapes
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rlcore.arguments import AT_LEAST_0, LIST, Kind, optional, takes
 from rlcore.engines.completion import RequestOutput
+from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.executors.waiting import PauseMode, check_pause_mode
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.sampling_params import SamplingParams
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _POLL_S = 0.05
 """How long one replica is waited for while another may have something."""
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -51,7 +54,7 @@ class _Engine(Protocol):
     def abort(self, numbers: Sequence[int] | None = None) -> int: ...
     def _require_ready(self, purpose: str) -> None: ...
     def _built_group(self) -> WorkerGroup: ...
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
+    def _call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
 
 
 class AsynchronousRequests:
@@ -149,7 +152,7 @@ class AsynchronousRequests:
     def abort(self: _Engine, numbers: Sequence[int] | None = None) -> int:
         """Give up these requests, all of them for None; returns how many were unfinished. They are not collected."""
         self._built_group()
-        num_aborted: int = sum(self._call("abort", numbers if numbers is None else list(numbers)))
+        num_aborted: int = sum(self._call(InferenceExecutor.abort, numbers if numbers is None else list(numbers)))
         for number in list(self._serving.placed) if numbers is None else numbers:
             self._serving.placed.pop(number, None)
             self._serving.collected.pop(number, None)
@@ -163,7 +166,7 @@ class AsynchronousRequests:
                 next weights it goes on, and its completions say which tokens came before (``version_spans``).
         """
         check_pause_mode(mode)
-        self._call("pause", mode, version=self.version)
+        self._call(InferenceExecutor.pause, mode, version=self.version)
         self._serving.is_paused = True
         if mode == "abort":
             self._serving.placed.clear()
@@ -171,7 +174,7 @@ class AsynchronousRequests:
 
     def resume(self: _Engine) -> None:
         """Go on after ``pause``; nothing if it is not paused."""
-        self._call("resume")
+        self._call(InferenceExecutor.resume)
         self._serving.is_paused = False
 
 
@@ -192,7 +195,7 @@ def check_prompts(group: WorkerGroup, prompts: Sequence[Prompt], params: Sequenc
         ((prompts[rank::size], params[rank::size]), {"numbers": range(rank, len(prompts), size)})
         for rank in range(size)
     ]
-    group.call("check_prompts", calls)
+    group.call(InferenceExecutor.check_prompts.__name__, calls)
 
 
 def spread(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
@@ -225,7 +228,7 @@ def _send(engine: _Engine, requests: Sequence[tuple[int, Prompt, SamplingParams]
         own = [request for request, at in zip(requests, ranks, strict=True) if at == rank]
         numbers, prompts, params = ([one[part] for one in own] for part in range(3))
         calls.append(((numbers, prompts, params), {"version": engine.version}))
-    group.call("submit", calls)
+    group.call(InferenceExecutor.submit.__name__, calls)
     for (number, _, _), rank, cost in zip(requests, ranks, costs, strict=True):
         engine._serving.placed[number] = (rank, cost)
 
@@ -236,7 +239,7 @@ def _gathered(engine: _Engine, wait_s: float) -> dict[int, RequestOutput]:
     serving, num_replicas = engine._serving, len(engine._built_group().workers)
     while serving.placed:
         left_s = min(1.0 if num_replicas == 1 else _POLL_S, max(0.0, deadline - time.monotonic()))
-        each: list[Mapping[int, RequestOutput]] = engine._call("collect", left_s, version=engine.version)
+        each = engine._call(InferenceExecutor.collect, left_s, version=engine.version)
         found = {number: output for own in each for number, output in own.items()}
         for number in found:
             serving.placed.pop(number, None)

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.arguments import FLAG, MAPPING, NUMBER, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
+from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_order_of_rows, split_arguments
 from rlcore.engines.residency import State
@@ -32,6 +33,7 @@ from rlcore.weights.view import Adapters
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 16384
 _BATCH_KINDS = {
@@ -89,7 +91,7 @@ class TrainEngine(CheckpointedEngine):
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
         self._num_changes += 1
-        has_optimizer = self._call("build", copy.deepcopy(self._module), torch.initial_seed(), **options)
+        has_optimizer = self._call(TrainExecutor.build, copy.deepcopy(self._module), torch.initial_seed(), **options)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
         if self._last_checkpoint is not None:
@@ -182,7 +184,7 @@ class TrainEngine(CheckpointedEngine):
                 "leave such a batch out"
             )
         self._num_changes += 1
-        metrics: dict[str, float] = self._call_on_shares("train_step", packed, loss_fn, options)
+        metrics: dict[str, float] = self._call_on_shares(TrainExecutor.train_step, packed, loss_fn, options)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
@@ -209,7 +211,7 @@ class TrainEngine(CheckpointedEngine):
             max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
         )
         packed = self._weighted(batch, token_weights, max_length)
-        metrics: dict[str, float] = self._call_on_shares("evaluate", packed, loss_fn, options)
+        metrics: dict[str, float] = self._call_on_shares(TrainExecutor.evaluate, packed, loss_fn, options)
         return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
 
     def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
@@ -250,7 +252,7 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = _loss_mask(packed)
         self._check_batch(packed, scored_T)
-        logprob_T: Tensor = self._call_on_shares("score", packed | {SCORED: scored_T}, options)
+        logprob_T: Tensor = self._call_on_shares(TrainExecutor.score, packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
 
     def _check_batch(self, packed: Mapping[str, Tensor], counted_T: Tensor) -> None:
@@ -258,14 +260,15 @@ class TrainEngine(CheckpointedEngine):
         check_tokens(packed, self._module.output_head().weight.shape[0])
         check_finite(packed, counted_T)
 
-    def _call_on_shares(self, method: str, packed: dict[str, Tensor], *args: Any) -> Any:
+    def _call_on_shares(self, method: Callable[..., R], packed: dict[str, Tensor], *args: Any) -> R:
         """Each worker gets its share of the batch; the result, which is the same on all."""
         group = self._built_group()
         parts = shares(packed, group.workers[0].context.world_size, args[-1].max_tokens_per_micro_batch)
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((parts[worker.context.rank], *args), {}) for worker in group.workers
         ]
-        return group.call(method, calls)[0]
+        result: R = group.call(method.__name__, calls)[0]
+        return result
 
     # --------------------------------------------------------------------------------------------- weights
 
@@ -328,7 +331,7 @@ class TrainEngine(CheckpointedEngine):
             adapters: merged into the weights, or "base", the weights without, or "only" those of adapters.
         """
         self._require("weights", "state_dict()")
-        state: dict[str, Tensor] = self._call("state_dict", adapters)[0]
+        state: dict[str, Tensor] = self._call(TrainExecutor.state_dict, adapters)[0]
         return state
 
     @takes("load_state_dict()", state=Kind("a mapping of tensors, as state_dict() gives,", MAPPING.has))
@@ -337,7 +340,7 @@ class TrainEngine(CheckpointedEngine):
         ``state_dict(adapters="only")`` where the module has some."""
         self._require("weights", "load_state_dict()", may_be_empty=not self._has_adapters)
         self._num_changes += 1
-        self._call("load_state_dict", state)
+        self._call(TrainExecutor.load_state_dict, state)
         self._residency.set("weights", State.LOADED)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
 from rlcore.engines.micro_batch import MicroBatch, Share, micro_batches, on_device
 from rlcore.engines.sharding import leaving_it_sharded, local_part, num_gradient_parts, sync_gradients, total_norm
@@ -74,7 +75,7 @@ def _check_max_tokens(value: int) -> None:
 
 def train_step(
     module: TrainModule,
-    device: Any,
+    device: Device,
     share: Share,
     loss_fn: Callable[..., Any],
     *,
@@ -121,7 +122,7 @@ def train_step(
     return found
 
 
-def _begin_reading(numbers: Mapping[str, Tensor], device: Any) -> Callable[[], dict[str, float]]:
+def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[], dict[str, float]]:
     """Copy them to the host; what is returned waits for that alone. The optimizer's kernels, queued afterwards, run
     while the host takes up the next batch."""
     values = torch.stack([number.float() for number in numbers.values()]).to("cpu", non_blocking=True)
@@ -171,7 +172,7 @@ _NORM_EPS = 1e-6
 
 def _accumulate(
     module: TrainModule,
-    device: Any,
+    device: Device,
     share: Share,
     loss_fn: Callable[..., Any],
     options: StepOptions,
@@ -189,7 +190,7 @@ def _accumulate(
     return metrics
 
 
-def _weighted_parts(share: Share, options: LossOptions, device: Any) -> Iterator[MicroBatch]:
+def _weighted_parts(share: Share, options: LossOptions, device: Device) -> Iterator[MicroBatch]:
     scored_T = share.packed[WEIGHT] != 0
     return micro_batches(share, scored_T, options.max_tokens_per_micro_batch, device.torch_device)
 
@@ -221,7 +222,7 @@ def _loss(
 
 @torch.no_grad()
 def evaluate(
-    module: TrainModule, device: Any, share: Share, loss_fn: Callable[..., Any], options: LossOptions
+    module: TrainModule, device: Device, share: Share, loss_fn: Callable[..., Any], options: LossOptions
 ) -> dict[str, float]:
     """The loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
     metrics = _Metrics()
@@ -293,7 +294,7 @@ def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(module: TrainModule, device: Any, share: Share, options: ScoreOptions) -> Tensor:
+def score(module: TrainModule, device: Device, share: Share, options: ScoreOptions) -> Tensor:
     """Log-probability [T] float32, on the host, of every marked token of the whole batch; 0 elsewhere."""
     place = device.torch_device
     logprob_T = torch.zeros(share.num_tokens, device=place)

@@ -10,6 +10,8 @@ from rlcore.compat import rlite
 from rlcore.compat.rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlcore.meta import meta_device as init_empty_weights
 
+if len(sys.argv) < 2:
+    sys.exit("usage: rlite_tutorial.py FOLDER [EXECUTOR]; FOLDER holds a Qwen2, and EXECUTOR is vllm if you name none")
 MODEL, EXECUTOR = sys.argv[1], (*sys.argv[2:], "vllm")[0]
 
 

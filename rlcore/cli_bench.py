@@ -18,6 +18,8 @@ from rlcore.torch_import import import_torch
 if TYPE_CHECKING:
     from rlcore.bench.result import Effort
 
+Force = Annotated[bool, typer.Option("--force", help="Replace the file of -o, if there is one.")]
+
 bench = typer.Typer(help="Measure this machine, compare machines and runs.", **PLAIN)
 
 
@@ -55,6 +57,7 @@ def run(
     go_on: Annotated[
         bool, typer.Option("--continue", help="Keep what the file of -o holds; run what it has no number of.")
     ] = False,
+    force: Force = False,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Measure the limits of this machine again.")
     ] = False,
@@ -89,6 +92,7 @@ def run(
     chosen, left_out = (found, []) if cases else plan.part(found)
     path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     check_can_write(path)
+    _check_free(path, force=force or go_on, others="--continue to go on with it, ")
     earlier = read(path) if go_on and path.exists() else None
     durations = Durations(on, plan)
     limit = TimeLimit(within, durations, started)
@@ -197,6 +201,7 @@ def report_records(
         list[str] | None,
         typer.Option(help="USD an hour for one device of a record, by its file name.", metavar="NAME=USD"),
     ] = None,
+    force: Force = False,
 ) -> None:
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
@@ -206,6 +211,9 @@ def report_records(
     from rlcore.bench.result import read
 
     names = run_names(records)
+    if output.exists() and any(record.exists() and record.samefile(output) for record in records):
+        raise InvalidInputError(f"-o {output} is one of the records; give another file for the page")
+    _check_free(output, force=force)
     prices = parse_prices(price or [], names)
     page = render([Run(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
     try:
@@ -213,3 +221,9 @@ def report_records(
     except OSError as error:
         raise BenchError(f"cannot write the report {output}: {error.strerror}") from error
     print(output, file=sys.stderr)
+
+
+def _check_free(path: Path, *, force: bool, others: str = "") -> None:
+    """Raises InvalidInputError rather than that a file is lost."""
+    if path.is_file() and not force:
+        raise InvalidInputError(f"-o {path} exists; give another file, or {others}--force to replace it")

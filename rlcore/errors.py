@@ -23,6 +23,19 @@ A message names the object, the value given, what is accepted and what to do.
 
 from __future__ import annotations
 
+_LONGEST = 300
+"""Characters of an error in one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return "Type: text" of any exception, the lines of its text joined, and cut where it is long."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as failed:  # a user's __str__
+        text = f"<its text cannot be had: {failed!r}>"
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}..."
+
 
 class RlcoreError(Exception):
     """Base of all errors raised by rlcore."""
@@ -73,9 +86,9 @@ class StateError(RlcoreError):
 class WorkerError(RlcoreError):
     """User code failed inside a worker; the original is the ``__cause__`` where it ran in this process."""
 
-    def __init__(self, *, rank: int, device: str, method: str, traceback: str) -> None:
-        last_line = traceback.rstrip().rsplit("\n", 1)[-1]
-        super().__init__(f"{method}() failed on rank {rank} ({device}): {last_line}\n\n{traceback.rstrip()}")
+    def __init__(self, *, rank: int, device: str, method: str, error: str, traceback: str) -> None:
+        """``error`` is what ``one_line`` says of it."""
+        super().__init__(f"{method}() failed on rank {rank} ({device}): {error}\n\n{traceback.rstrip()}")
         self.rank = rank
         self.device = device
         self.method = method

@@ -1,4 +1,4 @@
-"""The four hooks through which everything enters rlcore, built-ins included.
+"""The five hooks through which everything enters rlcore, built-ins included.
 
 A hook carries registrations only (data and import paths, nothing is imported); behaviour lives in the classes
 and functions that the paths name. Mark an implementation with ``rlcore.hookimpl`` and expose its module as an
@@ -43,6 +43,11 @@ class RegisterExecutor(Protocol):
         """Offer the worker class at ``path`` as executor ``name``; ``kind`` is "train" or "inference"."""
 
 
+class RegisterLauncher(Protocol):
+    def __call__(self, name: str, path: str) -> None:
+        """Offer the ``engines.launchers.base.Launcher`` at ``path`` ("pkg.mod:Class") as launcher ``name``."""
+
+
 class RegisterBenchmark(Protocol):
     def __call__(self, path: str) -> None:
         """Offer the ``bench.case.Case`` at ``path`` ("pkg.mod:case")."""
@@ -62,6 +67,10 @@ class Hooks:
     @hookspec
     def rlcore_register_executors(self, register: RegisterExecutor) -> None:
         """Register engine back ends."""
+
+    @hookspec
+    def rlcore_register_launchers(self, register: RegisterLauncher) -> None:
+        """Register ways to start workers."""
 
     @hookspec
     def rlcore_register_benchmarks(self, register: RegisterBenchmark) -> None:

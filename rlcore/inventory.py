@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlcore.device import Device
 from rlcore.errors import DeviceError, PluginError
 from rlcore.registry import get_device, launch, list_devices
 from rlcore.types import Capability, DeviceInfo, DeviceProperties
@@ -62,7 +63,7 @@ def describe(name: str) -> Description:
     )
 
 
-def capabilities_of(device: Any) -> dict[str, Capability]:
+def capabilities_of(device: Device) -> dict[str, Capability]:
     """Raises PluginError: the device answers with something else; and whatever the device raises."""
     found = device.capabilities()
     if not isinstance(found, dict):

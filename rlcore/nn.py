@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlcore.errors import CheckpointError, MissingDependencyError, UnsupportedError
+from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
@@ -146,7 +146,7 @@ class HuggingFaceTrainModule(TrainModule):
         if not parameters_land_on_meta():
             return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
         config = kwargs.pop("config", None) or _read_config(cls, path)
-        with without_foreign_meta(), meta_device():
+        with errors_named(path, f"{cls.__name__} cannot be made of"), without_foreign_meta(), meta_device():
             module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
         module._source = Path(path)
         return module
@@ -264,12 +264,14 @@ def _read_config(cls: Any, path: str | Path) -> Any:
 
 
 @contextlib.contextmanager
-def errors_named(path: str | Path) -> Iterator[None]:
-    """What the loaders raise for a damaged folder, as one error that names the folder."""
+def errors_named(path: str | Path, what: str = "cannot read the model at") -> Iterator[None]:
+    """Whatever other libraries raise for a damaged folder, as one error that names the folder."""
     try:
         yield
-    except (OSError, ValueError, safetensors_library().SafetensorError) as error:
-        raise CheckpointError(f"cannot read the model at {path}: {error}") from error
+    except RlcoreError:
+        raise
+    except Exception as error:  # they check little: what is wrong shows as a KeyError, or in a division by zero
+        raise CheckpointError(f"{what} {path}: {one_line(error)}; see to its config.json and its weights") from error
 
 
 def safetensors_library() -> Any:

@@ -1,4 +1,4 @@
-"""What can be had by name: devices, operator implementations, executors, benchmark cases.
+"""What can be had by name: devices, operator implementations, executors, launchers, benchmark cases.
 
 Filled once from the plugins, then only dictionaries: no hook is called on a hot path.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from rlcore.deadline import call_within
+from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
 from rlcore.launch import Launch
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
@@ -47,6 +48,7 @@ class Registry:
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: dict[str, list[OpImplementation]] = field(default_factory=dict)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    launchers: dict[str, tuple[str, str]] = field(default_factory=dict)
     benchmarks: dict[str, str] = field(default_factory=dict)
     plugins: list[PluginRecord] = field(default_factory=list)
     refused_devices: dict[str, BaseException] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Registry:
             hooks.rlcore_register_devices(register=draft.device)
             hooks.rlcore_register_ops(register=draft.op)
             hooks.rlcore_register_executors(register=draft.executor)
+            hooks.rlcore_register_launchers(register=draft.launcher)
             hooks.rlcore_register_benchmarks(register=draft.benchmark)
         except (Exception, SystemExit) as error:
             self.refused_devices |= dict.fromkeys(draft.offered_devices, error)
@@ -69,6 +72,7 @@ class Registry:
         for implementation in draft.ops:
             self.ops.setdefault(implementation.op, []).append(implementation)
         self.executors |= draft.executors
+        self.launchers |= draft.launchers
         self.benchmarks |= draft.benchmarks
 
 
@@ -82,6 +86,7 @@ class _Draft:
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: list[OpImplementation] = field(default_factory=list)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    launchers: dict[str, tuple[str, str]] = field(default_factory=dict)
     benchmarks: dict[str, str] = field(default_factory=dict)
 
     def device(self, spec: DeviceSpec) -> None:
@@ -120,6 +125,13 @@ class _Draft:
         if (kind, name) in taken:
             raise PluginError(f"{kind} executor {name!r} is already registered by plugin {taken[kind, name][1]!r}")
         self.executors[kind, name] = (path, self.plugin)
+
+    def launcher(self, name: str, path: str) -> None:
+        check_import_path(path, f"launcher {name!r}")
+        taken = self.registry.launchers | self.launchers
+        if name in taken:
+            raise PluginError(f"launcher {name!r} is already registered by plugin {taken[name][1]!r}")
+        self.launchers[name] = (path, self.plugin)
 
     def benchmark(self, path: str) -> None:
         check_import_path(path, "benchmark case")
@@ -166,7 +178,7 @@ def device_info(kind: str) -> DeviceInfo:
     return _info(*registry().devices[_spec(kind).name])
 
 
-def get_device(name: str | torch.device | None = None) -> Any:
+def get_device(name: str | torch.device | None = None) -> Device:
     """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
 
     None is ``RLCORE_DEVICE``, else the accelerator of highest priority that was available when this was first asked,
@@ -203,7 +215,7 @@ def specs_of(torch_type: str) -> list[DeviceSpec]:
 
 
 @functools.cache
-def _default_device(wanted: str | None) -> Any:
+def _default_device(wanted: str | None) -> Device:
     """Kept, so that it does not change under a program. A failure is not kept."""
     if wanted is None:
         return _device(_default_name(), 0)
@@ -214,12 +226,12 @@ def _default_device(wanted: str | None) -> Any:
 
 
 @functools.cache
-def _named_device(name: str) -> Any:
+def _named_device(name: str) -> Device:
     return _device(*_parse(name))
 
 
 @functools.cache
-def _device(kind: str, index: int) -> Any:
+def _device(kind: str, index: int) -> Device:
     spec = _spec(kind)
     probe, error = _probe(spec)
     if not probe.is_available:
@@ -227,7 +239,8 @@ def _device(kind: str, index: int) -> Any:
     if index >= probe.count:
         raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
     try:
-        return resolve(spec.loader)(spec, index)
+        device: Device = resolve(spec.loader)(spec, index)
+        return device
     except Exception as error:  # somebody else's code
         raise DeviceError(f"device '{kind}:{index}' could not be made: {type(error).__name__}: {error}") from error
 
@@ -323,7 +336,7 @@ def _record_failed_probe(spec: DeviceSpec, error: BaseException) -> None:
     report_failure(records[at], Settings.from_env())
 
 
-# ---------------------------------------------------------------------------------------------- executors
+# ----------------------------------------------------------------------------------- executors, launchers
 
 
 def executor_class(kind: str, name: str) -> Any:
@@ -337,3 +350,19 @@ def executor_class(kind: str, name: str) -> Any:
         names = ", ".join(sorted(known for k, known in executors if k == kind))
         raise InvalidInputError(f"no {kind} executor {name!r}; registered: {names}")
     return resolve(executors[kind, name][0])
+
+
+def launcher_names() -> list[str]:
+    """Return the names of all registered launchers."""
+    return list(registry().launchers)
+
+
+def launcher_class(name: str) -> Any:
+    """Return the class of launcher ``name``.
+
+    Raises:
+        InvalidInputError: no such launcher.
+    """
+    if name not in registry().launchers:
+        raise InvalidInputError(f"launcher must be one of {', '.join(launcher_names())}, got {name!r}")
+    return resolve(registry().launchers[name][0])

@@ -173,6 +173,41 @@ class MemoryStats:
     peak_allocated_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatus:
+    """How a device is doing now; None where the device or its driver does not tell.
+
+    Of a part of a GPU (MIG) NVML tells the memory alone: power, temperature, clocks and use are those of the whole.
+    """
+
+    used_bytes: int
+    free_bytes: int
+    power_w: float | None
+    power_limit_w: float | None
+    energy_j: float | None
+    """Since the driver was loaded."""
+    temperature_c: int | None
+    sm_clock_mhz: int | None
+    sm_clock_limit_mhz: int | None
+    memory_clock_mhz: int | None
+    memory_clock_limit_mhz: int | None
+    busy_percent: int | None
+    """The part of the last sampling period (up to a second) in which any kernel ran."""
+    throttle_reasons: tuple[str, ...] | None
+    """Why it runs slower than it was asked to; empty when it does not."""
+    unknown: dict[str, str]
+    """Each figure that is None -> why: the driver's function and its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProcess:
+    """A process with a context on a device."""
+
+    pid: int
+    """As the host counts it; a container may have another."""
+    used_bytes: int | None
+
+
 Support = Literal["native", "emulated", "unsupported"]
 Evidence = Literal["hardware", "simulated", "declared"]
 
@@ -226,7 +261,7 @@ class _Handle:
             raise InvalidInputError(f"{cls.__name__}.from_bytes takes what to_bytes gave, got {type(data).__name__}")
         try:
             handle = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
         if handle.to_bytes() != data:  # fields that it does not have are of another kind of handle
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}, but have some of its fields")

@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["tests.summary"]
+
 _PATCHED = {bool, int, float, str, type, types.FunctionType}
 """Of what modules hold: constants, classes and functions. Those whose names begin with "__" torch's compiler adds."""
 

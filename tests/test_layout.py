@@ -21,6 +21,7 @@ BASE = {
     "atomic",
     "compute_dtype",
     "deadline",
+    "device",
     "errors",
     "types",
     "hookspecs",

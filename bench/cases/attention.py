@@ -6,13 +6,13 @@ Letters: L length, N query heads, D size of a head.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 from rlcore.tensor_data import dtype_name
 
 _HEADS, _HEAD_SIZE = 32, 128
@@ -23,7 +23,7 @@ _CHECKED = 8
 """The last queries, which see all keys, of the first head."""
 
 
-def _prepare(backward: bool, device: Any) -> Work:
+def _prepare(backward: bool, device: Device) -> Work:
     device.seed(0)
     is_host = device.spec.is_host
     dtype = torch.float32 if is_host else torch.bfloat16
@@ -35,7 +35,7 @@ def _prepare(backward: bool, device: Any) -> Work:
     return Work(contenders=contenders, params=params, runs_on="stream")
 
 
-def _contender(device: Any, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
+def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
     N, D = heads
     q, k, v, upstream = (
         torch.randn(1, N, L, D, device=device.torch_device, dtype=dtype).requires_grad_(backward) for _ in range(4)

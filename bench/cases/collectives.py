@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.device import Device
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import UnsupportedError
@@ -97,7 +98,7 @@ def bus_factor(op: Op, size: int) -> float:
     return {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(op, (size - 1) / size)
 
 
-def _prepare(op: Op, sizes: tuple[int, ...], device: Any) -> Work:
+def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     ranks = _HOST_RANKS if device.spec.is_host else device.count()
     sizes = tuple(nbytes for nbytes in sizes if nbytes <= _HOST_LARGEST or not device.spec.is_host)
     if ranks < 2:

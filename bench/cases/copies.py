@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 
@@ -20,7 +21,7 @@ _BYTES = _PAIR_BYTES = 1 << 28
 _REPEATS = 5
 
 
-def _prepare_host_copies(is_to_device: bool, device: Any) -> Work:
+def _prepare_host_copies(is_to_device: bool, device: Device) -> Work:
     _refuse_host(device, "a copy between host and device")
     pattern = torch.arange(_BYTES // 8, dtype=torch.int64)
     there = pattern.to(device.torch_device)
@@ -44,7 +45,7 @@ def _prepare_host_copies(is_to_device: bool, device: Any) -> Work:
     return Work(contenders=tuple(map(contender, kinds)), params={"bytes": _BYTES})
 
 
-def _prepare_both_ways(device: Any) -> Work:
+def _prepare_both_ways(device: Device) -> Work:
     _refuse_host(device, "a copy between host and device")
     if not device.memory.can_pin:
         raise UnsupportedError("copying both ways at once", "this device cannot pin memory of the host")
@@ -80,12 +81,12 @@ def _check_again(run: Callable[[], Any], targets: list[Tensor], pattern: Tensor,
     expect(all(torch.equal(target.cpu(), pattern) for target in targets), "other bytes arrived")
 
 
-def _refuse_host(device: Any, feature: str) -> None:
+def _refuse_host(device: Device, feature: str) -> None:
     if device.spec.is_host:
         raise UnsupportedError(f"{feature} on {device.name}", "the device is the host itself")
 
 
-def _prepare_peers(device: Any) -> Work:
+def _prepare_peers(device: Device) -> Work:
     _refuse_host(device, "a link between devices")
     if device.count() < 2:
         raise UnsupportedError("a link between devices", f"there is one {device.spec.name} device")

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 from rlcore.kernels.dispatch import Choice, Query, choose
 from rlcore.registry import get_device
 
 
-def _prepare_device_lookup(device: Any) -> Work:
+def _prepare_device_lookup(device: Device) -> Work:
     default = get_device()
 
     def contender(name: str, run: Callable[[], Any], wanted: Any) -> Contender:
@@ -28,11 +29,11 @@ def _prepare_device_lookup(device: Any) -> Work:
     return Work(contenders=contenders, params={}, runs_on="host")
 
 
-def _prepare_op_choice(device: Any) -> Work:
+def _prepare_op_choice(device: Device) -> Work:
     return _choosing(lambda: choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936)))
 
 
-def _prepare_new_op_choice(device: Any) -> Work:
+def _prepare_new_op_choice(device: Device) -> Work:
     def run() -> Choice:
         choose.cache_clear()
         return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))

@@ -8,24 +8,25 @@ from typing import Any
 import torch
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 
 _BUFFER_BYTES = 2 << 30
 _NUM_TENSORS = 5000
 _LARGEST_BYTES = 512 << 10
 
 
-def _pinned(device: Any, nbytes: int) -> torch.Tensor:
+def _pinned(device: Device, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.memory.can_pin)
 
 
-def _needs(device: Any, to_device: bool, nbytes: int) -> dict[str, int]:
+def _needs(device: Device, to_device: bool, nbytes: int) -> dict[str, int]:
     """Of the link; where the device is the host, of its memory, which is read and written."""
     if device.spec.is_host:
         return {"memory": 2 * nbytes}
     return {f"{'to_device' if to_device else 'to_host'}/pinned": nbytes}
 
 
-def _prepare_alloc(device: Any) -> Work:
+def _prepare_alloc(device: Device) -> Work:
     def exact() -> int:
         buffer = device.memory.host_alloc(_BUFFER_BYTES)
         nbytes = int(buffer.tensor.numel())
@@ -40,7 +41,7 @@ def _prepare_alloc(device: Any) -> Work:
     )
 
 
-def _prepare_copies(to_device: bool, device: Any) -> Work:
+def _prepare_copies(to_device: bool, device: Device) -> Work:
     on_device = torch.randint(0, 256, (_BUFFER_BYTES,), dtype=torch.uint8, device=device.torch_device)
     buffers = {
         "host_alloc": device.memory.host_alloc(_BUFFER_BYTES).tensor,
@@ -63,11 +64,11 @@ def _prepare_copies(to_device: bool, device: Any) -> Work:
     )
 
 
-def _prepare_batch(to_device: bool, device: Any) -> Work:
+def _prepare_batch(to_device: bool, device: Device) -> Work:
     """Tensors of uneven size, one behind the other in one buffer on the host, anywhere on the device."""
     sizes = [1 + (number * 7919) % _LARGEST_BYTES for number in range(_NUM_TENSORS)]
     host = device.memory.host_alloc(sum(sizes)).tensor
-    on_host = list(host.split(sizes))
+    on_host = list(torch.split(host, sizes))
     on_device = [torch.full((size,), size % 251, dtype=torch.uint8, device=device.torch_device) for size in sizes]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device.torch_device)
     whole_host = device.memory.host_alloc(sum(sizes)).tensor

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
+from rlcore.device import Device
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.types import IpcHandle
 
@@ -86,7 +87,7 @@ class _Costs(NamedTuple):
     use_s: float
 
 
-def _measure(device: Any) -> _Costs:
+def _measure(device: Device) -> _Costs:
     tensors = [
         torch.full((_TENSOR_BYTES // 4,), float(number), device=device.torch_device) for number in range(_NUM_HANDLES)
     ]
@@ -109,7 +110,7 @@ def _measure(device: Any) -> _Costs:
     )
 
 
-def _prepare_open(device: Any) -> Work:
+def _prepare_open(device: Device) -> Work:
     def check(costs: _Costs) -> None:
         expected = [float(number) * (_TENSOR_BYTES // 4) for number in range(_NUM_HANDLES)]
         expect(costs.sums == expected, "another tensor arrived")
@@ -133,7 +134,7 @@ class _Copies(NamedTuple):
     local_s: float
 
 
-def _copy(device: Any, nbytes: int) -> _Copies:
+def _copy(device: Device, nbytes: int) -> _Copies:
     with worker_processes(_Exporter, [device.name]) as group:
         handle = IpcHandle.from_bytes(ask(group, "give", nbytes))
         with device.memory.import_ipc(handle) as mapping:
@@ -152,7 +153,7 @@ def _copy(device: Any, nbytes: int) -> _Copies:
     return _Copies(is_equal, statistics.median(seconds["mapped"]), statistics.median(seconds["local"]))
 
 
-def _prepare_copy(device: Any) -> Work:
+def _prepare_copy(device: Device) -> Work:
     nbytes = min(4 << 30, device.memory.info().free_bytes // 64)
 
     def check(copies: _Copies) -> None:

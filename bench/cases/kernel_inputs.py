@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Quantity
+from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.linear_loss import linear_loss
@@ -48,7 +49,7 @@ ACCURACY = Size(1024, 151_936, 2048, torch.bfloat16)
 _OF_SEVERAL_RANKS = "vocab_parallel"
 
 
-def size_on(device: Any, size: Size) -> Size:
+def size_on(device: Device, size: Size) -> Size:
     if not device.spec.is_host:
         return size
     if size not in (HEADS["8b"], LOGITS, ACCURACY):
@@ -64,7 +65,7 @@ class Inputs:
     target_T: Tensor
 
     @classmethod
-    def on(cls, device: Any, size: Size, *, deviation: float = 2.0) -> Inputs:
+    def on(cls, device: Device, size: Size, *, deviation: float = 2.0) -> Inputs:
         """Logits of this standard deviation: with 2, neither uniform nor decided."""
         size = size_on(device, size)
         device.seed(0)
@@ -120,7 +121,7 @@ class Inputs:
         return total, hidden_TH.grad, weight_VH.grad
 
 
-def implementations(op: str, device: Any) -> list[str]:
+def implementations(op: str, device: Device) -> list[str]:
     """Registered for one rank of this device; on an accelerator not the definition: it holds all logits in float32."""
     names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
     left_out = {_OF_SEVERAL_RANKS} if device.spec.is_host else {_OF_SEVERAL_RANKS, "reference"}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
+from rlcore.device import Device
 from rlcore.kernels.advantages import group_advantage
 from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.combine import combine
@@ -70,7 +71,7 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
     )
 
 
-def _by_implementation(op: str, device: Any, call: Callable[..., Any]) -> dict[str, Call]:
+def _by_implementation(op: str, device: Device, call: Callable[..., Any]) -> dict[str, Call]:
     """Those that need no loop over the tokens on the host, the slowest first."""
     entries = sorted(registry().ops[op], key=lambda entry: entry.priority)
     names = [entry.name for entry in entries if entry.device_type in ("*", device.type)]
@@ -84,7 +85,7 @@ def _by_implementation(op: str, device: Any, call: Callable[..., Any]) -> dict[s
     return {name: functools.partial(called, name) for name in names}
 
 
-def _tokens(device: Any, count: int) -> list[Tensor]:
+def _tokens(device: Device, count: int) -> list[Tensor]:
     device.seed(0)
     num_tokens = _HOST_TOKENS if device.spec.is_host else _ACCELERATOR_TOKENS
     return list(torch.randn(count, num_tokens, device=device.torch_device))
@@ -96,27 +97,27 @@ def _edges(tokens: Tensor) -> Tensor:
     return torch.cat((edges, edges.new_tensor([len(tokens)])))
 
 
-def _prepare_gae(device: Any) -> Work:
+def _prepare_gae(device: Device) -> Work:
     values_T, rewards_T, noise_T = _tokens(device, 3)
     shape: dict[str, Any] = {"mask": noise_T > -1, "cu_seqlens": _edges(values_T), "gamma": _GAMMA}
     calls = _by_implementation("gae", device, functools.partial(gae, values_T, rewards_T, lam=_LAM, **shape))
     return _work(calls, 17, values_T, {"mean_sequence": _MEAN_TOKENS})
 
 
-def _prepare_return(device: Any) -> Work:
+def _prepare_return(device: Device) -> Work:
     rewards_T, noise_T = _tokens(device, 2)
     shape: dict[str, Any] = {"mask": noise_T > -1, "cu_seqlens": _edges(rewards_T), "gamma": _GAMMA}
     calls = _by_implementation("discounted_return", device, functools.partial(discounted_return, rewards_T, **shape))
     return _work(calls, 9, rewards_T, {"mean_sequence": _MEAN_TOKENS})
 
 
-def _prepare_groups(device: Any) -> Work:
+def _prepare_groups(device: Device) -> Work:
     (rewards_T,) = _tokens(device, 1)
     call = functools.partial(group_advantage, rewards_T.view(-1, _GROUP))
     return _work(_by_implementation("group_advantage", device, call), 8, rewards_T, {"group": _GROUP})
 
 
-def _prepare_loss(device: Any) -> Work:
+def _prepare_loss(device: Device) -> Work:
     """Its value, statistics and both gradients; plain, compiled whole as its user may, and that captured: what the
     device does for it, without the host's time for autograd and a dozen launches."""
     noise, advantages_T, drift_T, other_T = _tokens(device, 4)

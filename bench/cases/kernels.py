@@ -26,6 +26,7 @@ from rlcore.bench.cases.kernel_inputs import (
     relative,
 )
 from rlcore.bench.cases.kernel_peers import Score, linear_logprob_peers, token_logprob_peers
+from rlcore.device import Device
 from rlcore.kernels.linear_logprob import linear_logprob
 from rlcore.kernels.losses.interface import PerToken, TermOutput
 from rlcore.kernels.rows import Logprobs
@@ -38,7 +39,7 @@ _KEEPING = 3 * 2**30
 """Holds the exponentials of all rows of the 8B and 14B heads, so that the backward need not make them again."""
 
 
-def _scorers(op: str, device: Any, call: Any, peers: dict[str, Score]) -> dict[str, Score]:
+def _scorers(op: str, device: Device, call: Any, peers: dict[str, Score]) -> dict[str, Score]:
     ours: dict[str, Score] = {
         name: functools.partial(call, with_entropy=True, implementation=name) for name in implementations(op, device)
     }
@@ -48,7 +49,7 @@ def _scorers(op: str, device: Any, call: Any, peers: dict[str, Score]) -> dict[s
 # ------------------------------------------------------------------------------------------------ from logits
 
 
-def _prepare_token_logprob(device: Any, *, backward: bool) -> Work:
+def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     inputs = Inputs.on(device, LOGITS)
     size = inputs.size
     logits_TV = (inputs.hidden_TH @ inputs.weight_VH.T).requires_grad_(backward)
@@ -110,7 +111,7 @@ token_logprob_forward_case = Case(
 # ----------------------------------------------------------------------------------------- from hidden states
 
 
-def _prepare_linear_logprob(device: Any, *, size: Size, backward: bool) -> Work:
+def _prepare_linear_logprob(device: Device, *, size: Size, backward: bool) -> Work:
     inputs = Inputs.on(device, size)
     size, true = inputs.size, inputs.true_scores()
     leaves = inputs.leaves()
@@ -177,7 +178,7 @@ linear_logprob_forward_8b, linear_logprob_forward_05b, linear_logprob_forward_14
 # --------------------------------------------------------------------------------------------------- accuracy
 
 
-def _prepare_accuracy(device: Any) -> Work:
+def _prepare_accuracy(device: Device) -> Work:
     """Logits of unit scale, with gradients; and logits up to about 80, half of whose targets are the likeliest."""
     inputs, peaked = Inputs.on(device, ACCURACY), Inputs.on(device, ACCURACY, deviation=16.0)
     inputs = Inputs(inputs.size, inputs.hidden_TH / 2, inputs.weight_VH, inputs.target_T)

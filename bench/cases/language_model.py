@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlcore.device import Device
 from rlcore.errors import MissingDependencyError
 from rlcore.tensor_data import dtype_name
 
@@ -43,7 +44,7 @@ _ACCELERATOR = Size("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, torch.bfloat16,
 _HOST = Size("qwen2-tiny", 128, 512, 2, 2, 2, 512, torch.float32, 4, 4, 16, 24)
 
 
-def size_on(device: Any) -> Size:
+def size_on(device: Device) -> Size:
     return _HOST if device.spec.is_host else _ACCELERATOR
 
 
@@ -85,7 +86,7 @@ def config(size: Size) -> Any:
 class Folder:
     """A model folder that is removed by ``close``."""
 
-    def __init__(self, size: Size, device: Any) -> None:
+    def __init__(self, size: Size, device: Device) -> None:
         """The numbers are drawn on ``device``: half a billion take a host many seconds."""
         made = config(size)
         from transformers import Qwen2ForCausalLM

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
+from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
 from rlcore.engines.sharding import local_part
 from rlcore.engines.train import TrainEngine
@@ -65,7 +66,7 @@ def _anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def _measured_policy(dense: Dense, folder: Path, device: Any) -> Any:
+def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
     class Measured(policy_class()):  # type: ignore[misc]
         def materialization_source(self) -> Path:
             torch.empty(1, device=self.device_type)  # what the device's runtime needs of the host is not counted
@@ -92,7 +93,7 @@ def _measured_policy(dense: Dense, folder: Path, device: Any) -> Any:
     return policy(dense, folder, device.type, Measured)
 
 
-def _write(dense: Dense, folder: Path, device: Any) -> dict[str, float]:
+def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:
     """As a folder in files of 4 GiB; sums of the parameters by name."""
     drawn = Drawn(policy(dense, folder, device.type), torch.bfloat16, device.type)
     sums: dict[str, float] = {}
@@ -120,7 +121,7 @@ def _write(dense: Dense, folder: Path, device: Any) -> dict[str, float]:
     return sums
 
 
-def _prepare(device: Any) -> Work:
+def _prepare(device: Device) -> Work:
     dense, num_devices = (TINY, 2) if device.spec.is_host else (QWEN_7B, device.count())
     dense.config()  # transformers is there
     held = contextlib.ExitStack()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 
 _BYTES, _HOST_BYTES = 1 << 30, 1 << 27
 
 
-def _prepare(device: Any) -> Work:
+def _prepare(device: Device) -> Work:
     numel = (_HOST_BYTES if device.spec.is_host else _BYTES) // 4
     source, other = (torch.full((numel,), value, device=device.torch_device) for value in (1.0, 2.0))
 

@@ -12,12 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.device import Device
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.engines.offload.resident import Resident, exchange, optimizer_tensors
@@ -39,7 +40,7 @@ _NUM_RUNS = 5
 class _Set:
     """Layers of a language model, with Adam states if it trains, all of random values, that can leave the device."""
 
-    def __init__(self, device: Any, nbytes: int, *, trains: bool = True) -> None:
+    def __init__(self, device: Device, nbytes: int, *, trains: bool = True) -> None:
         hidden, inner = (3584, 18944) if nbytes > 1 << 33 else (512, 2048)
         self._copies = 3 if trains else 1
         self.module = nn.ModuleList()
@@ -76,7 +77,7 @@ def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
     return nn.ModuleList([*wide, *linear, *(nn.RMSNorm(hidden, device=device) for _ in range(2))])
 
 
-def _set_bytes(device: Any, share: float, *, num_sets: int = 1) -> int:
+def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
     """Of one set, where that many are in host memory at once."""
     if device.spec.is_host:
         return _BYTES_ON_HOST
@@ -95,7 +96,7 @@ def room_of_host() -> int:
 class Link:
     """One copy between host memory of exact size and the device, each way."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         nbytes = _set_bytes(device, _LINK_SHARE)
         self._device = device
         self._host = device.memory.host_alloc(nbytes).tensor
@@ -148,7 +149,7 @@ def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
     )
 
 
-def _prepare_cycle(device: Any) -> Work:
+def _prepare_cycle(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
     first = one.resident.offload()
     one.resident.onload()
@@ -166,7 +167,7 @@ def _prepare_cycle(device: Any) -> Work:
     )
 
 
-def _prepare_first(device: Any) -> Work:
+def _prepare_first(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
     nbytes = one.resident.device_bytes
     arena = arena_of(device)
@@ -211,7 +212,7 @@ def _report(moved: int, seconds: float) -> OffloadReport:
     return OffloadReport(moved_bytes=abs(moved), freed_device_bytes=moved, seconds=seconds, pinned=True, first_use=True)
 
 
-def _prepare_swap(device: Any) -> Work:
+def _prepare_swap(device: Device) -> Work:
     link = Link(device)
     nbytes = _set_bytes(device, _SWAP_SHARE)
     here, away = _Set(device, nbytes), _Set(device, nbytes)
@@ -245,7 +246,7 @@ def _prepare_swap(device: Any) -> Work:
     )
 
 
-def _prepare_five(device: Any) -> Work:
+def _prepare_five(device: Device) -> Work:
     link = Link(device)
     nbytes = _set_bytes(device, _SWAP_SHARE, num_sets=3)  # two that train, and three that have a third of that
     sets = []

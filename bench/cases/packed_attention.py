@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 from rlcore.errors import MissingDependencyError
 from rlcore.tensor_data import dtype_name
 
@@ -48,7 +48,7 @@ def _uneven(size: _Size) -> list[int]:
     return [size.longest] + [size.shortest] * ((size.T - size.longest) // size.shortest)
 
 
-def _prepare(lengths_of: Callable[[_Size], list[int]], device: Any) -> Work:
+def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
     try:
         from transformers import Qwen2Config, Qwen2Model
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlcore.bench.calibrate import shortest_s
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.tensor_data import dtype_name
 
@@ -34,7 +35,7 @@ Size = tuple[int, int, int]
 
 
 class _Product:
-    def __init__(self, device: Any, size: Size, dtype: torch.dtype) -> None:
+    def __init__(self, device: Device, size: Size, dtype: torch.dtype) -> None:
         self.M, self.N, self.K = size
         self.dtype = dtype
         at: dict[str, Any] = {"device": device.torch_device}
@@ -61,7 +62,7 @@ class _Product:
         return {"M": self.M, "N": self.N, "K": self.K, "dtype": dtype_name(self.dtype)}
 
 
-def _prepare_sweep(device: Any) -> Work:
+def _prepare_sweep(device: Device) -> Work:
     device.seed(0)
     sizes = _HOST_SIZES if device.spec.is_host else _SIZES
     contenders = []
@@ -72,7 +73,7 @@ def _prepare_sweep(device: Any) -> Work:
     return Work(contenders=tuple(contenders), params={}, runs_on="stream")
 
 
-def _rate(device: Any, product: _Product) -> float:
+def _rate(device: Device, product: _Product) -> float:
     """FLOP/s, roughly."""
     return product.flops / shortest_s(device, product.run, budget_s=0.0)
 
@@ -101,7 +102,7 @@ class _Sustained(NamedTuple):
     last: float
 
 
-def _prepare_sustained(device: Any) -> Work:
+def _prepare_sustained(device: Device) -> Work:
     device.seed(0)
     is_host = device.spec.is_host
     product = _Product(device, _HOST_SUSTAINED if is_host else _SUSTAINED, torch.float32 if is_host else torch.bfloat16)

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.device import Device
 
 STEPS = 100
 SEEDS = (0, 1, 2, 3, 4)
@@ -122,11 +122,11 @@ def _work(seeds: tuple[int, ...], run: Callable[[int], Run], check: Callable[[Ru
     return Work(contenders=(contender,), params=params, num_runs=len(seeds))
 
 
-def _prepare_learns(device: Any) -> Work:
+def _prepare_learns(device: Device) -> Work:
     return _work(SEEDS, lambda seed: quickstart(device.name, seed), check_learned)
 
 
-def _prepare_control(device: Any) -> Work:
+def _prepare_control(device: Device) -> Work:
     return _work(SEEDS[:1], lambda seed: quickstart(device.name, seed, "--shuffle-rewards"), check_learned_nothing)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.language_model import Folder, Size, config, lengths, prompts, size_on, train_batch
+from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
@@ -48,7 +49,7 @@ def _num_parameters(size: Size) -> int:
     return round(size.layers * (attention + 3 * size.hidden * size.inner) + size.hidden * size.vocabulary)
 
 
-def _prepare_train_step(device: Any) -> Work:
+def _prepare_train_step(device: Device) -> Work:
     size = size_on(device)
     config(size)  # transformers is there
     folder = Folder(size, device)
@@ -75,7 +76,7 @@ def _prepare_train_step(device: Any) -> Work:
     return Work(contenders=(contender,), params={**size.params, "tokens": num_tokens, "devices": 1}, close=close)
 
 
-def _prepare_rollout(device: Any) -> Work:
+def _prepare_rollout(device: Device) -> Work:
     size = size_on(device)
     config(size)
     folder = Folder(size, device)
@@ -134,7 +135,7 @@ class _Step(NamedTuple):
 class _Loop:
     """Trainer and sampler on one device."""
 
-    def __init__(self, device: Any, size: Size) -> None:
+    def __init__(self, device: Device, size: Size) -> None:
         self.device, self.size = device, size
         self.folder = Folder(size, device)
         self.train, self.infer = TrainEngine(_module(self.folder)), InferenceEngine(self.folder.path)
@@ -188,7 +189,7 @@ def _rewards(outputs: list[Any]) -> Tensor:
     return torch.tensor(shares)
 
 
-def _prepare_step(device: Any) -> Work:
+def _prepare_step(device: Device) -> Work:
     size = size_on(device)
     config(size)
     loop = _Loop(device, size)

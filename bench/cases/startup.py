@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.device import Device
 
 _TIMED_IMPORT = "import time; t = time.perf_counter(); import rlcore; print(time.perf_counter() - t)"
 _HELP = "from rlcore.cli import main; main()"
@@ -18,7 +18,7 @@ def _python(*arguments: str) -> str:
     return result.stdout
 
 
-def _prepare_import(device: Any) -> Work:
+def _prepare_import(device: Device) -> Work:
     def check(output: str) -> None:
         expect(float(output) > 0, f"the process printed {output!r}")
 
@@ -27,7 +27,7 @@ def _prepare_import(device: Any) -> Work:
     return Work(contenders=(contender,), params={}, runs_on="host")
 
 
-def _prepare_help(device: Any) -> Work:
+def _prepare_help(device: Device) -> Work:
     def check(output: str) -> None:
         expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, policy, policy_class
 from rlcore.bench.cases.offload import Link, room_of_host
+from rlcore.device import Device
 from rlcore.engines.offload.arena import BLOCK_BYTES, arena_of
 from rlcore.engines.offload.resident import optimizer_tensors
 from rlcore.engines.sharding import local_part
@@ -40,7 +41,7 @@ _HOST_SLACK_BYTES = 64 << 20
 _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 
 
-def _policy(dense: Dense, device: Any) -> Any:
+def _policy(dense: Dense, device: Device) -> Any:
     class Filled(policy_class()):  # type: ignore[misc]
         def fill_optimizer(self) -> None:
             """As after a step, without one."""
@@ -86,7 +87,7 @@ class _Cycles(NamedTuple):
     """Before the first, after the last."""
 
 
-def _fitting(device: Any) -> Dense:
+def _fitting(device: Device) -> Dense:
     """The 7B, with fewer layers where the host has no room for it."""
     if device.spec.is_host:
         return TINY
@@ -101,7 +102,7 @@ def _num_bytes(dense: Dense) -> int:
     return _STATE_BYTES * (dense.num_multiplied + embedding)
 
 
-def _prepare_trainer(device: Any) -> Work:
+def _prepare_trainer(device: Device) -> Work:
     dense = _fitting(device)
     dense.config()  # transformers is there
 
@@ -183,7 +184,7 @@ class _Learned(NamedTuple):
     seconds: float
 
 
-def _prepare_training(device: Any) -> Work:
+def _prepare_training(device: Device) -> Work:
     is_host = device.spec.is_host
     dense = TINY if is_host else dataclasses.replace(QWEN_1_5B, layers=_LAYERS_IN_TRAINING)
     dense.config()

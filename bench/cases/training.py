@@ -26,6 +26,7 @@ from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn
 from rlcore.bench.cases.dense_model import policy as make_policy
 from rlcore.bench.cases.language_model import transformers_class
+from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.train import TrainEngine
@@ -254,7 +255,7 @@ def _plain_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
 # ------------------------------------------------------------------------------------------------------ cases
 
 
-def _prepare(dense: Dense, device: Any) -> Work:
+def _prepare(dense: Dense, device: Device) -> Work:
     is_host = device.spec.is_host
     if is_host and dense is not QWEN_1_5B:
         raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")

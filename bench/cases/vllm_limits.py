@@ -10,6 +10,7 @@ import torch
 
 from rlcore.bench.cases.offload import Link
 from rlcore.bench.cases.vllm_pair import VllmPair
+from rlcore.device import Device
 from rlcore.registry import get_device
 
 _PIECE_BYTES = 1 << 30
@@ -51,7 +52,7 @@ def _peer_rate(pair: VllmPair) -> float:
     return pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
 
 
-def _allocation_s(device: Any, nbytes: int, *, is_zeroed: bool) -> float:
+def _allocation_s(device: Device, nbytes: int, *, is_zeroed: bool) -> float:
     device.memory.empty_cache()
     device.synchronize()
     started = time.perf_counter()

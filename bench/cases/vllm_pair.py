@@ -19,6 +19,7 @@ from rlcore.bench import steps
 from rlcore.bench.cases import vllm_worker
 from rlcore.bench.cases.dense_model import Drawn
 from rlcore.bench.cases.language_model import transformers_class
+from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.meta import meta_device
@@ -148,7 +149,7 @@ def write_folder(module: Any, folder: Path) -> None:
 class VllmPair:
     """A trainer and a sampler that share devices."""
 
-    def __init__(self, model: Model, layout: Layout, device: Any) -> None:
+    def __init__(self, model: Model, layout: Layout, device: Device) -> None:
         self.device, self.layout = device, layout
         is_host = device.spec.is_host
         if is_host:
@@ -222,7 +223,7 @@ class VllmPair:
 
     def bare_s(self, tag: str) -> tuple[float, int]:
         """Seconds that the memory of a released tag of vLLM's alone takes to come back, and the pieces it is in."""
-        found = [one for replica in self.infer._call("bare", tag) for one in replica]
+        found = [one for replica in self.ask_each("bare", tag) for one in replica]
         return max(seconds for seconds, _ in found), max(pieces for _, pieces in found)
 
     def step(self) -> None:
@@ -231,8 +232,13 @@ class VllmPair:
         self.state ^= 1
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Of the first replica."""
-        return self.infer._call(method, *arguments)[0]
+        """Call a method of the first replica's worker."""
+        return self.ask_each(method, *arguments)[0]
+
+    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of each replica's worker."""
+        (group,) = self.infer.executors
+        return group.call(method, [(arguments, {})] * len(group.workers))
 
     def close(self) -> None:
         self.train.close()

@@ -149,7 +149,7 @@ class Ways:
         return self._done(seconds, {}, found if isinstance(found, SyncReport) else None)
 
     def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> Done:
-        sums = [one for replica in self._pair.infer._call("sums") for one in replica]
+        sums = [one for replica in self._pair.ask_each("sums") for one in replica]
         parts = {} if report is None else _parts(report)
         return Done(seconds, self._pair.state, sums, {**quantities, **parts}, report)
 

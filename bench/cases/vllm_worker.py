@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.executors.vllm.share import Share
 from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.offload.arena import arena_of
@@ -146,7 +147,7 @@ class VllmIpcSender:
 
     def __init__(
         self,
-        device: Any,
+        device: Device,
         named: Callable[[], Iterator[tuple[str, Tensor]]],
         ask: Callable[..., Any],
         *,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -137,7 +138,7 @@ class _Whole:
 
 
 class _Target(Target):
-    def __init__(self, model: _Model, device: Any) -> None:
+    def __init__(self, model: _Model, device: Device) -> None:
         self.device = device
         self._model = model
 
@@ -196,7 +197,7 @@ class _Both(NamedTuple):
 
 
 @contextlib.contextmanager
-def _started(device: Any, sizes: ModelSizes) -> Iterator[_Both]:
+def _started(device: Device, sizes: ModelSizes) -> Iterator[_Both]:
     with torch.device(device.torch_device):
         trainer = _Trainer(sizes)
     for parameter in trainer.parameters():
@@ -228,7 +229,7 @@ _Once = Callable[[bool], SyncReport | None]
 """One round; of True, one that has nothing new but the version."""
 
 
-def _timed(device: Any, sizes: ModelSizes, make: Callable[[_Both], _Once]) -> _Timed:
+def _timed(device: Device, sizes: ModelSizes, make: Callable[[_Both], _Once]) -> _Timed:
     """Rounds in a steady state, the trainer's weights being changed before each."""
     with _started(device, sizes) as both:
         once = make(both)
@@ -245,7 +246,7 @@ def _timed(device: Any, sizes: ModelSizes, make: Callable[[_Both], _Once]) -> _T
         )
 
 
-def _one_round(device: Any, both: _Both, once: _Once, value: float) -> tuple[float, SyncReport | None]:
+def _one_round(device: Device, both: _Both, once: _Once, value: float) -> tuple[float, SyncReport | None]:
     for parameter in both.trainer.parameters():
         parameter.fill_(value)
     device.synchronize()
@@ -254,7 +255,7 @@ def _one_round(device: Any, both: _Both, once: _Once, value: float) -> tuple[flo
     return time.perf_counter() - started, report
 
 
-def _beside(device: Any, both: _Both, once: _Once) -> Mapping[str, Quantity]:
+def _beside(device: Device, both: _Both, once: _Once) -> Mapping[str, Quantity]:
     """A round with nothing new, and one after the trainer's weights have left the device and come back."""
     empty = []
     for _ in range(_ROUNDS):
@@ -283,7 +284,7 @@ def _by_route(route: Route) -> Callable[[_Both], _Once]:
     return make
 
 
-def _per_tensor(device: Any) -> Callable[[_Both], _Once]:
+def _per_tensor(device: Device) -> Callable[[_Both], _Once]:
     def make(both: _Both) -> _Once:
         def loop(is_same: bool) -> None:
             for name, weight in both.trainer.named_weights():
@@ -298,7 +299,7 @@ def _per_tensor(device: Any) -> Callable[[_Both], _Once]:
     return make
 
 
-def _prepare(sizes: ModelSizes, device: Any) -> Work:
+def _prepare(sizes: ModelSizes, device: Device) -> Work:
     sizes = sizes.divided(_HOST_SHRINK) if device.spec.is_host else sizes
 
     def check(done: _Timed) -> None:
@@ -333,7 +334,7 @@ def _quantities(done: _Timed) -> Mapping[str, Quantity]:
     }
 
 
-def _plain_copy(device: Any, sizes: ModelSizes) -> Contender:
+def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
     """One copy of as many bytes within the device: what no sync can be faster than."""
 
     def run() -> _Timed:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.strided_copy import Copies, StridedPiece
@@ -63,7 +64,7 @@ def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
 class _Sync:
     """Both memories and the pieces between them."""
 
-    def __init__(self, device: Any, model: ModelSizes, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, device: Device, model: ModelSizes, dtype: torch.dtype, size: int) -> None:
         moves = [move if move.rows else move._replace(rows=1) for move in _moves(model, size)]
         numels = [math.prod((move.rows, move.columns)) for move in moves]
         self.numel = sum(move.rows * move.kept for move in moves)
@@ -102,7 +103,7 @@ class _Sync:
         expect(are_written, "some of the engine's elements were not written")
 
 
-def _contender(sync: _Sync, device: Any, implementation: str) -> Contender | None:
+def _contender(sync: _Sync, device: Device, implementation: str) -> Contender | None:
     try:
         choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
     except UnsupportedError:
@@ -132,7 +133,7 @@ def _for_host(model: ModelSizes) -> ModelSizes:
     return model.divided(_ON_HOST)._replace(layers=2, experts=min(model.experts, 4))
 
 
-def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Any) -> Work:
+def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -> Work:
     sync = _Sync(device, _for_host(model) if device.spec.is_host else model, dtype, size)
     found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
     return Work(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.bench.cases import vllm_limits
 from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
 from rlcore.bench.cases.vllm_ways import Done, Ways
+from rlcore.device import Device
 from rlcore.errors import MissingDependencyError, UnsupportedError
 
 _NUM_RUNS = 5
@@ -25,7 +25,7 @@ _FEW_RUNS = 2
 """Of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
 
 
-def _prepare(model: Model, layout: Layout, device: Any) -> Work:
+def _prepare(model: Model, layout: Layout, device: Device) -> Work:
     if layout.devices > max(1, device.count()):
         raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {layout.devices} devices")
     try:

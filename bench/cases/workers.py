@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
+from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
 
@@ -52,7 +53,7 @@ class _Worker:
         pass
 
 
-def _started(device: Any, num_workers: int) -> AbstractContextManager[WorkerGroup]:
+def _started(device: Device, num_workers: int) -> AbstractContextManager[WorkerGroup]:
     return worker_processes(_Worker, [f"{device.spec.name}:{index}" for index in range(num_workers)])
 
 
@@ -71,7 +72,7 @@ def _median_of(number: int, function: Callable[[], Any]) -> _Timed:
     return _Timed(answer, statistics.median(seconds[_WARM_UP:]))
 
 
-def _prepare_call(device: Any) -> Work:
+def _prepare_call(device: Device) -> Work:
     def run() -> _Timed:
         with _started(device, 1) as group:
             return _median_of(1000, lambda: ask(group, "echo", 7))
@@ -83,7 +84,7 @@ def _prepare_call(device: Any) -> Work:
     return Work(contenders=(contender,), params={"workers": 1}, num_runs=_NUM_RUNS)
 
 
-def _prepare_sending(device: Any) -> Work:
+def _prepare_sending(device: Device) -> Work:
     tensor = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
 
     def run() -> _Timed:
@@ -97,7 +98,7 @@ def _prepare_sending(device: Any) -> Work:
     return _tensor_work(run, check)
 
 
-def _prepare_receiving(device: Any) -> Work:
+def _prepare_receiving(device: Device) -> Work:
     def run() -> _Timed:
         with _started(device, 1) as group:
             ask(group, "make", _TENSOR_BYTES // 4)
@@ -143,7 +144,7 @@ def _bare_imports(number: int) -> float:
     return seconds
 
 
-def _prepare_start(num_workers: int, device: Any) -> Work:
+def _prepare_start(num_workers: int, device: Device) -> Work:
     def run() -> _Start:
         # Before and after: what is started first finds colder files and caches.
         before_s = _bare_imports(num_workers)

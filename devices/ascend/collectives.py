@@ -6,12 +6,12 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 from rlcore.errors import UnsupportedError
 
 
 @final
-class HcclCollectives(Collectives):
+class HcclCollectives(TorchCollectives):
     """As HCCL's reference has it for the A2 and A3 series. torch_npu averages by a sum and a division of its own, and
     sends bool as bytes; both are reduced by ``rlcore.collectives.groups`` instead, the same as on other devices.
     """

@@ -15,11 +15,11 @@ from rlcore.devices.ascend.memory import AscendMemory
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.profiler import AscendProfiler
 from rlcore.devices.ascend.streams import AscendStreams
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 from rlcore.devices.generic import GenericTorchDevice
-from rlcore.devices.memory import Memory
-from rlcore.devices.profiler import Profiler
-from rlcore.devices.streams import Streams
+from rlcore.devices.memory import TorchMemory
+from rlcore.devices.profiler import TorchProfiler
+from rlcore.devices.streams import TorchStreams
 from rlcore.launch import Launch
 from rlcore.processes import boot_id
 from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
@@ -33,10 +33,10 @@ class AscendDevice(GenericTorchDevice):
     torch_npu says that it is a stand-in for CANN.
     """
 
-    memory_class: ClassVar[type[Memory]] = AscendMemory
-    streams_class: ClassVar[type[Streams]] = AscendStreams
-    collectives_class: ClassVar[type[Collectives]] = HcclCollectives
-    profiler_class: ClassVar[type[Profiler]] = AscendProfiler
+    memory_class: ClassVar[type[TorchMemory]] = AscendMemory
+    streams_class: ClassVar[type[TorchStreams]] = AscendStreams
+    collectives_class: ClassVar[type[TorchCollectives]] = HcclCollectives
+    profiler_class: ClassVar[type[TorchProfiler]] = AscendProfiler
 
     @property
     def evidence(self) -> Evidence:  # type: ignore[override]  # a word of the class, for other devices

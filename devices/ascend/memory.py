@@ -10,7 +10,7 @@ import torch
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
 from rlcore.devices.ipc_sharing import Sharing
-from rlcore.devices.memory import Memory
+from rlcore.devices.memory import TorchMemory
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability, IpcHandle, MemoryInfo, MemoryStats
 
@@ -19,7 +19,7 @@ _ND = frozenset({-1, 2})
 
 
 @final
-class AscendMemory(Memory):
+class AscendMemory(TorchMemory):
     sharing_class: ClassVar[type[Sharing] | None] = AscendSharing
 
     def limits(self) -> dict[str, Capability]:

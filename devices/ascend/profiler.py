@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import final
 
 from rlcore.devices.ascend.npu import npu
-from rlcore.devices.profiler import Profiler
+from rlcore.devices.profiler import TorchProfiler
 
 
 @final
-class AscendProfiler(Profiler):
+class AscendProfiler(TorchProfiler):
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
         """Mark a phase in torch's traces and, through mstx, in those of msprof."""

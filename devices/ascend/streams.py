@@ -8,14 +8,14 @@ from typing import Any, final
 import torch
 
 from rlcore.devices.ascend.npu import npu
-from rlcore.devices.streams import Streams
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
 from rlcore.processes import boot_id
 from rlcore.types import Capability, EventHandle
 
 
 @final
-class AscendStreams(Streams):
+class AscendStreams(TorchStreams):
     def limits(self) -> dict[str, Capability]:
         if hasattr(npu().Event, "from_ipc_handle"):
             return {}

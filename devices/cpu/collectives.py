@@ -6,11 +6,11 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import BITWISE_OPS, Collectives
+from rlcore.devices.collectives import BITWISE_OPS, TorchCollectives
 
 
 @final
-class GlooCollectives(Collectives):
+class GlooCollectives(TorchCollectives):
     """The same from torch 2.10 to 2.15. It takes bool too, and leaves bytes in it that are neither 0 nor 1."""
 
     native_ops: ClassVar = frozenset({"sum", "avg", "product", "min", "max", *BITWISE_OPS})

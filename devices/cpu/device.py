@@ -9,15 +9,15 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 from rlcore.devices.cpu.collectives import GlooCollectives
 from rlcore.devices.cpu.sharing import CpuSharing
 from rlcore.devices.cpu.streams import CpuStreams
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
 from rlcore.devices.ipc_sharing import Sharing
-from rlcore.devices.memory import Memory
-from rlcore.devices.streams import Streams
+from rlcore.devices.memory import TorchMemory
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability, DeviceProperties, DeviceSpec, MemoryInfo, MemoryStats, Probe
 
@@ -39,7 +39,7 @@ def _processor_name() -> str:
     return platform.machine()  # Arm's /proc/cpuinfo has no model name
 
 
-class CpuMemory(Memory):
+class CpuMemory(TorchMemory):
     """The resident set of this process stands for what an allocator would hold."""
 
     sharing_class: ClassVar[type[Sharing] | None] = CpuSharing
@@ -89,9 +89,9 @@ _FEWEST_SLOTS = 8  # so that what runs on eight devices can be tried on a small 
 class CpuDevice(GenericTorchDevice):
     """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
 
-    memory_class: ClassVar[type[Memory]] = CpuMemory
-    streams_class: ClassVar[type[Streams]] = CpuStreams
-    collectives_class: ClassVar[type[Collectives]] = GlooCollectives
+    memory_class: ClassVar[type[TorchMemory]] = CpuMemory
+    streams_class: ClassVar[type[TorchStreams]] = CpuStreams
+    collectives_class: ClassVar[type[TorchCollectives]] = GlooCollectives
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

@@ -7,7 +7,7 @@ import time
 from typing import Any, ClassVar, Self, final
 
 from rlcore.arguments import Checked, Kind, optional
-from rlcore.devices.streams import Streams
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.types import Capability
 
@@ -88,8 +88,8 @@ _STREAM = CpuStream()
 
 
 @final
-class CpuStreams(Streams):
-    members: ClassVar = Streams.members
+class CpuStreams(TorchStreams):
+    members: ClassVar = TorchStreams.members
 
     def limits(self) -> dict[str, Capability]:
         reason = "operators on the CPU are done when they return, so that every order holds already"

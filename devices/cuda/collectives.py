@@ -6,11 +6,11 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 
 
 @final
-class NcclCollectives(Collectives):
+class NcclCollectives(TorchCollectives):
     """8-bit floats are emulated: NCCL has them on some GPUs, and rounds to them after each addition."""
 
     native_ops: ClassVar = frozenset({"sum", "avg", "product", "min", "max", "premul_sum"})

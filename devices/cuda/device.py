@@ -9,29 +9,29 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.devices.cuda.memory import CudaMemory
-from rlcore.devices.cuda.nvml import GpuProcess, GpuStatus, Nvml
+from rlcore.devices.cuda.nvml import Nvml
 from rlcore.devices.cuda.profiler import CudaProfiler
 from rlcore.devices.cuda.streams import CudaStreams
 from rlcore.devices.generic import GenericTorchDevice
-from rlcore.devices.memory import Memory
-from rlcore.devices.profiler import Profiler
-from rlcore.devices.streams import Streams
+from rlcore.devices.memory import TorchMemory
+from rlcore.devices.profiler import TorchProfiler
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import DeviceError, MissingDependencyError
 from rlcore.launch import Launch
-from rlcore.types import DeviceProperties, DeviceSpec, Probe
+from rlcore.types import DeviceProcess, DeviceProperties, DeviceSpec, DeviceStatus, Probe
 
 
 @final
 class CudaDevice(GenericTorchDevice):
     """One GPU, by its index among the visible ones."""
 
-    memory_class: ClassVar[type[Memory]] = CudaMemory
-    streams_class: ClassVar[type[Streams]] = CudaStreams
-    collectives_class: ClassVar[type[Collectives]] = NcclCollectives
-    profiler_class: ClassVar[type[Profiler]] = CudaProfiler
+    memory_class: ClassVar[type[TorchMemory]] = CudaMemory
+    streams_class: ClassVar[type[TorchStreams]] = CudaStreams
+    collectives_class: ClassVar[type[TorchCollectives]] = NcclCollectives
+    profiler_class: ClassVar[type[TorchProfiler]] = CudaProfiler
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
@@ -69,10 +69,10 @@ class CudaDevice(GenericTorchDevice):
         """Raises MissingDependencyError without nvidia-ml-py, DeviceError if NVML does not answer; so do the next."""
         return self._nvml.driver_version()
 
-    def telemetry(self) -> GpuStatus:
+    def telemetry(self) -> DeviceStatus:
         return self._nvml.status(self._uuid)
 
-    def processes(self) -> list[GpuProcess]:
+    def processes(self) -> list[DeviceProcess]:
         return self._nvml.processes(self._uuid)
 
     @functools.cached_property

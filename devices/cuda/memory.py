@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, final
 import numpy as np
 import torch
 
+from rlcore.device import HostMemory
 from rlcore.devices.copy_batch import Batch, Flags, Side
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
 from rlcore.devices.ipc_sharing import Sharing
-from rlcore.devices.memory import Memory
+from rlcore.devices.memory import TorchMemory
 from rlcore.types import Capability
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @final
-class CudaMemory(Memory):
+class CudaMemory(TorchMemory):
     sharing_class: ClassVar[type[Sharing] | None] = CudaSharing
 
     def __init__(self, device: GenericTorchDevice) -> None:
@@ -50,7 +51,7 @@ class CudaMemory(Memory):
         weakref.finalize(memory, _unregister, self._device.index, address)
         return HostBuffer(memory, is_pinned=True)
 
-    def host_free(self, buffer: HostBuffer) -> None:
+    def host_free(self, buffer: HostMemory) -> None:
         self._device.synchronize()
         self._settle()
         super().host_free(buffer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rlcore.errors import DeviceError, MissingDependencyError
+from rlcore.types import DeviceProcess, DeviceStatus
 
 _PATHS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a host bridge", 40: "a NUMA node"}
 """NVML_TOPOLOGY_*: what the PCIe paths of two GPUs have in common; beyond these, the whole machine."""
@@ -36,7 +37,7 @@ _THROTTLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What stays the same."""
+    """What stays the same of a GPU."""
 
     number: int
     name: str
@@ -51,39 +52,6 @@ class Gpu:
     """Those that are up."""
     is_partitioned: bool
     """In MIG mode: processes use parts of it, which have uuids of their own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuStatus:
-    """What changes; None where this GPU or driver does not tell. Of a part of a GPU (MIG) NVML tells the memory alone:
-    power, temperature, clocks and use are those of the whole."""
-
-    used_bytes: int
-    free_bytes: int
-    power_w: float | None
-    power_limit_w: float | None
-    energy_j: float | None
-    """Since the driver was loaded."""
-    temperature_c: int | None
-    sm_clock_mhz: int | None
-    sm_clock_limit_mhz: int | None
-    memory_clock_mhz: int | None
-    memory_clock_limit_mhz: int | None
-    busy_percent: int | None
-    """Of the last sampling period (up to a second), the part in which any kernel ran."""
-    throttle_reasons: tuple[str, ...] | None
-    """Why it runs slower than it was asked to; empty when it does not."""
-    unknown: dict[str, str]
-    """Of each figure that is None, why: NVML's function and answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProcess:
-    """A process with a CUDA context on a GPU."""
-
-    pid: int
-    """As the host counts it; a container may have another."""
-    used_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +104,7 @@ class Nvml:
         """Every GPU of the machine, by number."""
         return [self._gpu(number) for number in range(self._ask("nvmlDeviceGetCount"))]
 
-    def status(self, uuid: str) -> GpuStatus:
+    def status(self, uuid: str) -> DeviceStatus:
         """Of the GPU, or of the part of one, that has this uuid."""
         handle = self._handle(uuid)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
@@ -149,11 +117,11 @@ class Nvml:
                 if error.value not in _UNKNOWN:
                     raise _failure(function, error) from error
                 figures[name], unknown[name] = None, f"{function}: {error}"
-        return GpuStatus(used_bytes=memory.used, free_bytes=memory.free, **figures, unknown=unknown)
+        return DeviceStatus(used_bytes=memory.used, free_bytes=memory.free, **figures, unknown=unknown)
 
-    def processes(self, uuid: str) -> list[GpuProcess]:
+    def processes(self, uuid: str) -> list[DeviceProcess]:
         found = self._ask("nvmlDeviceGetComputeRunningProcesses", self._handle(uuid))
-        return [GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in found]
+        return [DeviceProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in found]
 
     def links(self) -> list[GpuLink]:
         """Every pair of GPUs."""
@@ -250,7 +218,7 @@ _FIGURES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
     "busy_percent": (operator.attrgetter("gpu"), "nvmlDeviceGetUtilizationRates", None),
     "throttle_reasons": (_throttle_reasons, "nvmlDeviceGetCurrentClocksEventReasons", None),
 }
-"""Of ``GpuStatus``: from NVML's answer, its function, and the sensor or clock that it is asked for."""
+"""Of ``DeviceStatus``: from NVML's answer, its function, and the sensor or clock that it is asked for."""
 
 
 def _failure(function: str, error: Exception) -> DeviceError:

@@ -8,11 +8,11 @@ from typing import final
 
 import torch
 
-from rlcore.devices.profiler import Profiler
+from rlcore.devices.profiler import TorchProfiler
 
 
 @final
-class CudaProfiler(Profiler):
+class CudaProfiler(TorchProfiler):
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
         """Mark a phase in torch's traces and, through NVTX, in those of nsys and ncu."""

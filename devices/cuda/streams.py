@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from rlcore.devices.streams import Streams
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
 from rlcore.probing import first_line
 from rlcore.processes import boot_id
@@ -15,7 +15,7 @@ from rlcore.types import Capability, EventHandle
 
 
 @final
-class CudaStreams(Streams):
+class CudaStreams(TorchStreams):
     def limits(self) -> dict[str, Capability]:
         return {}
 

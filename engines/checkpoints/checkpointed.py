@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -11,6 +12,7 @@ from rlcore.engines.checkpoints.digest import ALGORITHMS, Algorithm
 from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.checkpoints.plain_values import plain_copy
 from rlcore.engines.engine import Engine
+from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.residency import State
 from rlcore.errors import CheckpointError
 
@@ -78,11 +80,16 @@ class CheckpointedEngine(Engine):
         kept = plain_copy(extra or {}, "extra")
         self._settle_save()
         folder = Path(folder)
-        data, seconds = self._call("save", folder, kept, blocking, digest)[0]
+        data, seconds = self._call(TrainExecutor.save, folder, kept, blocking, digest)[0]
         if blocking:
             self._last_checkpoint = folder
             return float(seconds)
-        self._pending_save = PendingSave(folder, data, self._call)
+        self._pending_save = PendingSave(
+            folder,
+            data,
+            partial(self._call, TrainExecutor.is_save_over),
+            partial(self._call, TrainExecutor.end_save),
+        )
         return self._pending_save
 
     def _settle_save(self) -> None:
@@ -138,7 +145,7 @@ class CheckpointedEngine(Engine):
             self._require("optimizer", "load()")
         self._settle_save()
         self._num_changes += 1
-        extra: dict[str, Any] = self._call("load", Path(folder))[0]
+        extra: dict[str, Any] = self._call(TrainExecutor.load, Path(folder))[0]
         for tag in ("weights", "optimizer"):
             self._residency.set(tag, State.LOADED)
         self._last_checkpoint = Path(folder)
@@ -161,4 +168,4 @@ class CheckpointedEngine(Engine):
                 module's weights are read from, and is as it was.
         """
         self._require("weights", "export()")
-        self._call("export", Path(folder), max_shard_bytes, digest)
+        self._call(TrainExecutor.export, Path(folder), max_shard_bytes, digest)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints import checkpoint
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.damage import DamageError
@@ -26,7 +27,7 @@ class _Finding(msgspec.Struct):
     error: str
 
 
-def agreed(folder: Path, device: Any, look: Callable[[Checkpoint], T]) -> T:
+def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
     """Open the checkpoint, and check its data, each worker a share; return what this worker's ``look`` at it gives.
 
     All workers call it together, and where one of them raises, all do. ``look`` changes nothing.
@@ -69,7 +70,7 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _exchanged(own: _Finding, device: Any) -> list[_Finding]:
+def _exchanged(own: _Finding, device: Device) -> list[_Finding]:
     """Return the findings of all workers."""
     if not dist.is_initialized():
         return [own]

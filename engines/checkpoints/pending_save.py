@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, RlcoreError
@@ -16,11 +15,19 @@ _POLL_S = 0.05
 class PendingSave:
     """A save that goes on in the background."""
 
-    def __init__(self, folder: Path, data: str, call: Callable[[str], list[Any]]) -> None:
-        """``data`` names the checkpoint's data in ``folder``; ``call`` calls a method of all workers."""
+    def __init__(
+        self, folder: Path, data: str, is_over: Callable[[], list[bool]], end: Callable[[], list[float | None]]
+    ) -> None:
+        """Follow a save that has begun.
+
+        Args:
+            data: name of the checkpoint's data in ``folder``.
+            is_over: asks all workers whether theirs has ended.
+            end: waits for all workers; seconds of each.
+        """
         self.folder = folder
         self._data = data
-        self._call = call
+        self._is_over, self._end = is_over, end
         self._seconds: float | None = None
         self._error: CheckpointError | None = None
         self._was_seen = False
@@ -29,7 +36,7 @@ class PendingSave:
         """Return True if it has ended, well or not."""
         if not self._has_ended:
             try:
-                return all(self._call("is_save_over"))
+                return all(self._is_over())
             except RlcoreError:  # the workers have ended
                 self.settle()
         return True
@@ -62,7 +69,7 @@ class PendingSave:
         if self._has_ended:
             return
         try:
-            self._seconds = max(self._call("end_save"))
+            self._seconds = max(seconds for seconds in self._end() if seconds is not None)
         except CheckpointError as error:
             self._error = error
         except RlcoreError as error:  # the workers have ended

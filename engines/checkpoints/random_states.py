@@ -6,12 +6,12 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.saved_tensor import OF_EACH_RANK, SavedTensor
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _NAMES = ("cpu", "device", "python", "gauss")
 
 
-def random_states(device: Any) -> dict[str, Tensor]:
+def random_states(device: Device) -> dict[str, Tensor]:
     """Return the states of this rank.
 
     Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given.
@@ -34,13 +34,13 @@ def random_states(device: Any) -> dict[str, Tensor]:
     return {_name(_world()[0], name): value for name, value in zip(_NAMES, states, strict=True)}
 
 
-def random_states_of(device: Any) -> str:
+def random_states_of(device: Device) -> str:
     """Say which workers the states can be given back to."""
     size = _world()[1]
     return f"{size} {device.type} worker{'s' * (size > 1)}"
 
 
-def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, device: Any) -> Callable[[], None]:
+def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, device: Device) -> Callable[[], None]:
     """Return what puts this rank's states back, all of which have been read and tried.
 
     Where they are of another number or kind of workers, it seeds the generators anew.
@@ -63,7 +63,7 @@ def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, dev
     return start_anew
 
 
-def _setter_of_states(states: Mapping[str, Tensor], rank: int, device: Any) -> Callable[[], None]:
+def _setter_of_states(states: Mapping[str, Tensor], rank: int, device: Device) -> Callable[[], None]:
     gauss = states["gauss"].tolist()
     python = (3, tuple(states["python"].tolist()), gauss[0] if gauss else None)
     try:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.engines.checkpoints.saved_tensor import parts_of
@@ -37,7 +37,7 @@ class _Background:
 class Saver:
     """All workers call its methods together, but for ``wait``; at most one save is in the background."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._background: _Background | None = None
 
@@ -136,7 +136,7 @@ class Saver:
         return f"{int(chosen):012x}"
 
 
-def _snapshot(device: Any, tensors: list[torch.Tensor]) -> Snapshot:
+def _snapshot(device: Device, tensors: list[torch.Tensor]) -> Snapshot:
     try:
         return Snapshot(device, tensors)
     except DeviceError as error:

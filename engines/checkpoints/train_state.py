@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.manifest import NAME as MANIFEST
@@ -73,7 +74,7 @@ def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
     return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
 
 
-def capture(module: nn.Module, device: Any) -> Captured:
+def capture(module: nn.Module, device: Device) -> Captured:
     """Weights, optimizers, schedulers and random generators.
 
     Raises:
@@ -95,7 +96,7 @@ def capture(module: nn.Module, device: Any) -> Captured:
     )
 
 
-def check(checkpoint: Checkpoint, module: nn.Module, device: Any) -> TrainState:
+def check(checkpoint: Checkpoint, module: nn.Module, device: Device) -> TrainState:
     """Find out whether all of the checkpoint can be put into this module; nothing is changed.
 
     Raises:

@@ -16,7 +16,7 @@ from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
 from rlcore.engines.checkpoints.loading import agreed
 from rlcore.engines.checkpoints.saving import Saver
-from rlcore.engines.executors.worker import Worker
+from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.materialize import materialize, read_again
 from rlcore.engines.micro_batch import Share
@@ -45,20 +45,18 @@ _PARTING_S = 2.0
 """For receivers to let go of what this worker shares, when it closes."""
 
 
-class Fsdp2Worker(Worker):
+class Fsdp2Worker(TrainExecutor):
     """Owns its shards of the module on one device."""
 
     runs_on_many_devices = True
-    runs_user_code = True
     options_class = Sharding
-    module: TrainModule
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
         self._saver = Saver(self.device)
 
-    def build(self, module: TrainModule, seed: int, **options: Any) -> bool:
+    def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
         """Shard and materialize the module; True if it has an optimizer.
 
         Args:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlcore.engines.completion import RequestOutput, VersionSpan
+from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each, seeds_of_each
 from rlcore.engines.executors.schedule import Sample, batches, expand
 from rlcore.engines.executors.waiting import PauseMode, WaitingRequests
-from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.offload.guards import Guard
@@ -34,6 +34,7 @@ from rlcore.errors import (
     StateError,
     SyncError,
     UnsupportedError,
+    one_line,
 )
 
 # Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
@@ -42,11 +43,34 @@ _CACHE_SHARE, _LOGITS_SHARE = 0.5, 0.25
 _LOGITS_BYTES = 6 * 4
 
 
-class HfWorker(Worker):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfOptions:
+    """What ``build`` of the executor ``hf`` takes."""
+
+    dtype: str | torch.dtype = "auto"
+    """Dtype of the weights, such as "bfloat16"; "auto" is what config.json says."""
+    attn_implementation: str | None = None
+    """transformers' name of an attention; None lets it choose."""
+    max_num_seqs: int | None = None
+    """Most completions decoded together; None fits a quarter of the free device memory."""
+    max_num_tokens: int | None = None
+    """Most tokens cached at a time; None fits half of the free device memory."""
+
+    def __post_init__(self) -> None:
+        _dtype(self.dtype)
+        for name in ("max_num_seqs", "max_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
+
+
+class HfWorker(InferenceExecutor):
     """Generates with a Hugging Face causal language model on one device.
 
     Whether the weights are on the device is the engine's business: it calls ``generate`` when they are.
     """
+
+    options_class = HfOptions
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -64,34 +88,11 @@ class HfWorker(Worker):
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
         check_model_folder(path)
 
-    def build(
-        self,
-        path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        attn_implementation: str | None = None,
-        max_num_seqs: int | None = None,
-        max_num_tokens: int | None = None,
-    ) -> None:
-        """Loads model and tokenizer.
-
-        Args:
-            path: a Hugging Face model folder with safetensors weights.
-            dtype: of the weights, such as "bfloat16"; "auto" is what config.json says.
-            attn_implementation: transformers' name of an attention; None lets it choose.
-            max_num_seqs: most completions decoded together; None fits a quarter of the free device memory.
-            max_num_tokens: most tokens cached at a time; None fits half of the free device memory.
-
-        Raises:
-            CheckpointError: the folder is incomplete, damaged, or not a causal language model.
-            InvalidInputError: an option is out of range.
-            UnsupportedError: the architecture cannot decode padded batches.
-        """
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_tokens", max_num_tokens)):
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
+    def build(self, path: str | Path, /, **options: Any) -> None:
+        """Load model and tokenizer; ``options`` are those of ``HfOptions``."""
+        chosen = HfOptions(**options)
         folder = check_model_folder(path)
-        module = _load_module(folder, dtype=_dtype(dtype), attn_implementation=attn_implementation)
+        module = _load_module(folder, dtype=_dtype(chosen.dtype), attn_implementation=chosen.attn_implementation)
         self._module = module.to(self.device.torch_device)
         for parameter in module.parameters():
             parameter.data = owned(parameter.data)
@@ -99,7 +100,7 @@ class HfWorker(Worker):
         self._vocab_size = folder.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._reader = PromptReader(folder, self._max_positions)
-        self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
+        self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
         self._requests = WaitingRequests(lambda prompts, params, at: self.generate(prompts, params, version=at))
@@ -113,12 +114,6 @@ class HfWorker(Worker):
         guard.guard_module(self.module, f"the weights of the hf executor are {state}; call onload('weights')")
 
     def read_weights(self, path: str | Path) -> None:
-        """Reads the weights of a folder of the same model, for ``take_weights``; changes nothing yet.
-
-        Raises:
-            CheckpointError: the folder is incomplete or damaged.
-            SyncError: it holds another model.
-        """
         dtype = next(self.module.parameters()).dtype
         loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
         if found := mismatch(dict(self.module.named_parameters()), dict(loaded.named_parameters())):
@@ -126,7 +121,6 @@ class HfWorker(Worker):
         self._incoming = loaded
 
     def take_weights(self, *, version: int) -> None:
-        """Overwrites the weights by those read."""
         loaded, self._incoming = self._incoming, None
         if loaded is None:
             raise StateError("take_weights() has nothing to take; call read_weights(path) first")
@@ -136,25 +130,17 @@ class HfWorker(Worker):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> None:
-        """Before any replica begins: whether this one could complete them.
-
-        Raises:
-            InvalidInputError: as ``generate``; a prompt is called by its own of the ``numbers``.
-        """
         self._reader.read(prompts, params, numbers)
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        """Take these requests, which ``collect`` runs and gives under these numbers."""
         self._requests.submit(numbers, prompts, params)
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
-        """Run what was submitted, unless paused, however long it takes."""
         return self._requests.collect(version)
 
     def abort(self, numbers: Sequence[int] | None) -> int:
-        """Give these requests up, None: all. Returns how many were unfinished."""
         return self._requests.abort(numbers)
 
     def pause(self, mode: PauseMode, *, version: int) -> None:
@@ -164,7 +150,6 @@ class HfWorker(Worker):
         self._requests.resume()
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        """Of the receiver that writes into this model."""
         return call_each([self._receiver], method, calls)
 
     def close(self) -> None:
@@ -174,26 +159,12 @@ class HfWorker(Worker):
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: ParamsLike | Sequence[ParamsLike] = None,
         *,
         version: int,
     ) -> list[RequestOutput]:
-        """Samples completions, and emits the number of those that ended as they do.
-
-        Args:
-            prompts: texts, or token ids, at least one token each.
-            params: for all prompts, or one for each.
-            version: of the weights in use, for ``version_spans``.
-
-        Returns:
-            One output a prompt, in their order, with ``n`` completions by sample index.
-
-        Raises:
-            InvalidInputError: names the prompt and what is wrong with it or its parameters.
-            RlcoreError: the model gives NaN or infinite logits.
-            StateError: before ``build``.
-        """
+        """Raise StateError before ``build``; ``params`` may also be one for all prompts."""
         module = self.module
         each = params_of_each(prompts, params)
         token_ids = self._reader.read(prompts, each)
@@ -263,7 +234,9 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
             output_loading_info=True,
         )
     except Exception as error:  # many types; the user sees the original as the cause
-        raise CheckpointError(f"transformers cannot load {folder.path} as a causal language model: {error}") from error
+        raise CheckpointError(
+            f"transformers cannot load {folder.path} as a causal language model: {one_line(error)}"
+        ) from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder.path} lack {len(missing)} tensors of {type(module).__name__}, such as "

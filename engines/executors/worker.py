@@ -49,10 +49,10 @@ class Worker:
 
     @classmethod
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
-        """Of an inference executor: raises what ``build(path, **options)`` would, as far as the user's process can see.
+        """Raise what ``build(path, **options)`` would, as far as the user's process can see.
 
         Called there before a worker starts, which takes seconds. ``build`` does not count on it: ``restart`` goes
-        without, and so does who starts workers himself.
+        without, and so does a program that starts workers itself.
 
         Args:
             python: as ``Engine.build`` was given it; None where the worker has the user's packages.

@@ -40,7 +40,7 @@ class WorkerGroup:
         self.engine = engine
         self.workers: list[Any] = []
         self._timeout_s = timeout_s
-        self._store = store
+        self.store = store
         self._owner = os.getpid()
         self._broken_by: BaseException | None = None
         self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
@@ -206,8 +206,8 @@ class WorkerGroup:
 
     def _remove_store(self) -> None:
         self._abandoned.detach()
-        if self._store:
-            shutil.rmtree(self._store, ignore_errors=True)
+        if self.store:
+            shutil.rmtree(self.store, ignore_errors=True)
 
 
 def _abandon(workers: Sequence[WorkerHandle], store: str, owner: int) -> None:

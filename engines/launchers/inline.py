@@ -10,8 +10,35 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext, describe, raised
-from rlcore.errors import RlcoreError
+from rlcore.errors import InvalidInputError, RlcoreError
+from rlcore.settings import Settings
+
+
+class InlineLauncher(Launcher):
+    """Starts the one worker of an executor in the user's process."""
+
+    def start(
+        self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
+    ) -> WorkerGroup:
+        if len(placements) > 1:
+            cause = " (RLCORE_DEBUG=pdb forces it)" if Settings.from_env().debug == "pdb" else ""
+            raise InvalidInputError(
+                f"launcher 'inline'{cause} runs one worker, and {options.engine} has {len(placements)}; "
+                "use 'process', or one worker"
+            )
+        (placement,) = placements
+        context = WorkerContext(options.engine, 0, 1, placement.devices[0], next(engine_numbers))
+        return start_inline(worker_class, context, options.timeout_s)
+
+
+def start_inline(worker_class: type[Any], context: WorkerContext, timeout_s: float) -> WorkerGroup:
+    """Start a worker here, and return it as a group of one."""
+    group = WorkerGroup(context.engine, timeout_s)
+    group.workers.append(InlineWorker(worker_class, context))
+    return group
 
 
 class InlineWorker:

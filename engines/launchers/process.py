@@ -4,18 +4,84 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
+from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
 from rlcore.engines.launchers.device_process import Pending, joining, process_for
+from rlcore.engines.launchers.group import WorkerGroup, sending
+from rlcore.engines.launchers.traces import new_store
 from rlcore.engines.launchers.wire import Kind, WorkerReference
 from rlcore.engines.launchers.worker import Current, WorkerContext
 from rlcore.errors import InvalidInputError, WorkerDiedError
+from rlcore.registry import get_device, launch
 
 _log = logging.getLogger(__name__)
+
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Collective libraries listen on the interface these name, else on one that the network reaches."""
+
+
+class ProcessLauncher(Launcher):
+    """Starts workers in child processes: one for each device of this host, or one for each worker that asks for it."""
+
+    gives_processes: ClassVar[bool] = True
+
+    def start(
+        self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
+    ) -> WorkerGroup:
+        number, all_devices = next(engine_numbers), [name for placement in placements for name in placement.devices]
+        environment = worker_environment(all_devices, owns_process=options.owns_process) | os.environ
+        group = WorkerGroup(options.engine, options.timeout_s, str(new_store()))
+        try:
+            with sending:
+                for rank, placement in enumerate(placements):
+                    local, order = _in_front(placement.devices) if options.owns_process else ("", {})
+                    context = WorkerContext(
+                        options.engine,
+                        rank,
+                        len(placements),
+                        placement.devices[0],
+                        number,
+                        placement.devices,
+                        local,
+                        group.store,
+                    )
+                    group.workers.append(ProcessWorker(worker_class, context, environment | order, options))
+            group.wait_until_started([worker.started for worker in group.workers])
+        except BaseException:  # Ctrl-C too: no worker is left
+            group.stop()
+            raise
+        return group
+
+
+def worker_environment(device_names: list[str], *, owns_process: bool) -> dict[str, str]:
+    """Return the variables of a worker process, where the user's own do not say otherwise."""
+    environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
+    on_host = all(launch(name).spec.is_host for name in device_names)
+    if on_host or not owns_process:  # vLLM sets its own beside an accelerator
+        # They divide the host's processors: each with as many threads as there are would hold the others up, also
+        # those that only feed an accelerator.
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(device_names)))
+    return environment
+
+
+def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """Return what a process calls the first of these, where they are numbered first, and the variable that does it.
+
+    It sees the others too, where they can come after these: what it is to read may lie on them.
+    """
+    kind = device_names[0].partition(":")[0]
+    facts = launch(kind)
+    first = [get_device(name).index for name in device_names]
+    others = [index for index in range(get_device(device_names[0]).count()) if index not in first]
+    order = facts.worker_environment(first if facts.spec.visible_devices_rise else [*first, *others])
+    return (f"{kind}:0" if order else ""), order
 
 
 class ProcessWorker:
@@ -23,22 +89,19 @@ class ProcessWorker:
 
     def __init__(
         self,
-        worker_class: Any,
+        worker_class: type[Any],
         context: WorkerContext,
         environment: dict[str, str],
-        timeout_s: float,
-        *,
-        owns_process: bool = False,
-        python: str = "",
+        options: LaunchOptions,
     ) -> None:
         self.context = context
-        self._worker_class = worker_class
-        self._timeout_s = timeout_s
+        self._worker_class: Any = worker_class
+        self._timeout_s = options.timeout_s
         self._closed: Future[Any] | None = None
         with joining:
-            owner = f"worker {context.rank} of engine {context.number}" if owns_process else ""
-            self._process = process_for(context.device_name, environment, owner, python)
-            self._number, self.started = self._process.start(worker_class, context, timeout_s)
+            owner = f"worker {context.rank} of engine {context.number}" if options.owns_process else ""
+            self._process = process_for(context.device_name, environment, owner, options.python)
+            self._number, self.started = self._process.start(worker_class, context, options.timeout_s)
 
     @property
     def process_id(self) -> int:

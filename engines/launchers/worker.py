@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 import rlcore.errors
+from rlcore.device import Device
 from rlcore.engines.launchers.wire import dump_answer, load_answer
 from rlcore.engines.launchers.world import World
-from rlcore.errors import InvalidInputError, RlcoreError, WorkerError
+from rlcore.errors import InvalidInputError, RlcoreError, WorkerError, one_line
 from rlcore.meta import real_device
 from rlcore.registry import get_device
 
@@ -47,6 +49,8 @@ class WorkerContext:
     """What the worker's own process calls ``device_name``, where the devices it drives are its first ones."""
     store: str = ""
     """Folder through which the workers find each other: no port is opened to the network."""
+    host: str = field(default_factory=socket.gethostname)
+    """Name of the host on which it runs."""
     emit: Callable[[Any], None] = _ignore
     """Send plain data to whoever waits for the present call, such as progress."""
     is_given_up: Callable[[], bool] = _never
@@ -54,7 +58,7 @@ class WorkerContext:
     world: World = field(default_factory=World, repr=False, compare=False)
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         return get_device(self.local_name or self.device_name)
 
     @property
@@ -158,6 +162,7 @@ class Failure(msgspec.Struct, array_like=True):
     kind: str
     """Name of a class in ``rlcore.errors``; "" for any other exception."""
     message: str
+    in_one_line: str
     traceback: str
     attributes: dict[str, bytes]
     """Of rlcore's own errors: those that are plain data, as ``dump_answer`` writes it."""
@@ -170,6 +175,7 @@ def describe(error: BaseException) -> Failure:
     return Failure(
         kind=type(error).__name__ if is_ours else "",
         message=_bounded(_text(error)),
+        in_one_line=_bounded(one_line(error)),
         traceback=_bounded("".join(traceback.format_exception(error))),
         attributes=attributes,
     )
@@ -204,7 +210,13 @@ def raised(failure: Failure, context: WorkerContext, method: str) -> Exception:
     The worker's traceback is a note on it, or part of the WorkerError's text.
     """
     if not failure.kind:
-        return WorkerError(rank=context.rank, device=context.device_name, method=method, traceback=failure.traceback)
+        return WorkerError(
+            rank=context.rank,
+            device=context.device_name,
+            method=method,
+            error=failure.in_one_line,
+            traceback=failure.traceback,
+        )
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
     error.args = (failure.message,)  # those that are an OSError too leave it to __init__

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.offload.host_limits import HostLimit, cgroup_limits, lock_limit_bytes
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 
@@ -64,7 +65,7 @@ def aligned(nbytes: int) -> int:
 class Arena:
     """The host memory of one device. Thread-safe."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._slabs: list[Slab] = []
         self._free: list[Block] = []  # by size
@@ -229,7 +230,7 @@ _arenas: dict[str, Arena] = {}
 _lock = threading.Lock()
 
 
-def arena_of(device: Any) -> Arena:
+def arena_of(device: Device) -> Arena:
     """The one of this process and ``device``."""
     with _lock:
         return _arenas.setdefault(device.name, Arena(device))

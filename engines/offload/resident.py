@@ -10,12 +10,12 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlcore.device import Device
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.cargo import Arrival, Cargo, Departure, Parcel, whole
 from rlcore.engines.offload.guards import Guard
@@ -36,7 +36,7 @@ class Resident:
 
     def __init__(
         self,
-        device: Any,
+        device: Device,
         tensors: Callable[[], Iterable[Tensor]],
         guard: Callable[[Guard, str], None],
         *,
@@ -198,7 +198,7 @@ class Exchange:
 class GradResident(Resident):
     """Gradients. While away they are no longer ``parameter.grad``: autograd would add to a freed storage."""
 
-    def __init__(self, device: Any, module: nn.Module, guard: Callable[[Guard, str], None]) -> None:
+    def __init__(self, device: Device, module: nn.Module, guard: Callable[[Guard, str], None]) -> None:
         super().__init__(device, lambda: (grad for _, grad in self._held()), guard)
         self._module = module
         self._away: list[tuple[nn.Parameter, Tensor]] = []

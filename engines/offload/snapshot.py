@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import host_pieces
 from rlcore.engines.offload.arena import Block, arena_of
 from rlcore.engines.offload.cargo import Cargo, Departure, Range
@@ -17,7 +17,7 @@ from rlcore.engines.offload.transfer import Transfer
 class Snapshot:
     """Those of one device are copied into its arena, at the speed of the link; what is on the host already is small."""
 
-    def __init__(self, device: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
         """``tensors`` are contiguous.
 
         Raises:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlcore.device import Device
 from rlcore.errors import StateError, UnsupportedError
 
 
@@ -22,7 +23,7 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list({storage._cdata: storage for storage in map(_storage_of, tensors)}.values())
 
 
-def freeable_storages(tensors: Iterable[Tensor], device: Any) -> list[torch.UntypedStorage]:
+def freeable_storages(tensors: Iterable[Tensor], device: Device) -> list[torch.UntypedStorage]:
     """Those that hold memory of ``device``: an optimizer of an accelerator keeps its step counts on the host.
 
     Raises:
@@ -51,7 +52,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local.untyped_storage()
 
 
-def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor, device: Any) -> None:
+def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor, device: Device) -> None:
     if not storage.resizable():
         raise UnsupportedError(
             f"offloading a tensor of shape {list(tensor.shape)} made from a file or a numpy array",
@@ -65,7 +66,7 @@ def _check_can_be_freed(storage: torch.UntypedStorage, tensor: Tensor, device: A
         )
 
 
-def _exported_addresses(device: Any) -> set[int]:
+def _exported_addresses(device: Device) -> set[int]:
     try:
         return {export.address for export in device.memory.ledger()}
     except UnsupportedError:  # then nothing is exported

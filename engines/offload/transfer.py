@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rlcore.device import Device
 from rlcore.engines.offload.arena import BLOCK_BYTES, Arena
 from rlcore.engines.offload.cargo import Arrival, Departure, Parcel
 from rlcore.engines.offload.undo import undone_by
@@ -69,7 +70,7 @@ class _Queued:
 class Transfer:
     """All of ``out`` leaves and all of ``in_`` comes back, or, after an error, everything is where it was."""
 
-    def __init__(self, device: Any, arena: Arena, out: Sequence[Departure], in_: Sequence[Arrival]) -> None:
+    def __init__(self, device: Device, arena: Arena, out: Sequence[Departure], in_: Sequence[Arrival]) -> None:
         self._device = device
         self._arena = arena
         self._out, self._in = out, in_

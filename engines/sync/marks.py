@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlcore.device import Device
 from rlcore.engines.sync.slabs import NUM_SLOTS
 from rlcore.errors import RlcoreError
 from rlcore.types import EventHandle
@@ -16,7 +17,7 @@ from rlcore.types import EventHandle
 class Marks:
     """Of one sender or receiver: an event for each slot, and those of all at the other side."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._own: list[Any] = []
         self._others: list[list[Any]] = []

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from rlcore.collectives.groups import new_group
+from rlcore.device import Device
 from rlcore.errors import SyncError
 
 
 class Meeting:
     """One member. Sends and receives are matched by their order: every member goes by the same schedule."""
 
-    def __init__(self, device: Any, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, device: Device, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._group = new_group(
             device, rank=rank, world_size=world_size, rendezvous=folder, timeout_s=timeout_s, name="weights"
         )

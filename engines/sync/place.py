@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
+from rlcore.device import Device
 from rlcore.errors import SyncError
 from rlcore.processes import boot_id, pid_namespace, start_time
 
@@ -35,7 +36,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Why other processes cannot open its memory; "" if they can."""
 
 
-def place_of(device: Any) -> Place:
+def place_of(device: Device) -> Place:
     """Of a new sender or receiver in this process."""
     pid = os.getpid()
     limit = device.memory.limits().get("export_ipc")

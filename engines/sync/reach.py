@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.sync.opened import Opened
 from rlcore.engines.sync.place import decoded
 from rlcore.engines.sync.planned import source_name
@@ -24,7 +25,7 @@ from rlcore.types import IpcHandle
 class Reach:
     """Of one trainer at a time."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._offered: list[Sender | Opened] = []
         self._given: list[Mapping[int, Tensor]] = []

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.sync.marks import Marks
 from rlcore.engines.sync.meeting import Meeting
 from rlcore.engines.sync.movement import Mover
@@ -98,7 +99,7 @@ def sender_here(epoch: str) -> Sender | None:
 class Sender:
     """Of one trainer rank."""
 
-    def __init__(self, holding: Holding, device: Any) -> None:
+    def __init__(self, holding: Holding, device: Device) -> None:
         self._holding = holding
         self._device = device
         self._place = place_of(device)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.sync.regions import Copy
 from rlcore.engines.sync.source import dtype_of
 from rlcore.errors import DeviceError, InvalidInputError, SyncError
@@ -139,7 +140,7 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 class Slabs:
     """Two slots of one allocation of a sender, and two more in shared memory of the host if receivers open those."""
 
-    def __init__(self, device: Any, slot_bytes: int, *, is_on_host: bool = False) -> None:
+    def __init__(self, device: Device, slot_bytes: int, *, is_on_host: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self.is_on_host = is_on_host
         self._memory = _allocated(device, slot_bytes)
@@ -179,7 +180,7 @@ def host() -> Any:
     return get_device("cpu")
 
 
-def _allocated(device: Any, slot_bytes: int) -> Tensor:
+def _allocated(device: Device, slot_bytes: int) -> Tensor:
     try:
         return torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
     except RuntimeError as error:

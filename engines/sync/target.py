@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rlcore.device import Device
 from rlcore.engines.named_tensors import mismatch
 from rlcore.errors import SyncError
 from rlcore.weights.catalog import named_tensors, stored_tensors
@@ -25,7 +26,7 @@ LoadWeights = Callable[[Weights], Any]
 class Target(ABC):
     """One full or tensor-parallel share of an engine's weights. Its methods are called in the process that holds it."""
 
-    device: Any
+    device: Device
     """The rlcore device of ``tensors()``."""
     is_plain: ClassVar[bool] = False
     """The loader copies and does nothing else, now or later: plans need no proof."""
@@ -73,7 +74,7 @@ class ModuleTarget(Target):
 
     is_plain = True
 
-    def __init__(self, module: nn.Module, device: Any) -> None:
+    def __init__(self, module: nn.Module, device: Device) -> None:
         self.device = device
         self._module = module
         self._reloaded: dict[str, Tensor] | None = None

@@ -98,7 +98,7 @@ def checked_edges(cu_seqlens: Tensor | None, per_token: PerToken, operator: str,
     Raises:
         InvalidInputError: there are none, they are no [N + 1] integers, or ``per_token`` has what ``operator`` sets.
     """
-    taken = sorted({"cu_seqlens", "token_mask"} & per_token.keys())
+    taken = [name for name in ("cu_seqlens", "token_mask") if name in per_token]  # torch 2.10 compiles no set & keys
     if taken:
         raise InvalidInputError(f"per_token must not hold {', '.join(taken)}: {operator} sets them; rename yours")
     if cu_seqlens is None:

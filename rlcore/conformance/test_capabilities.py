@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from rlcore.devices.part import Part
+from rlcore.devices.part import TorchPart
 from rlcore.errors import UnsupportedError
 from rlcore.types import EventHandle, Evidence, IpcHandle, Support
 
@@ -68,7 +68,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 """A use of every member. A member that needs another process's handle is given one that no process made."""
 
 
-def _parts(device: Any) -> list[Part]:
+def _parts(device: Any) -> list[TorchPart]:
     return [device.memory, device.streams, device.collectives, device.profiler]
 
 

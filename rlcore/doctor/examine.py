@@ -61,6 +61,7 @@ def examine() -> Report:
 def _checks_here() -> Iterator[Finding]:
     build, versions = packages.torch_build(), installed_versions()
     yield run_check("python", host.python)
+    yield run_check("path of torch", packages.path_of_torch)
     yield run_check("torch", packages.torch, build, versions, packages.torch_version_file())
     yield run_check("torch-npu", packages.torch_npu, build, versions)
     yield run_check("CANN", ascend.cann, versions)

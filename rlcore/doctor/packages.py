@@ -53,6 +53,19 @@ def torch_version_file() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
 
 
+def path_of_torch(file: Path | None = None) -> Verdict:
+    """torch.compile gives a compiler for the host's kernels its own folder, and does not quote it."""
+    found = file or torch_version_file()
+    if found is None:
+        return ok("there is no torch")
+    if any(map(str.isspace, str(found.parent))):
+        return warn(
+            f"{str(found.parent)!r} has a space in it: torch.compile for the CPU fails in the linker",
+            "make the virtual environment in a folder whose path has no space",
+        )
+    return ok(str(found.parent))
+
+
 def torch_build() -> TorchBuild | None:
     """Of the torch that would be imported; None when there is none, or half of one."""
     file = torch_version_file()

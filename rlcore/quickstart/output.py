@@ -7,7 +7,7 @@
     reward.png       the curve, drawn from metrics.jsonl
 
 A kill at any moment leaves a folder that ``--resume`` can continue: a line of metrics.jsonl that was cut short does
-not count, and steps after the checkpoint are dropped, because they are done again.
+not count, and steps after the checkpoint are dropped, because they are done again. A resume that fails changes nothing.
 
 A step's metrics are numbers by name. The picture shows "reward" (mean of the step's samples), "accuracy" (greedy,
 on held-out problems, at the steps where it was measured) and the seconds of each of ``PHASES``.
@@ -42,7 +42,7 @@ class RunFolder:
     """Use with ``with``: one process at a time has a run's folder."""
 
     def __init__(self, config: QuickstartConfig) -> None:
-        """Makes the folder, or on ``config.resume`` takes the one that is there.
+        """Makes the folder, or on ``config.resume`` takes the one that is there: as it is, until ``go_on``.
 
         A run that ended before its first checkpoint, such as one with a wrong --model, left nothing: another may
         start in its place.
@@ -58,6 +58,7 @@ class RunFolder:
         self.picture = config.output / "reward.png"
         self.metrics = config.output / "metrics.jsonl"
         self._record = config.output / "run.json"
+        self._config = config
         _figure()
         if config.resume:
             self._check_same_run(config)
@@ -68,9 +69,8 @@ class RunFolder:
             self._lock = os.open(self.path, os.O_RDONLY)
         try:
             self._take()
-            with self._named_errors("write to"):
-                write_file(self._record, config.to_json())
-                self._open_metrics(is_new=not config.resume)
+            if not config.resume:
+                self._write([])
         except BaseException:
             self.close()
             raise
@@ -99,15 +99,16 @@ class RunFolder:
             try:
                 while line:  # a disk that fills up takes a part, and gives its error for the rest
                     line = line[file.write(line) :]
+                os.fsync(file.fileno())  # before the checkpoint, which go_on() compares it with
             except OSError:
                 file.truncate(size)
                 raise
 
-    def _open_metrics(self, *, is_new: bool) -> None:
-        """Make the file, or cut off what a kill left of a line, so that the next one begins a line."""
-        with self.metrics.open("wb+" if is_new else "ab+") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+    def _write(self, steps: list[Metrics]) -> None:
+        """The run's options, and the metrics of the steps that it has done."""
+        with self._named_errors("write to"):
+            write_file(self.metrics, b"".join(map(_encode, steps)))
+            write_file(self._record, self._config.to_json())
 
     def read(self) -> list[Metrics]:
         """The metrics of every step, in order; NaN where a value was not a number."""
@@ -136,11 +137,27 @@ class RunFolder:
         """GRPO steps; step 0, before the first, is none."""
         return sum(metrics["step"] > 0 for metrics in self.read()) if self.metrics.exists() else 0
 
-    def rewind(self, step: int) -> None:
-        """Drop what comes after ``step``, the one of the checkpoint that the run goes on from."""
-        kept = [metrics for metrics in self.read() if metrics["step"] <= step]
-        with self._named_errors("rewrite the metrics of"):
-            write_file(self.metrics, b"".join(map(_encode, kept)))
+    def go_on(self, step: int) -> None:
+        """Drop what comes after ``step``, the one of the checkpoint that the run goes on from (-1: it has no step).
+
+        Raises:
+            CheckpointError: the metrics of a step up to it are missing or there twice; nothing has changed.
+            InvalidInputError: the run is to end before that step; nothing has changed.
+        """
+        if step > self._config.steps:
+            raise InvalidInputError(
+                f"--steps must be at least {step}, the steps that {self.path} has done, got {self._config.steps}"
+            )
+        kept = [metrics for metrics in self.read() if metrics["step"] <= step] if self.metrics.exists() else []
+        found = [metrics["step"] for metrics in kept]
+        if found != [*range(step + 1)]:
+            missing = sorted(set(range(step + 1)).difference(found))
+            wrong = f"step {missing[0]} is missing" if missing else "some are there twice, or not in order"
+            raise CheckpointError(
+                f"{self.metrics} must have a line for each step up to {step}, after which the checkpoint is, and "
+                f"{wrong}; put the file back as it was, or start again with another --output"
+            )
+        self._write(kept)
 
     def _decode(self, number: int, line: bytes) -> Metrics:
         try:
@@ -180,7 +197,9 @@ class RunFolder:
 
     def _check_same_run(self, config: QuickstartConfig) -> None:
         if not self._record.exists():
-            raise CheckpointError(f"{self.path} holds no run to resume; leave out --resume to start one there")
+            is_free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+            advice = "leave out --resume to start one there" if is_free else "give the --output of a run"
+            raise CheckpointError(f"{self.path} holds no run to resume: it has no run.json; {advice}")
         if different := self._remembered().differences(config):
             raise InvalidInputError(
                 f"cannot resume {self.path}: it holds a run with {'; '.join(different)}; "

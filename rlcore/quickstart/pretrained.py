@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.engines.pretrained import check_model_folder, load_tokenizer
-from rlcore.errors import CheckpointError, MissingDependencyError
+from rlcore.errors import CheckpointError, MissingDependencyError, one_line
 
 
 def tokenizer_of(path: Path) -> Any:
@@ -34,9 +34,8 @@ def model_class(path: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()  # it would write over the display
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {reason}") from error
+    except Exception as error:  # of many types
+        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {one_line(error)}") from error
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise CheckpointError(

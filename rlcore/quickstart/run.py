@@ -182,15 +182,17 @@ class Quickstart:
 
     def resume(self) -> None:
         """Go on from the checkpoint; from the beginning if the run ended before its first."""
-        if self.folder.has_checkpoint():
+        has_checkpoint = self.folder.has_checkpoint()
+        if has_checkpoint:
             self.done = self.train.load(self.folder.checkpoint)
+        self.folder.go_on(self.done["step"])
+        if has_checkpoint:
             self.train.sync_weights(self.infer)
             self.display.note(
                 f"resumed after {self.done['imitation']} imitation steps, {max(self.done['step'], 0)} steps"
             )
         else:
             self.display.note("the run ended before its first checkpoint: starting from the beginning")
-        self.folder.rewind(self.done["step"])
 
 
 def run(config: QuickstartConfig) -> int:

@@ -52,9 +52,24 @@ def test_a_failed_import_of_torch_names_what_is_behind_it_and_the_command() -> N
     assert str(errors.TorchImportError(cause)) == told
 
 
+def test_an_error_in_one_line_has_its_type_and_the_begin_of_its_text() -> None:
+    assert errors.one_line(KeyError("planted")) == "KeyError: 'planted'"
+    assert errors.one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    compiled = RuntimeError("C++ compile error\n\nCommand:\n g++ ...\n\nYou can suppress this exception by ...")
+    assert errors.one_line(compiled).startswith("RuntimeError: C++ compile error Command: g++")
+    assert len(errors.one_line(ValueError("x" * 10_000))) < 400
+
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    assert errors.one_line(UnprintableError()) == "UnprintableError: <its text cannot be had: ValueError('no text')>"
+
+
 def test_worker_error_says_where_and_carries_the_traceback() -> None:
     traceback = "Traceback (most recent call last):\n  ...\nZeroDivisionError: division by zero\n"
-    error = WorkerError(rank=3, device="cuda:1", method="train_step", traceback=traceback)
+    told = "ZeroDivisionError: division by zero"
+    error = WorkerError(rank=3, device="cuda:1", method="train_step", error=told, traceback=traceback)
     first, *rest = str(error).splitlines()
     assert first == "train_step() failed on rank 3 (cuda:1): ZeroDivisionError: division by zero"
     assert rest == ["", *traceback.rstrip().splitlines()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_equal_runs_are_about_equal_in_at_least_95_percent_whatever_the_noise(dr
         for _ in range(150)
     ]
     assert sum(found) <= 0.05 * len(found)
+
+
+def test_resampling_holds_little_of_large_records_at_once() -> None:
+    result = timed("a", np.random.default_rng(0), rounds=2, n=30_000)
+    tracemalloc.start()
+    found = difference(result, msgspec.structs.replace(result, name="b"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.ratio == 1 and peak < 1e9, "all 2000 resamples of 60000 samples have 1.9 GB"
 
 
 def by_device(result: CaseResult) -> CaseResult:

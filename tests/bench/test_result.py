@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlcore.bench.export import read_any
 from rlcore.bench.result import CaseResult, Metric, Record, System, encode, read, write
 from rlcore.errors import BenchError
 
@@ -125,7 +127,19 @@ def first_metric(found: dict[str, Any]) -> dict[str, Any]:
         (changed(lambda r: first_metric(r).update(samples=[])), "length >= 1 - at `$.cases[0].metrics[0].samples`"),
         (
             changed(lambda r: first_metric(r).update(samples=[0.0])),
-            "Expected `float` > 0.0 - at `$.cases[0].metrics[0].samples[0]`",
+            "Expected `float` >= 1e-100 - at `$.cases[0].metrics[0].samples[0]`",
+        ),
+        (
+            changed(lambda r: first_metric(r).update(samples=[5e-324])),
+            "Expected `float` >= 1e-100 - at `$.cases[0].metrics[0].samples[0]`",
+        ),
+        (
+            changed(lambda r: first_metric(r).update(samples=[1e300])),
+            "Expected `float` <= 1e+100 - at `$.cases[0].metrics[0].samples[0]`",
+        ),
+        (
+            changed(lambda r: first_metric(r).update(samples=[0.1] * 100_001)),
+            "Expected `array` of length <= 100000 - at `$.cases[0].metrics[0].samples`",
         ),
     ],
 )
@@ -136,6 +150,19 @@ def test_wrong_record_is_refused_by_file_and_field(tmp_path: Path, data: bytes, 
         read(path)
     assert str(caught.value).startswith(f"{path} is no rlcore.bench/1 record: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("reader", [read, read_any])
+def test_a_file_that_is_too_large_for_a_record_is_not_read(tmp_path: Path, reader: Callable[[Path], Record]) -> None:
+    path = tmp_path / "theirs.json"
+    with path.open("wb") as file:
+        file.truncate(260_000_000)  # a hole: no disk is taken
+    tracemalloc.start()
+    with pytest.raises(BenchError, match=r"theirs\.json has 260 MB; a record has at most 50 MB, so give a record$"):
+        reader(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

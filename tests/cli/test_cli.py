@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from rlcore.bench.result import read
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 ANSI = re.compile(r"\x1b\[")
 
 
@@ -265,10 +267,42 @@ def test_bench_run_interrupted_before_the_first_case_leaves_an_earlier_file_alon
     monkeypatch.setattr(Isolated, "new_record", interrupt)
     file = tmp_path / "out.json"
     file.write_text("of another run")
-    found = CliRunner().invoke(cli.app, ["bench", "run", "dispatch/op", "--device", "cpu", "-o", str(file)])
+    found = CliRunner().invoke(cli.app, ["bench", "run", "dispatch/op", "--device", "cpu", "-o", str(file), "--force"])
     assert found.exit_code != 0
     assert "1 case on cpu:0" in found.stderr and "--continue" not in found.stderr
     assert file.read_text() == "of another run"
+
+
+@pytest.mark.parametrize("command", [["run", "dispatch/op", "--device", "cpu"], ["report", "a.json"]])
+def test_a_file_that_is_there_is_replaced_only_if_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(RESULTS / "startup-cpu.json", "a.json")
+    Path("mine").write_text("years of work")
+    found = CliRunner().invoke(cli.app, ["bench", *command, "-o", "mine"])
+    others = "--continue to go on with it, " if command[0] == "run" else ""
+    assert str(found.exception) == f"-o mine exists; give another file, or {others}--force to replace it"
+    assert Path("mine").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["a.json", "./a.json", "link", "hard link"])
+def test_a_report_never_takes_the_place_of_its_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(RESULTS / "startup-cpu.json", "a.json")
+    Path("link").symlink_to("a.json")
+    os.link("a.json", "hard link")
+    before = Path("a.json").read_bytes()
+    found = CliRunner().invoke(cli.app, ["bench", "report", "a.json", "-o", name, "--force"])
+    assert str(found.exception) == f"-o {Path(name)} is one of the records; give another file for the page"
+    assert Path("a.json").read_bytes() == before
+    found = CliRunner().invoke(cli.app, ["bench", "report", "a.json", "-o", "page.html"])
+    assert found.exit_code == 0 and Path("page.html").read_text().startswith("<!doctype html>")
+    Path("page.html").write_text("an older one")
+    assert CliRunner().invoke(cli.app, ["bench", "report", "a.json", "-o", "page.html", "--force"]).exit_code == 0
+    assert Path("page.html").read_text().startswith("<!doctype html>")
 
 
 def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path, cache: dict[str, str]) -> None:

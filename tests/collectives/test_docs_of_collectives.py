@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.collectives import Collectives
+from rlcore.devices.collectives import TorchCollectives
 from rlcore.devices.cpu.collectives import GlooCollectives
 from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.registry import get_device
@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
 GROUP, CONTAINERS = re.findall(r"^```python\n(from rlcore.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def in_words(collectives: Collectives, op: str) -> str:
+def in_words(collectives: TorchCollectives, op: str) -> str:
     """How it reduces those native dtypes for which it is defined."""
     dtypes = sorted(collectives.native_dtypes, key=str)
     support = {dtype: collectives.reduction(op, dtype).support for dtype in dtypes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -484,6 +485,15 @@ def test_bytes_that_are_no_handle_are_refused(device: Any) -> None:
         EventHandle.from_bytes(data)
     with pytest.raises(InvalidInputError, match=r"^IpcHandle.from_bytes takes what to_bytes gave, got str"):
         IpcHandle.from_bytes("text")  # type: ignore[arg-type]
+
+
+def test_a_handle_with_any_bit_flipped_is_another_handle_or_refused(device: Any) -> None:
+    data = device.memory.export_ipc(numbered(device, 3)).to_bytes()
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(InvalidInputError):
+            assert isinstance(IpcHandle.from_bytes(bytes(flipped)), IpcHandle)
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), "30", None])

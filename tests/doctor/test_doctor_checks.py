@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.doctor import host, nvidia, packages
 from rlcore.doctor.device_process import visible_devices
@@ -67,6 +68,16 @@ def test_this_python_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.python().status == "OK"
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     assert host.python() == Verdict("FAIL", host.python().found, "install Python 3.11 or newer")
+
+
+def test_a_torch_in_a_path_with_a_space_is_noticed(tmp_path: Path) -> None:
+    assert packages.path_of_torch(Path("/opt/venv/torch/version.py")) == ok("/opt/venv/torch")
+    assert packages.path_of_torch(Path("/home/me/my venv/torch/version.py")) == Verdict(
+        "WARN",
+        "'/home/me/my venv/torch' has a space in it: torch.compile for the CPU fails in the linker",
+        "make the virtual environment in a folder whose path has no space",
+    )
+    assert packages.path_of_torch().status == ("WARN" if " " in torch.__file__ else "OK")
 
 
 def test_the_least_python_is_the_one_of_the_package() -> None:

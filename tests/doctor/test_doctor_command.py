@@ -96,7 +96,7 @@ def test_a_sound_machine(machine: Machine) -> None:
     seconds = time.perf_counter() - start
     assert report["schema"] == "rlcore.doctor/1"
     assert report["seconds"] < seconds
-    assert {"python", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "vllm-ascend",
+    assert {"python", "path of torch", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "vllm-ascend",
             "flash-attn", "driver", "ptxas", "nvcc",
             "peer access", "shared memory", "locked memory", "open files", "leftovers", "allocator", "environment",
             "import torch", "plugins",

@@ -64,6 +64,26 @@ def test_a_broken_config_is_refused(qwen2_folder: Path, copy_of: Copy) -> None:
         check_model_folder(folder)
 
 
+def test_a_config_of_wrong_kinds_is_refused(qwen2_folder: Path, copy_of: Copy) -> None:
+    folder = copy_of(qwen2_folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    wrong = {
+        r"vocab_size of at least 1, got True": {"vocab_size": True},
+        r"text_config in .*config\.json must be a JSON object, got \[\]": {"text_config": []},
+        r"a vocab_size of 10000, and no weight there has a dimension of that size \(the largest is \d+\); download": {
+            "vocab_size": 10_000
+        },
+    }
+    for message, changes in wrong.items():
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=message):
+            check_model_folder(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"eos_token_id in .* must be a token id, or a list of some, got '</s>'"):
+        _ = check_model_folder(folder).stop_token_ids
+
+
 def test_a_folder_without_weights_is_refused(qwen2_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(qwen2_folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

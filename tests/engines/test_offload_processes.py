@@ -22,6 +22,7 @@ from rlcore.engines.offload.arena import arena_of
 from rlcore.errors import DeviceError, RlcoreError, WorkerDiedError, WorkerError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from tests.engines.ask import ask
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -140,7 +141,7 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def two(make: Make) -> tuple[rlcore.TrainEngine, rlcore.TrainEngine]:
     first, second = make(), make()
-    assert ask(first, "process") != ask(second, "process")
+    assert ask_module(first, "process") != ask_module(second, "process")
     return first, second
 
 
@@ -149,7 +150,7 @@ def pair(two: tuple[rlcore.TrainEngine, rlcore.TrainEngine], small: SmallDevice)
     """The first on the device, the second in host memory, both trained the same number of times."""
     here, away = two
     for engine in two:
-        ask(engine, "install", small)
+        ask_module(engine, "install", small)
         engine.onload()
         train(engine)
     nbytes = sum(tag["device_bytes"] for tag in here.memory_report()[0]["tags"].values())
@@ -175,9 +176,9 @@ def train(engine: rlcore.TrainEngine) -> float:
     return engine.train_batch(batch, ppo_clip())["loss"]
 
 
-def ask(engine: rlcore.TrainEngine, method: str, *args: Any) -> Any:
+def ask_module(engine: rlcore.TrainEngine, method: str, *args: Any) -> Any:
     """Of its module, wherever its weights are."""
-    return engine._call(f"module.{method}", *args)[0]
+    return ask(engine, f"module.{method}", *args)[0]
 
 
 LARGEST = 64 * 32 * 4
@@ -197,7 +198,7 @@ def test_two_processes_change_places_on_a_device_that_holds_one(pair: Pair, smal
         events = small.events()
         assert not any(event.was_refused for event in events), "nobody tried to take what was not there"
         assert events[-1].total == nbytes
-        leaves, comes = ask(here, "process"), ask(away, "process")
+        leaves, comes = ask_module(here, "process"), ask_module(away, "process")
         first_taken = next(i for i, event in enumerate(events) if event.process == comes and event.grown > 0)
         last_freed = max(i for i, event in enumerate(events) if event.process == leaves and event.grown < 0)
         are_both_at_work.append(first_taken < last_freed)
@@ -217,13 +218,15 @@ def test_a_device_that_is_too_small_leaves_everything_where_it_was(pair: Pair, s
         DeviceError, match=r"has no memory for \d+ bytes that come back: .* full; .* Nothing has moved: everything is"
     ):
         rlcore.swap(out=[(here, "weights")], in_=[(away, ())])  # the rest of the first leaves no room
-    assert any(event.process == ask(away, "process") and event.grown > 0 for event in small.events()), "it had begun"
+    assert any(event.process == ask_module(away, "process") and event.grown > 0 for event in small.events()), (
+        "it had begun"
+    )
     assert_as_before(pair, small)
 
 
 @pytest.mark.parametrize("side", ["here", "away"])
 def test_a_copy_that_fails_halfway_is_undone_on_both_sides(pair: Pair, small: SmallDevice, side: str) -> None:
-    ask(getattr(pair, side), "fail_at_copy", 9)
+    ask_module(getattr(pair, side), "fail_at_copy", 9)
     small.reset(pair.bytes_each, pair.bytes_each + LARGEST)
     with pytest.raises(WorkerError, match="a copy failed, planted") as raised:
         rlcore.swap(out=[(pair.here, ())], in_=[(pair.away, ())])
@@ -233,14 +236,14 @@ def test_a_copy_that_fails_halfway_is_undone_on_both_sides(pair: Pair, small: Sm
 
 
 def test_host_memory_that_does_not_do_is_said_before_anything_moves(pair: Pair, small: SmallDevice) -> None:
-    ask(pair.here, "trim")
-    pair.here._call("reserve_host_memory", 4096, None)
+    ask_module(pair.here, "trim")
+    ask(pair.here, "reserve_host_memory", 4096, None)
     try:
         with pytest.raises(DeviceError, match=r"host_memory_bytes is 4096 bytes, .* Nothing has moved"):
             rlcore.swap(out=[(pair.here, ())], in_=[(pair.away, ())])
         assert small.events() == []
     finally:
-        pair.here._call("reserve_host_memory", 1 << 30, None)
+        ask(pair.here, "reserve_host_memory", 1 << 30, None)
     assert_as_before(pair, small)
 
 
@@ -279,7 +282,7 @@ def test_the_users_own_process_takes_turns_with_another(
 def test_a_death_halfway_leaves_the_other_whole(pair: Pair, small: SmallDevice, tmp_path: Path) -> None:
     here, victim, _ = pair
     here.save(tmp_path / "checkpoint")
-    ask(victim, "install", small, 10)
+    ask_module(victim, "install", small, 10)
     small.reset(pair.bytes_each, 2 * pair.bytes_each)  # which does not forget what the dead had
     with pytest.raises(WorkerDiedError, match="killed by SIGKILL") as raised:
         rlcore.swap(out=[(here, ())], in_=[(victim, ())])

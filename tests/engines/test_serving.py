@@ -66,8 +66,8 @@ class TwoReplicas(AsynchronousRequests):
         each = zip(self.replicas, calls, strict=True)
         return [getattr(replica, method)(*args, **kwargs) for replica, (args, kwargs) in each]
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._call_each(method, [(args, kwargs)] * 2)
+    def _call(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._call_each(method.__name__, [(args, kwargs)] * 2)
 
     @property
     def under_way(self) -> list[list[int]]:

@@ -85,6 +85,13 @@ def test_hardware_buyer_reads_a_record_made_here(
     assert all("GFLOP/s" in row and "GB/s" in row for row in measured)
 
 
+def test_an_example_that_needs_an_argument_says_which(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "rlite_tutorial.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(r"usage: rlite_tutorial.py FOLDER .*\n", result.stderr)
+
+
 def test_hardware_buyer_refuses_what_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     command = [sys.executable, ROOT / "examples" / "hardware_buyer.py", "mine.json"]

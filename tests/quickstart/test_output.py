@@ -36,7 +36,7 @@ def metrics(step: int) -> dict[str, float]:
 
 def write_steps(config: QuickstartConfig, steps: int) -> Path:
     with RunFolder(config) as folder:
-        for step in range(1, steps + 1):
+        for step in range(steps + 1):
             folder.append(metrics(step))
     return config.output / "metrics.jsonl"
 
@@ -127,7 +127,7 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(config: QuickstartCo
     (config.output / "thesis.tex").write_text("years of work")
     with pytest.raises(InvalidInputError, match=r"exists and is not a quickstart run; use another --output"):
         RunFolder(config)
-    with pytest.raises(CheckpointError, match=r"holds no run to resume; leave out --resume"):
+    with pytest.raises(CheckpointError, match=r"holds no run to resume: it has no run.json; give the --output of a"):
         RunFolder(replace(config, resume=True))
     assert [file.name for file in config.output.iterdir()] == ["thesis.tex"]
 
@@ -154,6 +154,8 @@ def test_a_run_without_a_checkpoint_leaves_the_folder_to_another(config: Quickst
     with RunFolder(replace(config, resume=True)) as folder:
         assert not folder.has_checkpoint()
         assert len(folder.read()) == 1
+        folder.go_on(-1)
+        assert folder.read() == []
     with RunFolder(replace(config, seed=1)) as folder:
         assert folder.read() == []
         folder.append({"step": 0, "accuracy": 0.3})
@@ -190,8 +192,9 @@ def test_resume_may_go_on_for_longer_on_another_device(config: QuickstartConfig)
     write_steps(config, 1)
     longer = replace(config, resume=True, steps=200, device="cpu")
     with RunFolder(longer) as folder:
+        folder.go_on(1)
         folder.append(metrics(2))
-        assert [line["step"] for line in folder.read()] == [1, 2]
+        assert [line["step"] for line in folder.read()] == [0, 1, 2]
     assert QuickstartConfig.from_json((config.output / "run.json").read_bytes()).steps == 200
 
 
@@ -249,14 +252,14 @@ def test_metrics_that_are_none_are_refused(config: QuickstartConfig, wrong: Any,
         assert folder.read() == []
 
 
-def test_rewind_drops_what_is_after_the_checkpoint(config: QuickstartConfig) -> None:
+def test_what_is_after_the_checkpoint_is_dropped(config: QuickstartConfig) -> None:
     write_steps(config, 7)
     with RunFolder(replace(config, resume=True)) as folder:
-        folder.rewind(5)
+        folder.go_on(5)
         for step in (6, 7, 8):
             folder.append(metrics(step))
-        assert folder.read() == [metrics(step) for step in range(1, 9)]
-        folder.rewind(0)
+        assert folder.read() == [metrics(step) for step in range(9)]
+        folder.go_on(-1)
         assert folder.read() == []
 
 
@@ -266,8 +269,54 @@ def test_a_line_cut_short_does_not_count_and_does_not_spoil_the_next(config: Qui
     with pytest.raises(InvalidInputError, match="2 of 100 steps done"):
         RunFolder(config)
     with RunFolder(replace(config, resume=True)) as folder:
+        folder.go_on(2)
         folder.append(metrics(3))
-        assert folder.read() == [metrics(step) for step in (1, 2, 3)]
+        assert folder.read() == [metrics(step) for step in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ([], "step 0 is missing"),
+        ([0, 1], "step 2 is missing"),
+        ([1, 2, 3], "step 0 is missing"),
+        ([0, 1, 3], "step 2 is missing"),
+        ([0, 1, 1, 2, 3], "some are there twice, or not in order"),
+        (None, "step 0 is missing"),
+    ],
+)
+def test_a_run_whose_metrics_were_cut_is_not_gone_on_with_and_left_as_it_is(
+    config: QuickstartConfig, lines: list[int] | None, wrong: str
+) -> None:
+    path = write_steps(config, 3)
+    whole = path.read_text().splitlines(keepends=True)
+    if lines is None:
+        path.unlink()
+    else:
+        path.write_text("".join(whole[line] for line in lines) + '{"step": 4, "cut')
+    before = {file.name: file.read_bytes() for file in config.output.iterdir()}
+    message = (
+        f"{path} must have a line for each step up to 3, after which the checkpoint is, and {wrong}; "
+        "put the file back as it was, or start again with another --output"
+    )
+    with (
+        RunFolder(replace(config, resume=True, steps=200)) as folder,
+        pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"),
+    ):
+        folder.go_on(3)
+    assert {file.name: file.read_bytes() for file in config.output.iterdir()} == before
+
+
+def test_a_run_is_not_resumed_to_end_before_where_it_is(config: QuickstartConfig) -> None:
+    write_steps(config, 7)
+    before = (config.output / "run.json").read_bytes()
+    message = re.escape(f"--steps must be at least 7, the steps that {config.output} has done, got 6")
+    with (
+        RunFolder(replace(config, resume=True, steps=6)) as folder,
+        pytest.raises(InvalidInputError, match=f"^{message}$"),
+    ):
+        folder.go_on(7)
+    assert (config.output / "run.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("line", [b'{"step": 2, "rew\n', b'{"reward": 1.0}\n', b'{"step": null}\n', b"\x00\x00\n"])
@@ -277,7 +326,7 @@ def test_a_damaged_line_is_named(config: QuickstartConfig, line: bytes) -> None:
         file.write(line)
     with (
         RunFolder(replace(config, resume=True)) as folder,
-        pytest.raises(CheckpointError, match=r"line 2 of .*metrics\.jsonl is damaged: .*; remove that line"),
+        pytest.raises(CheckpointError, match=r"line 3 of .*metrics\.jsonl is damaged: .*; remove that line"),
     ):
         folder.read()
 
@@ -322,7 +371,7 @@ folder.append({{"step": 4, "reward": 0.123456789}})
     assert message in done.stderr
     assert path.stat().st_size == size
     with RunFolder(replace(config, resume=True)) as folder:
-        assert folder.read() == [metrics(step) for step in (1, 2, 3)]
+        assert folder.read() == [metrics(step) for step in range(4)]
 
 
 # ------------------------------------------------------------------------------------------------- picture
@@ -336,7 +385,7 @@ def test_the_picture_is_a_png_of_the_curve(config: QuickstartConfig) -> None:
         path = folder.draw()
         full = path.read_bytes()
         pixels = image.imread(path)
-        folder.rewind(3)
+        folder.go_on(3)
         folder.draw()
     assert path == config.output / "reward.png"
     assert full.startswith(b"\x89PNG") and struct.unpack(">II", full[16:24]) == (1200, 900)

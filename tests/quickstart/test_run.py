@@ -410,6 +410,14 @@ def without_end_of_sequence(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def with_config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
 def of_unknown_type(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "hal9000"}))
@@ -428,7 +436,14 @@ def of_an_image_model(folder: Path) -> None:
         (with_smaller_vocabulary, "the tokenizer in {folder} has 21 tokens but the model's vocab_size is 20; use the"),
         (without_tokenizer, "{folder} has no tokenizer, which the quickstart needs to write its problems; put the"),
         (without_end_of_sequence, "the tokenizer '{folder}' has no end-of-sequence token, which ends an answer; set"),
-        (of_unknown_type, "transformers cannot read {folder}/config.json: The checkpoint you are trying to load has"),
+        (of_unknown_type, "transformers cannot read {folder}/config.json: ValueError: The checkpoint you are trying"),
+        (with_config(hidden_size=-8), "QuickstartPolicy cannot be made of {folder}: RuntimeError: Trying to create"),
+        (with_config(hidden_act="foo"), "QuickstartPolicy cannot be made of {folder}: KeyError: 'foo'; see to its"),
+        (with_config(hidden_size="128"), "transformers cannot read {folder}/config.json: StrictDataclassFieldValid"),
+        (with_config(num_hidden_layers=4), "transformers cannot read {folder}/config.json: StrictDataclassClassVal"),
+        (with_config(dtype="float33"), "transformers cannot read {folder}/config.json: AttributeError: module 'torch"),
+        (with_config(vocab_size=10**9), "{folder}/config.json has a vocab_size of 1000000000, and no weight there has"),
+        (with_config(text_config=4), "text_config in {folder}/config.json must be a JSON object, got 4"),
         (of_an_image_model, "{folder} holds a 'vit' model, which is not a causal language model; use one that is"),
     ],
 )

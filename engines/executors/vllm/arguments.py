@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlcore.device import Device
 from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.pretrained import ModelFolder
@@ -137,7 +138,7 @@ def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
     return weight_bytes * _WEIGHT_BYTES.get(dtype, 2) // _WEIGHT_BYTES.get(stored, 2)
 
 
-def _kv_cache_bytes(device: Any, weight_bytes: int, utilization: float | None) -> int:
+def _kv_cache_bytes(device: Device, weight_bytes: int, utilization: float | None) -> int:
     """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile.
 
     Args:

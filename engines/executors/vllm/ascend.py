@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.settings import Settings
 
@@ -62,7 +63,7 @@ def prepare(vllm_version: str) -> None:
         )
 
 
-def check_device(device: Any) -> None:
+def check_device(device: Device) -> None:
     """Before vLLM is imported, which would fail later and say less.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.device import Device
 from rlcore.engines.executors.vllm import ascend, versions
 from rlcore.engines.executors.vllm.interfaces import Allocation
 from rlcore.engines.offload.cargo import Departure
@@ -28,7 +29,7 @@ def _memory() -> Any:
 class MappedRegion:
     """One allocation, with what the mover asks of a storage."""
 
-    def __init__(self, allocation: Allocation, device: Any) -> None:
+    def __init__(self, allocation: Allocation, device: Device) -> None:
         self._allocation = allocation
         self.device: torch.device = device.torch_device
         _, self._size, self.address, *_ = allocation.handle
@@ -61,7 +62,7 @@ class MappedResident(Resident):
         kept: small tensors there whose values outlive a release, such as rotary tables: nobody sends them again.
     """
 
-    def __init__(self, device: Any, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, device: Device, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__(device, tuple, lambda guard, state: None)
         self._tag = tag
         self._kept = kept

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore.device import Device
 from rlcore.engines.executors.vllm import versions
 from rlcore.engines.executors.vllm.interfaces import Config
 from rlcore.engines.executors.vllm.meta_model import meta_model
@@ -22,7 +23,7 @@ from rlcore.errors import CheckpointError
 class VllmTarget(Target):
     """``device`` is rlcore's, where the model is."""
 
-    def __init__(self, model: nn.Module, vllm_config: Config, device: Any) -> None:
+    def __init__(self, model: nn.Module, vllm_config: Config, device: Device) -> None:
         self.device = device
         self._vllm_config = vllm_config
         self._model: Any = model

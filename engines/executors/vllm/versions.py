@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore.device import Device
 from rlcore.engines.executors.vllm import ascend
 from rlcore.engines.executors.vllm.interfaces import (
     Allocation,
@@ -82,7 +83,7 @@ def check_version(version: str) -> None:
         )
 
 
-def check_platform(device: Any) -> None:
+def check_platform(device: Device) -> None:
     """``device`` is rlcore's. vLLM would take those that it was built for, whatever it is asked for."""
     from vllm.platforms import current_platform
 
@@ -215,7 +216,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leaving(engine: Engine, device: Any) -> Iterator[None]:
+def leaving(engine: Engine, device: Device) -> Iterator[None]:
     """End an engine in a process that goes on, and may make another; inside, whoever has it lets go of it.
 
     vLLM would destroy every torch.distributed group of the process, the trainer's too.

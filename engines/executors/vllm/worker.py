@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from rlcore.engines.completion import RequestOutput
-from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each
+from rlcore.engines.executors.base import InferenceExecutor
+from rlcore.engines.executors.prompts import Prompt, PromptReader
 from rlcore.engines.executors.vllm import ascend, versions
 from rlcore.engines.executors.vllm.arguments import check_arguments, engine_arguments
 from rlcore.engines.executors.vllm.extension import Answer
@@ -18,7 +19,7 @@ from rlcore.engines.executors.vllm.interfaces import Engine
 from rlcore.engines.executors.vllm.replica import Replica
 from rlcore.engines.executors.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.executors.waiting import PauseMode
-from rlcore.engines.executors.worker import MemoryReport, Worker
+from rlcore.engines.executors.worker import MemoryReport
 from rlcore.engines.launchers.worker import WorkerContext, raised
 from rlcore.engines.named_tensors import mismatch
 from rlcore.engines.pretrained import check_model_folder
@@ -34,7 +35,7 @@ _MEETING_S = 600.0
 _SYNC, _VALUES = "a weight sync", "weights without values"
 
 
-class VllmWorker(Worker):
+class VllmWorker(InferenceExecutor):
     """Drives one replica. Whether its weights are on the devices is the inference engine's business."""
 
     runs_on_many_devices: ClassVar[bool] = True
@@ -54,7 +55,7 @@ class VllmWorker(Worker):
         check_arguments(options, python)
         check_model_folder(path)
 
-    def build(self, path: str | Path, **engine_args: Any) -> None:
+    def build(self, path: str | Path, /, **engine_args: Any) -> None:
         """Loads the model and allocates the KV cache.
 
         Args:
@@ -93,23 +94,16 @@ class VllmWorker(Worker):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> None:
-        """As ``HfWorker.check_prompts``."""
         self._replica.check(prompts, params, numbers)
 
     def generate(
-        self, prompts: Sequence[Prompt], params: ParamsLike | Sequence[ParamsLike] = None, *, version: int
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> list[RequestOutput]:
-        """As ``HfWorker.generate``."""
-        return self._replica.run(prompts, params_of_each(prompts, params), version, self.emit)
+        return self._replica.run(prompts, params, version, self.emit)
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        """Begin these requests, which ``collect`` gives under these numbers.
-
-        Raises:
-            UnsupportedError: a replica of several of torchrun's ranks, which must all make the same steps.
-        """
         if self._is_rank and self._context.world_size > 1:
             raise UnsupportedError(
                 f"submit() on {self._context.world_size} ranks of torchrun",
@@ -118,7 +112,6 @@ class VllmWorker(Worker):
         self._replica.submit(numbers, prompts, params, version)
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
-        """What has ended; waits for the first of them, not longer than ``timeout_s``."""
         return self._replica.collect(timeout_s)
 
     def progress(self) -> dict[int, int]:
@@ -126,7 +119,6 @@ class VllmWorker(Worker):
         return self._replica.progress()
 
     def abort(self, numbers: Sequence[int] | None) -> int:
-        """Give these requests up, None: all. Returns how many were unfinished."""
         return self._replica.abort(numbers)
 
     def pause(self, mode: PauseMode, *, version: int) -> None:
@@ -199,12 +191,6 @@ class VllmWorker(Worker):
     # ---------------------------------------------------------------------------------------------- weights
 
     def read_weights(self, path: str | Path) -> None:
-        """Checks that a folder holds the same model, for ``take_weights``; changes nothing yet.
-
-        Raises:
-            CheckpointError: the folder is incomplete or damaged.
-            SyncError: it holds another model.
-        """
         folder = check_model_folder(path)
         self._require_reload("load()")
         if found := mismatch(in_files(self._folder.weight_files), in_files(folder.weight_files)):
@@ -212,14 +198,13 @@ class VllmWorker(Worker):
         self._incoming = folder.path
 
     def take_weights(self, *, version: int) -> None:
-        """Overwrites the weights by those of the folder that ``read_weights`` checked."""
         self._replica.hold(_VALUES)
         self._call("reload", str(self._incoming))
         self._replica.weights_changed(version)
         self._replica.release(_VALUES)
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        """Of the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
+        """Call the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
         if method == "begin":
             self._replica.hold(_SYNC)
         if method == "prepare" and calls:

@@ -37,7 +37,7 @@ def main() -> dict[str, Any]:
             found["reports"].append(dataclasses.asdict(report))
             npu = rlcore.get_device("npu").torch_device
             (fresh,) = expected(train.state_dict(), SIZES, 1, torch.bfloat16, [npu])
-            (held,) = infer._call("held")
+            (held,) = infer.executors[0].call("held", [((), {})])
             found["arrived"].append(all(torch.equal(held[name], wanted) for name, wanted in fresh.items()))
         train.add(0.25)
         try:

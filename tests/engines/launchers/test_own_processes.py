@@ -14,6 +14,7 @@ from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, UnsupportedError, WorkerDiedError
 from rlcore.launch import Launch
+from tests.engines.ask import ask
 
 
 class Replica(Worker):
@@ -64,7 +65,7 @@ def test_one_worker_drives_each_replica_in_a_process_that_it_shares_with_nobody(
         build("neighbour", data_parallel_size=1, colocate_with=engine) as other,
         build("neighbour", devices="cpu:0") as third,
     ):
-        found, neighbours = engine._call("where"), [*other._call("where"), *third._call("where")]
+        found, neighbours = ask(engine, "where"), [*ask(other, "where"), *ask(third, "where")]
         assert [one["devices"] for one in found] == [devices[:2], devices[2:]]
         assert [one["rank"] for one in found] == [0, 1]
         assert engine.devices == devices
@@ -74,9 +75,9 @@ def test_one_worker_drives_each_replica_in_a_process_that_it_shares_with_nobody(
             build("neighbour", devices="cpu:1", not_colocate_with=engine)
         os.kill(found[0]["process"], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu:0\)"):
-            engine._call("where")
-        assert [*other._call("where"), *third._call("where")] == neighbours
-        assert [one["devices"] for one in engine.restart()._call("where")] == [devices[:2], devices[2:]]
+            ask(engine, "where")
+        assert [*ask(other, "where"), *ask(third, "where")] == neighbours
+        assert [one["devices"] for one in ask(engine.restart(), "where")] == [devices[:2], devices[2:]]
 
 
 def test_its_devices_are_its_processs_first_and_the_others_stay_visible(
@@ -90,7 +91,7 @@ def test_its_devices_are_its_processs_first_and_the_others_stay_visible(
     monkeypatch.setattr(Launch, "worker_environment", order)
     monkeypatch.setattr("rlcore.devices.cpu.device.CpuDevice.count", lambda self: 4)
     with build("replica", tensor_parallel_size=2, devices=["cpu:2", "cpu:0"]) as engine:
-        (found,) = engine._call("where")
+        (found,) = ask(engine, "where")
         assert found["visible"] == "7,4,6,9"
         assert found["device"] == "cpu:0"  # the process's own number of what the user calls cpu:2
         assert found["devices"] == engine.devices == ["cpu:2", "cpu:0"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.launchers.worker import WorkerContext, describe, raised
 from rlcore.errors import DeviceError, InvalidInputError, WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
@@ -272,14 +272,14 @@ def test_two_engines_called_at_once_from_two_threads_do_not_cross(start_group: S
 
 
 def test_workers_share_the_processors(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.launchers.launch import _environment
+    from rlcore.engines.launchers.process import worker_environment
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     processors = len(os.sched_getaffinity(0))
     half = str(max(1, processors // 2))
-    assert _environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
-    assert _environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
-    assert "OMP_NUM_THREADS" not in _environment(["cuda:0"], owns_process=True), "vLLM decides"
+    assert worker_environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
+    assert worker_environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
+    assert "OMP_NUM_THREADS" not in worker_environment(["cuda:0"], owns_process=True), "vLLM decides"
     with start_group(Worker) as group:
         assert ask(group, "threads") == 1, "the user's own setting wins"
 
@@ -452,7 +452,7 @@ def test_a_result_outlives_its_worker(start_group: Start) -> None:
         ("signal", "KeyboardInterrupt"),
         ("recursion", "RecursionError: maximum recursion depth exceeded"),
         ("surrogate", "ValueError: "),
-        ("unprintable", "UnprintableError: <exception str\\(\\) failed>"),
+        ("unprintable", "UnprintableError: <its text cannot be had: "),
     ],
 )
 def test_whatever_a_worker_raises_is_one_error_and_it_goes_on(pair: WorkerGroup, how: str, text: str) -> None:
@@ -462,6 +462,14 @@ def test_whatever_a_worker_raises_is_one_error_and_it_goes_on(pair: WorkerGroup,
     assert "in fail" in caught.value.traceback
     assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:0", "fail")
     assert ask_all(pair, "who") == before
+
+
+def test_an_error_of_many_lines_is_told_by_its_type_and_how_it_begins() -> None:
+    """The last line of what a compiler's error says is how to suppress it."""
+    context = WorkerContext("the train engine", 0, 1, "cpu:0", 1)
+    failure = describe(RuntimeError("the linker failed\n\nno -lc10\n\nYou can suppress this exception"))
+    told = str(raised(failure, context, "train_batch"))
+    assert told.startswith("train_batch() failed on rank 0 (cpu:0): RuntimeError: the linker failed no -lc10 You can")
 
 
 def test_a_huge_error_is_cut_in_the_middle(pair: WorkerGroup) -> None:

@@ -28,6 +28,7 @@ from rlcore.engines.sync.round import Rounds
 from rlcore.engines.sync.sender import Packing, Sender
 from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError, WorkerError
 from rlcore.registry import get_device
+from tests.engines.ask import ask
 
 SIZES = Sizes(layers=1)
 SLAB = 4096
@@ -237,7 +238,7 @@ def before(engines: Engines, method: str, act: Callable[[], None], monkeypatch: 
 
 def check(engines: Engines) -> None:
     fresh = expected(engines.train.state_dict(), SIZES, 2, torch.float32)
-    for own, wanted in zip(engines.infer._call("held"), fresh, strict=True):
+    for own, wanted in zip(ask(engines.infer, "held"), fresh, strict=True):
         assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
+from tests.engines.ask import ask
 
 # 37 rows over 3 ranks are 13, 13 and 11; the 4 of A_log are 2, 2 and none.
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
@@ -56,7 +57,7 @@ def apart(folder: Path) -> Iterator[rlcore.InferenceEngine]:
 
 
 def held(engine: rlcore.InferenceEngine) -> list[dict[str, Tensor]]:
-    return engine._call("held")
+    return ask(engine, "held")
 
 
 def check(trainer: Any, engine: rlcore.InferenceEngine, shards: int, dtype: torch.dtype) -> None:
@@ -78,7 +79,7 @@ def test_shards_to_a_grid_of_receivers_through_slabs(trainer: Any, grid: rlcore.
     assert report.handles_opened == 0, "they stay open"
     assert report.moved_bytes <= 1.05 * report.needed_bytes
     check(trainer, grid, 2, torch.bfloat16)
-    for versions in grid._call("committed_versions"):
+    for versions in ask(grid, "committed_versions"):
         assert versions[-2:] == [report.version - 1, report.version]
 
 

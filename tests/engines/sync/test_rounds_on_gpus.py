@@ -17,6 +17,7 @@ from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, wr
 import rlcore
 from rlcore.engines.sync.routes import MOST_HANDLES as MOST_REOPENED
 from rlcore.errors import UnsupportedError
+from tests.engines.ask import ask
 
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim=128, layers=24)
@@ -51,7 +52,7 @@ class Engines(NamedTuple):
         """Every worker holds what a fresh engine would of the trainer's weights."""
         devices = [rlcore.get_device(name).torch_device for name in self.infer.devices]
         fresh = expected(self.train.state_dict(), self.sizes, self.shards, torch.bfloat16, devices)
-        for own, wanted in zip(self.infer._call("held"), fresh, strict=True):
+        for own, wanted in zip(ask(self.infer, "held"), fresh, strict=True):
             for name, tensor in wanted.items():
                 assert torch.equal(own[name], tensor), name
 

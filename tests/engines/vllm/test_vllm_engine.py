@@ -16,6 +16,7 @@ import torch
 import rlcore
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, SyncError, WorkerDiedError
 from rlcore.ops import token_logprob
+from tests.engines.ask import ask
 
 pytestmark = pytest.mark.vllm
 
@@ -269,7 +270,7 @@ def test_nothing_that_was_cached_outlives_a_load(
 
 def test_spans_tell_what_came_before_a_load(infer: rlcore.InferenceEngine, write_model: Callable[..., Path]) -> None:
     (number,) = infer.submit(PROMPTS[0], GREEDY | {"max_tokens": 200, "ignore_eos": True})
-    while infer._call("progress")[0].get(number, 0) < 10:
+    while ask(infer, "progress")[0].get(number, 0) < 10:
         time.sleep(0.001)
     infer.pause("keep")
     infer.load(write_model(seed=1))

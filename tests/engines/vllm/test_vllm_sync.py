@@ -13,6 +13,7 @@ import torch
 
 import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
+from tests.engines.ask import ask
 
 from .policy import GREEDY, PROMPTS, assert_same, fresh
 
@@ -62,7 +63,7 @@ def test_requests_under_way_go_on_with_the_new_weights(
     old = infer.version
     (number,) = infer.submit([[1, 10, 1, 13]], GREEDY | {"max_tokens": 240})
     deadline = time.monotonic() + 60
-    while infer._call("progress")[0].get(number, 0) < 10:
+    while ask(infer, "progress")[0].get(number, 0) < 10:
         assert time.monotonic() < deadline
     infer.pause("keep")
     train.shake(11)

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from rlcore.devices.collectives import BITWISE_OPS, Collectives
+from rlcore.devices.collectives import BITWISE_OPS, TorchCollectives
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
 from rlcore.devices.ipc_sharing import SharedMemory, Sharing
-from rlcore.devices.memory import Memory
-from rlcore.devices.streams import Streams
+from rlcore.devices.memory import TorchMemory
+from rlcore.devices.streams import TorchStreams
 from rlcore.errors import DeviceError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import Capability, DeviceSpec, Evidence, IpcHandle, MemoryStats, Probe
@@ -63,7 +63,7 @@ class SimSharing(Sharing):
             torch.ops.simdev.unmap_segment(address, nbytes)
 
 
-class SimMemory(Memory):
+class SimMemory(TorchMemory):
     sharing_class: ClassVar[type[Sharing] | None] = SimSharing
 
     def limits(self) -> dict[str, Capability]:
@@ -81,7 +81,7 @@ class SimMemory(Memory):
 
     def stats(self) -> MemoryStats:
         shown = get_device("simdev:0").memory if has_fault("statistics_of_another_device") else self
-        return Memory.stats(shown)
+        return TorchMemory.stats(shown)
 
     def revoke(self, handle: IpcHandle, *, timeout_s: float = 30.0) -> None:
         if not has_fault("revoke_does_nothing"):
@@ -93,14 +93,14 @@ def _forget(address: int) -> None:
     torch.ops.simdev.forget_pinned(address)
 
 
-class SimStreams(Streams):
+class SimStreams(TorchStreams):
     def capabilities(self) -> dict[str, Capability]:
         found = super().capabilities()
         native = Capability("native", self._device.evidence)
         return dict.fromkeys(found, native) if has_fault("capabilities_lie") else found
 
 
-class SimCollectives(Collectives):
+class SimCollectives(TorchCollectives):
     """What gloo reduces, which simccl asks."""
 
     native_ops: ClassVar = frozenset({"sum", "product", "min", "max", *BITWISE_OPS})
@@ -112,9 +112,9 @@ class SimCollectives(Collectives):
 class SimDevice(GenericTorchDevice):
     """One of the simulated devices."""
 
-    memory_class: ClassVar[type[Memory]] = SimMemory
-    streams_class: ClassVar[type[Streams]] = SimStreams
-    collectives_class: ClassVar[type[Collectives]] = SimCollectives
+    memory_class: ClassVar[type[TorchMemory]] = SimMemory
+    streams_class: ClassVar[type[TorchStreams]] = SimStreams
+    collectives_class: ClassVar[type[TorchCollectives]] = SimCollectives
     evidence: ClassVar[Evidence] = "simulated"
 
     def seed(self, value: int) -> None:

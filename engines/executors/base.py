@@ -1,0 +1,233 @@
+"""What an executor's worker is: every method that an engine calls, with its contract.
+
+An executor is a class that a plugin registers by ``rlcore_register_executors``. Its instances are the workers: each is
+made with a ``WorkerContext`` on the device that it names, and lives there until ``close``. The engine calls a method on
+all workers at once, from the user's process; arguments and results must be plain data, tensors, or of the classes named
+here. The engine decides by its residency table when a method may be called: none of these is called while the tag that
+it needs is away. Moves (``onload``, ``offload``, ``meta``, ``swap``) are in `rlcore.engines.executors.worker.Worker`.
+
+What a method raises reaches the user: rlcore's own errors as they are, others as a WorkerError. An error of a worker
+leaves the engine usable unless the docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rlcore.engines.completion import RequestOutput
+from rlcore.engines.executors.prompts import Prompt
+from rlcore.engines.executors.waiting import PauseMode
+from rlcore.engines.executors.worker import Worker
+from rlcore.engines.micro_batch import Share
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.train_step import LossOptions, ScoreOptions, StepOptions
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.nn import TrainModule
+from rlcore.weights.view import Adapters
+
+
+class _Synced(ABC):
+    """One side of a weight sync."""
+
+    @abstractmethod
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Call a method of this worker's end of a weight sync: its `Receiver`, or of a trainer its `Sender`.
+
+        Args:
+            calls: the arguments for each of the ends that this worker speaks for (a replica of four devices has four);
+                None: no arguments, on all.
+
+        Returns:
+            Each end's result, in their order.
+        """
+
+
+class InferenceExecutor(Worker, _Synced):
+    """One replica's worker: generates, and takes new weights. Tags: ``weights`` and ``kv_cache``.
+
+    Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from.
+    """
+
+    @abstractmethod
+    def build(self, path: str | Path, /, **options: Any) -> None:
+        """Load model and tokenizer, and fill ``_residents``. Called once, first.
+
+        Args:
+            path: a Hugging Face model folder with safetensors weights.
+            options: the executor's own, of ``Engine.build``.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged, or not a causal language model.
+            InvalidInputError: an option is out of range.
+            UnsupportedError: the executor cannot run this architecture.
+        """
+
+    @abstractmethod
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
+    ) -> None:
+        """Raise what ``generate`` would say of these prompts; called on all replicas before any of them begins.
+
+        Raises:
+            InvalidInputError: names a prompt by its own of the ``numbers``, and what is wrong with it.
+        """
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> list[RequestOutput]:
+        """Sample completions, and ``emit`` the number of those that ended as they do. Needs all tags on the device.
+
+        Args:
+            prompts: texts, or token ids, at least one token each.
+            params: one for each prompt.
+            version: of the weights in use, for ``version_spans``.
+
+        Returns:
+            One output a prompt, in their order, with ``n`` completions by sample index.
+
+        Raises:
+            InvalidInputError: names the prompt and what is wrong with it or its parameters.
+            RlcoreError: the model gives NaN or infinite logits.
+        """
+
+    @abstractmethod
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> None:
+        """Take these requests, which ``collect`` gives under these numbers. All are taken or, with an error, none.
+
+        Raises:
+            UnsupportedError: this executor cannot run requests beside the program here.
+        """
+
+    @abstractmethod
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
+        """Return the requests that have ended since, by number; wait for the first no longer than ``timeout_s``.
+
+        An executor without a background of its own runs what was submitted here, unless paused, however long it takes.
+        """
+
+    @abstractmethod
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        """Give these requests up, None: all. Return how many were unfinished; they end with what they have."""
+
+    @abstractmethod
+    def pause(self, mode: PauseMode, *, version: int) -> None:
+        """Make no further step: requests are kept as they are, or aborted, or run to their end first, by ``mode``."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after ``pause``. Without one it does nothing."""
+
+    @abstractmethod
+    def read_weights(self, path: str | Path) -> None:
+        """Read or check the weights of a folder of the same model, for ``take_weights``; change nothing yet.
+
+        Raises:
+            CheckpointError: the folder is incomplete or damaged.
+            SyncError: it holds another model.
+        """
+
+    @abstractmethod
+    def take_weights(self, *, version: int) -> None:
+        """Overwrite the weights by those of ``read_weights``. After an error the engine counts as poisoned."""
+
+
+class TrainExecutor(Worker, _Synced):
+    """One rank's worker: owns its shards of the user's module. Tags: ``weights``, ``optimizer`` and ``grads``.
+
+    All ranks are called together, so a method may use collectives of ``context.process_group()``. The user's own
+    methods are called on the attribute ``module``.
+    """
+
+    runs_user_code: ClassVar[bool] = True
+    module: TrainModule
+
+    @abstractmethod
+    def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
+        """Shard and materialize the module, and fill ``_residents``. Called once, first.
+
+        Args:
+            module: on the meta device; ``module.on_weights_materialized()`` is called when its weights are there.
+            seed: of parameters that start fresh.
+            options: the executor's own, of ``Engine.build``.
+
+        Returns:
+            True if the module has an optimizer.
+
+        Raises:
+            CheckpointError: the module's source is missing, damaged or does not fit.
+        """
+
+    @abstractmethod
+    def train_step(self, share: Share, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:
+        """Run one optimizer step on this rank's share of the batch: forward, backward, clip, step, zero.
+
+        Gradients are those of the loss over the whole batch, however it is cut into micro-batches and ranks.
+
+        Returns:
+            The metrics, the same on all ranks.
+        """
+
+    @abstractmethod
+    def evaluate(self, share: Share, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
+        """Return the metrics of ``train_step`` without gradients; nothing is changed."""
+
+    @abstractmethod
+    def score(self, share: Share, options: ScoreOptions) -> Tensor:
+        """Return the log-prob of each token of the whole batch, [T] float32 in host memory, the same on all ranks."""
+
+    @abstractmethod
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, who call it together."""
+
+    @abstractmethod
+    def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
+        """Return whole weights in host memory by their checkpoint names; only the rank that answers has them."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights by whole ones.
+
+        Raises:
+            InvalidInputError: names, shapes or kinds of dtypes differ; nothing is changed.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
+        """Write this rank's part of a checkpoint; the state that it has at the call, whatever trains afterwards.
+
+        Args:
+            extra: the user's plain values.
+            blocking: return when the checkpoint is complete; else it is written in the background.
+            algorithm: of the digests.
+
+        Returns:
+            Name of the checkpoint's data, and the seconds that training had to wait.
+        """
+
+    @abstractmethod
+    def end_save(self) -> float | None:
+        """Wait for a save in the background; return the seconds it took, None if there was none. Raises its error."""
+
+    @abstractmethod
+    def is_save_over(self) -> bool:
+        """Return True unless a save is being written in the background."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Continue from a checkpoint, of any number of ranks; return the ``extra`` that was saved.
+
+        Raises:
+            CheckpointError: missing, damaged or of another module; nothing is changed on any rank.
+        """
+
+    @abstractmethod
+    def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
+        """Write a Hugging Face model folder; all ranks give what they have, one writes."""

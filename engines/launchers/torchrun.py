@@ -1,0 +1,42 @@
+"""Runs this rank's worker of a world that torchrun started, in the user's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.inline import start_inline
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import InvalidInputError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class TorchrunLauncher(Launcher):
+    """Each rank of the world runs the user's program, and starts its own worker in it."""
+
+    def start(
+        self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
+    ) -> WorkerGroup:
+        context = _context(options.engine, [name for placement in placements for name in placement.devices])
+        context.device.activate()
+        return start_inline(worker_class, context, options.timeout_s)
+
+
+def _context(engine: str, device_names: list[str]) -> WorkerContext:
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise InvalidInputError(f"launcher 'torchrun' needs the variables torchrun sets; absent: {', '.join(missing)}")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in _VARIABLES)
+    if len(device_names) not in (1, world_size):
+        raise InvalidInputError(
+            f"launcher 'torchrun' runs one worker a rank: {engine} has {len(device_names)} workers, this world has "
+            f"{world_size} ranks"
+        )
+    if len(device_names) == 1:  # an engine of this rank alone
+        kind = device_names[0].partition(":")[0]
+        return WorkerContext(engine, 0, 1, f"{kind}:{local_rank}", next(engine_numbers))
+    return WorkerContext(engine, rank, world_size, device_names[local_rank], next(engine_numbers))

@@ -1,0 +1,457 @@
+"""The types of a device and of its parts: what every device offers, and what it promises.
+
+``rlcore.get_device()`` returns a `Device`. A vendor's plugin derives from
+``rlcore.devices.generic.GenericTorchDevice``, which implements all of this over torch, and replaces the parts of which
+its hardware can do more. A member that a device does not have raises ``UnsupportedError`` with the reason that
+``capabilities()`` gives; none does nothing in silence. ``pytest --pyargs rlcore.conformance --device NAME`` proves a
+device against these contracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlcore.launch import Launch
+from rlcore.types import (
+    Capability,
+    DeviceProcess,
+    DeviceProperties,
+    DeviceSpec,
+    DeviceStatus,
+    EventHandle,
+    Evidence,
+    IpcExport,
+    IpcHandle,
+    MemoryInfo,
+    MemoryStats,
+    PoolStats,
+    Simulation,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
+DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
+"""How long a collective operation, and the forming of a group, may take."""
+
+
+class HostMemory(Protocol):
+    """Host memory that ``Memory.host_alloc`` gave; it lives until ``host_free``, or until nothing looks at it."""
+
+    nbytes: int
+    is_pinned: bool
+    """The buffer is registered with the device, so that copies run at the link's speed and beside the host's work."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[nbytes] uint8, the buffer itself. Raises StateError after it was freed."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back. Raises StateError if it was freed before, or if a tensor still looks at it."""
+
+
+class ImportedTensor(AbstractContextManager["ImportedTensor"], Protocol):
+    """Another process's tensor, opened by ``Memory.import_ipc`` until ``close()``."""
+
+    handle: IpcHandle
+    is_revoked: bool
+    """The exporter wants its memory back, or has ended: close this soon."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the importing device, without gradient. Raises StateError after ``close()``."""
+        ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def close(self) -> None:
+        """Say that this process no longer touches the memory: work that uses it is done. Twice does nothing."""
+
+
+class MemoryPool(AbstractContextManager["MemoryPool"], Protocol):
+    """Device memory kept apart under a tag: inside ``with pool:`` this thread allocates from it."""
+
+    tag: str
+
+    def stats(self) -> PoolStats: ...
+
+    def empty_cache(self) -> None:
+        """Give the memory back to the device, once no tensor is in the pool."""
+
+
+OnRevoke = Callable[[ImportedTensor], None]
+
+
+class Part(Protocol):
+    """One part of a device."""
+
+    def limits(self) -> dict[str, Capability]:
+        """Return member -> how it is supported, for those that are not native. Does not initialise the device."""
+        ...
+
+    def capabilities(self) -> dict[str, Capability]:
+        """Return "<part>.<member>" -> how it is supported, for every member."""
+        ...
+
+
+class Memory(Part, Protocol):
+    """What is there, what this process holds, host memory to copy from, and sharing with other processes."""
+
+    @property
+    def can_pin(self) -> bool:
+        """Copies to and from this device are faster from page-locked host memory."""
+        ...
+
+    def info(self) -> MemoryInfo:
+        """Return free and total bytes of the whole device, whoever uses it."""
+        ...
+
+    def stats(self) -> MemoryStats:
+        """Return what this process's allocator holds."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of ``stats().peak_allocated_bytes``."""
+
+    def empty_cache(self) -> None:
+        """Give freed memory that the allocator keeps back to the device; that of pools where no tensor is in one."""
+
+    def pool(self, tag: str) -> MemoryPool:
+        """Return the memory kept apart under ``tag``. The same tag gives the same pool."""
+        ...
+
+    def host_alloc(self, nbytes: int) -> HostMemory:
+        """Return ``nbytes`` (at least 1) of host memory that this device copies from and to at its link's speed.
+
+        Raises:
+            DeviceError: the host has not so much, or it cannot be registered.
+        """
+        ...
+
+    def host_free(self, buffer: HostMemory) -> None:
+        """Give a buffer of ``host_alloc`` back, after all work queued on this device.
+
+        Raises:
+            StateError: it was freed before, or a tensor still looks at it.
+        """
+
+    def copy_batch(
+        self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], stream: torch.Stream | None = None
+    ) -> None:
+        """Copy ``src[i]`` into ``dst[i]``, all of them in few calls, queued on ``stream`` (None: the current one).
+
+        Args:
+            dst: tensors on this device or in host memory, contiguous or not.
+            src: of the same shapes and dtypes, on this device or in host memory.
+
+        The order is not defined, so no destination may overlap another one or a source; contiguous tensors are checked.
+        Host memory is read and written after the call has returned: wait for the stream before using it.
+
+        Raises:
+            InvalidInputError: lists of unequal length, pairs that differ, were freed, or overlap.
+        """
+
+    def export_ipc(self, tensor: torch.Tensor) -> IpcHandle:
+        """Return a handle by which other processes of this user on this machine open the memory of ``tensor``.
+
+        Its whole storage is kept alive, and in the ledger, until ``revoke``. Tensors of one storage share one export.
+        Do not free or resize the storage in place before that; on the CPU torch cannot grow it afterwards either.
+        Nothing is synchronised: the work that fills the tensor must be done before another process reads it, or
+        ordered by an interprocess event.
+
+        Raises:
+            UnsupportedError: this device's memory, or this block of it, cannot be shared; says why.
+            InvalidInputError: the tensor is elsewhere, or is more than its memory (a subclass, quantized, conjugate).
+        """
+        ...
+
+    def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
+        """Export many tensors that are revoked together: those in one block of memory share an export.
+
+        A storage that is exported already keeps the export that it has.
+
+        Returns:
+            a handle of all bytes (uint8) of each export, and for each tensor which of them it is in, and the byte at
+            which it begins there.
+
+        Raises:
+            UnsupportedError, InvalidInputError: as ``export_ipc``.
+        """
+        ...
+
+    def import_ipc(
+        self, handle: IpcHandle, on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0
+    ) -> ImportedTensor:
+        """Open another process's tensor on this device, without a copy; opened once, however often it is imported.
+
+        Args:
+            handle: from ``export_ipc``; of any device of this kind on this machine that this one can reach.
+            on_revoke: called once with the mapping when the exporter wants its memory back or has ended, in a thread
+                that hears the exporter; it may close the mapping.
+            timeout_s: for the exporter to answer.
+
+        Raises:
+            StateError: the export was revoked or freed.
+            DeviceError: the exporter has ended or does not answer, or the memory cannot be reached from here.
+            InvalidInputError: the handle is of another kind of device or another machine.
+        """
+        ...
+
+    def import_ipc_together(
+        self, handles: Sequence[IpcHandle], on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0
+    ) -> Sequence[ImportedTensor]:
+        """Open many handles of one process, all or none: it is asked for some while others are opened.
+
+        Args:
+            on_revoke: called once for each mapping.
+            timeout_s: for the exporter to answer for all.
+
+        Raises:
+            StateError, DeviceError, InvalidInputError: as ``import_ipc``.
+        """
+        ...
+
+    def revoke(self, handle: IpcHandle, *, timeout_s: float = 30.0) -> None:
+        """End the export that ``handle`` belongs to: its importers are asked to close, and when all have, it is let go.
+
+        A process that ends has closed. Only the exporting process can do this.
+
+        Raises:
+            StateError: it was revoked before, another process exported it, or some process still has it open after
+                ``timeout_s`` seconds: names them. Then the memory stays owned, nobody new may open it, and revoke may
+                be called again.
+        """
+
+    def ledger(self) -> list[IpcExport]:
+        """Return what this process has exported from this device and not revoked."""
+        ...
+
+
+class Streams(Part, Protocol):
+    """Queues of work on a device, and events that order them.
+
+    A stream has ``wait_stream``, ``wait_event``, ``record_event``, ``query``, ``synchronize``; an event has ``record``,
+    ``wait``, ``query``, ``synchronize``, ``elapsed_time`` (milliseconds). They are torch's, or behave like them.
+    """
+
+    def new(self, priority: int = 0) -> torch.Stream:
+        """Return a queue of its own on this device. Lower numbers go first; the nearest one that the device has."""
+        ...
+
+    def current(self) -> torch.Stream:
+        """Return the queue on which this thread's work lands now."""
+        ...
+
+    def use(self, stream: torch.Stream) -> AbstractContextManager[torch.Stream]:
+        """``with device.streams.use(stream):`` work lands there. Orders nothing: ``wait_stream`` does."""
+        ...
+
+    def event(self, timing: bool = False, interprocess: bool = False) -> torch.Event:
+        """Return an event that is not recorded yet.
+
+        Args:
+            timing: ``first.elapsed_time(second)`` gives milliseconds.
+            interprocess: it can be given to ``export_event``; excludes timing.
+
+        Raises:
+            InvalidInputError: both.
+            UnsupportedError: this device has no interprocess events.
+        """
+        ...
+
+    def export_event(self, event: torch.Event) -> EventHandle:
+        """Return a handle by which another process waits for an interprocess event. Keep the event while it is used.
+
+        Raises:
+            InvalidInputError: the event was not made with ``interprocess=True``.
+        """
+        ...
+
+    def import_event(self, handle: EventHandle) -> torch.Event:
+        """Open another process's event; its ``wait(stream)`` orders work here behind what was recorded there.
+
+        Raises:
+            InvalidInputError: the handle is of another kind of device, of one not visible here, or another machine; or
+                the event is gone with its process.
+        """
+        ...
+
+
+class Collectives(Part, Protocol):
+    """What the device's collective library can do, and how a group of it is made."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the torch.distributed back end."""
+        ...
+
+    def init_kwargs(
+        self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
+    ) -> dict[str, Any]:
+        """Return keyword arguments for ``torch.distributed.init_process_group``.
+
+        Host tensors go through gloo beside the device's library, and the group is bound to this device.
+
+        Args:
+            timeout_s: of each collective operation, and of forming the group.
+            is_high_priority: the library's kernels run on a stream that goes before others.
+
+        Raises:
+            UnsupportedError: the library has no streams with priorities.
+        """
+        ...
+
+    def reduce_ops(self) -> dict[str, Capability]:
+        """Return operator -> how it reduces float32, or int32 if it is bitwise."""
+        ...
+
+    def dtypes(self) -> dict[torch.dtype, Capability]:
+        """Return dtype -> how it is summed."""
+        ...
+
+    def reduction(self, op: str, dtype: torch.dtype) -> Capability:
+        """Return how ``op`` reduces tensors of ``dtype``.
+
+        Raises:
+            InvalidInputError: there is no such operator, or what is given for a dtype is none.
+        """
+        ...
+
+    def new_backend(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_high_priority: bool = False,
+        is_one_host: bool = False,
+        name: str = "",
+    ) -> Any:
+        """Return the library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
+
+        Args:
+            store: through which the ranks find each other; of this group alone.
+            is_one_host: all ranks share this host's loopback interface.
+
+        Returns:
+            A ``torch.distributed`` back end, or a whole ProcessGroup from a back end written in Python.
+        """
+        ...
+
+
+class Profiler(Part, Protocol):
+    """Named phases in traces, and traces in files."""
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark a phase in traces: ``with device.profiler.range("step"):``."""
+        ...
+
+    def start(self, path: str | Path) -> None:
+        """Record what this process does on the host and on its devices, until ``stop``.
+
+        Args:
+            path: of the trace, ``.json`` or ``.json.gz``, for chrome://tracing or ui.perfetto.dev.
+
+        Raises:
+            StateError: a trace is being recorded.
+        """
+
+    def stop(self) -> Path:
+        """End the recording, write it, and return the path it was given.
+
+        Raises:
+            StateError: none is being recorded.
+        """
+        ...
+
+
+class Device(Protocol):
+    """One device, bound to one index among the visible ones of its kind."""
+
+    spec: DeviceSpec
+    index: int
+    memory: Memory
+    streams: Streams
+    collectives: Collectives
+    profiler: Profiler
+    launch: Launch
+    """Facts for starting processes that use such devices."""
+
+    @property
+    def evidence(self) -> Evidence:
+        """How it is known what ``capabilities()`` says."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Registered name and index, such as "cuda:1"."""
+        ...
+
+    @property
+    def vendor(self) -> str: ...
+
+    @property
+    def type(self) -> str:
+        """``torch.device.type``."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def count(self) -> int:
+        """Return the number of such devices visible to this process."""
+        ...
+
+    def properties(self) -> DeviceProperties:
+        """Return product name, uuid, memory, generation and cores; what the vendor does not tell is empty or 0."""
+        ...
+
+    def simulation(self) -> Simulation | None:
+        """Return what stands in for the vendor's libraries below torch; None: the vendor's own are loaded."""
+        ...
+
+    def versions(self) -> dict[str, str]:
+        """Return versions of what lies below torch (extension, libraries, driver) by the vendor's names, for reports.
+
+        What cannot be asked is left out.
+        """
+        ...
+
+    def driver_version(self) -> str:
+        """Return the version of the vendor's driver. Raises UnsupportedError where it cannot be asked."""
+        ...
+
+    def telemetry(self) -> DeviceStatus:
+        """Return clocks, power, temperature and energy now. Raises UnsupportedError where they cannot be asked."""
+        ...
+
+    def processes(self) -> Sequence[DeviceProcess]:
+        """Return the processes with memory on it. Raises UnsupportedError where they cannot be asked."""
+        ...
+
+    def activate(self) -> None:
+        """Make this the current device of the process, where tensors land that name only its type."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on this device is done."""
+
+    def seed(self, value: int) -> None:
+        """Seed this device's default random generator."""
+
+    def rng_state(self) -> torch.Tensor:
+        """Return the state of the default generator, a uint8 host tensor."""
+        ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Continue from a state of ``rng_state()``. Raises InvalidInputError for what is no such state."""
+
+    def capabilities(self) -> dict[str, Capability]:
+        """Return "<part>.<member>" -> native, emulated or unsupported, why, and how that is known."""
+        ...

@@ -1,0 +1,123 @@
+"""How far a floating-point result may lie from the true one: the rule of every such comparison in the tests.
+
+A limit follows from the arithmetic, never from what one machine gave. Processors, instruction sets, thread counts and
+versions of torch add the same numbers in different orders, and each result is right. Make the strongest claim that
+holds:
+
+* `assert_same_bits`: both sides do the same operations in the same order, or only move data. The test says why.
+* `assert_within_rounding`: the number of roundings is known. A sum of n terms x, in any order, is wrong by at most
+  ``n u sum |x|``, where u is half the distance from 1 to the next number of the dtype (N. Higham, Accuracy and
+  Stability of Numerical Algorithms, 2nd edition, section 4.2). Rounding errors of both signs cancel, so
+  ``6 sqrt(n) u sum |x|`` holds for all but one sum in 10^7 (N. Higham and T. Mary, A New Approach to Probabilistic
+  Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019). The lower of the two counts.
+* `assert_as_accurate`: the way is long (a model, a backward pass). The error against float64 may be four times that of
+  a plain computation in the same dtype, in the root mean square and at the worst element. Two right ways to compute the
+  same differ less than that, as tests/test_accuracy.py shows, and a missing term differs much more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+AS_ACCURATE = 4.0
+"""How many times the reference's own error is still as accurate."""
+
+
+def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the relative error of ``terms`` roundings in ``dtype``, one after the other.
+
+    A sum of n numbers has n, a product of k factors has k. An elementary function such as ``exp`` counts 4: the
+    vectorised ones of torch (SLEEF, MKL) are wrong by up to 4 units in the last place.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    return min(terms, 6 * math.sqrt(terms)) * unit / (1 - min(terms * unit, 0.5))
+
+
+def assert_same_bits(found: Tensor, expected: Tensor, what: str = "") -> None:
+    """Two tensors have the same shape, dtype and bits; a NaN equals a NaN."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), what
+    differs = (found != expected) & ~(found.isnan() & expected.isnan())
+    assert not differs.any(), (
+        f"{what or 'result'}: {int(differs.sum())} of {found.numel()} elements differ, "
+        f"by at most {float((found.double() - expected.double())[differs].abs().max()):.3g}"
+    )
+
+
+def assert_within_rounding(
+    found: Tensor | float,
+    exact: Tensor | float,
+    *,
+    terms: int,
+    magnitude: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+    what: str = "",
+) -> None:
+    """Each element is as near to ``exact`` as ``terms`` roundings of numbers up to ``magnitude`` in ``dtype`` allow.
+
+    Args:
+        found: the result under test.
+        exact: the true value, computed in float64 (or by hand).
+        terms: see `rounding`.
+        magnitude: what is rounded: for a sum, the sum of its terms' absolute values. ``|exact|`` if not given, which is
+            right where nothing cancels.
+        dtype: what the arithmetic is done in; that of ``found`` if not given (float64 for a Python float).
+    """
+    found = found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+    exact = _float64(exact)
+    assert found.shape == exact.shape, f"{what or 'result'}: shape {found.shape}, expected {exact.shape}"
+    size = exact.abs() if magnitude is None else _float64(magnitude)
+    stored = torch.finfo(found.dtype)
+    limit = rounding(terms, dtype or found.dtype) * size + stored.eps / 2 * exact.abs() + stored.tiny
+    error = _error(found, exact, what)
+    excess = (error / limit.nan_to_num(stored.tiny)).nan_to_num().flatten()
+    assert (excess <= 1).all(), (
+        f"{what or 'result'}: error {float(error.max()):.3g}, {float(excess.max()):.3g} times what rounding allows"
+    )
+
+
+def assert_as_accurate(
+    found: Tensor, reference: Tensor, exact: Tensor, *, factor: float = AS_ACCURATE, what: str = ""
+) -> None:
+    """``found`` is no more than ``factor`` times as far from ``exact`` as ``reference`` is.
+
+    Args:
+        found: the result under test; at least 16 elements, as the error of one number is a matter of luck.
+        reference: the same by a plain computation in the same dtype.
+        exact: the same in float64.
+    """
+    exact = _float64(exact)
+    assert found.shape == reference.shape == exact.shape, what
+    assert exact.numel() >= 16, f"{what or 'result'}: {exact.numel()} elements; give terms to assert_within_rounding"
+    unit = torch.finfo(found.dtype).eps / 2
+    error, allowed = _error(found, exact, what), _error(reference, exact, f"reference of {what or 'result'}")
+    finite = exact[exact.isfinite()]
+    for measure, name in ((_rms, "root mean square"), (_worst, "worst element")):
+        limit = factor * measure(allowed) + unit * measure(finite)
+        assert measure(error) <= limit, (
+            f"{what or 'result'}: error {measure(error):.3g} ({name}), at most {limit:.3g}: "
+            f"{factor:g} times that of the reference"
+        )
+
+
+def _error(found: Tensor, exact: Tensor, what: str) -> Tensor:
+    """Return the distances; what is infinite or NaN must be so on both sides, and counts 0."""
+    found = _float64(found)
+    same = (found == exact) | (found.isnan() & exact.isnan())
+    error = torch.where(same, 0.0, (found - exact).abs())
+    assert error.isfinite().all(), f"{what or 'result'}: {int((~error.isfinite()).sum())} elements are not finite"
+    return error
+
+
+def _float64(values: Tensor | float) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _worst(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0

@@ -1,0 +1,89 @@
+"""The last line of a run, and the check that its tests reached every module."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("rlcore", "bench", "collectives", "devices", "engines", "kernels")
+
+_BEGAN = pytest.StashKey[float]()
+_IMPORTED = pytest.StashKey[set[str]]()
+_UNREACHED = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-module", action="store_true", help="fail if there is a module of rlcore that no test imports or names"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_BEGAN] = time.monotonic()
+    config.stash[_IMPORTED] = set()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take from a process of pytest-xdist what its tests imported."""
+    node.config.stash[_IMPORTED].update(getattr(node, "workeroutput", {}).get("rlcore_modules", []))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    imported = {name for name in sys.modules if name.partition(".")[0] == "rlcore"}
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["rlcore_modules"] = sorted(imported)
+    elif config.getoption("--every-module"):
+        config.stash[_UNREACHED] = unreached(config.stash[_IMPORTED] | imported)
+        if config.stash[_UNREACHED] and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def unreached(imported: set[str], root: Path = ROOT) -> list[str]:
+    """Return the modules that are not ``imported``, and that no test names: some run only in processes of their own."""
+    missing = sorted(set(_modules(root)) - imported)
+    tests = "\n".join(path.read_text("utf-8") for path in (root / "tests").rglob("test_*.py")) if missing else ""
+    return [name for name in missing if name not in tests]
+
+
+def _modules(root: Path) -> Iterator[str]:
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*.py"):
+            if not any(parent.is_symlink() for parent in path.relative_to(root).parents):
+                parts = path.relative_to(root).with_suffix("").parts
+                yield ".".join(parts if folder == "rlcore" else ("rlcore", *parts)).removesuffix(".__init__")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for name in config.stash.get(_UNREACHED, []):
+        terminalreporter.line(f"FAILED: no test imports or names {name}", red=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and reporter.stats.get("skipped"):  # else pytest's own last line says it all
+        reporter.line(f"{last_line(reporter.stats)}, {time.monotonic() - config.stash[_BEGAN]:.0f} s")
+
+
+def last_line(stats: dict[str, list[Any]]) -> str:
+    """Return how many tests ended how, and why the skipped ones were skipped."""
+    counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+    reasons = Counter(_reason(report) for report in stats.get("skipped", []))
+    why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    ended = [f"{count} {name}" for name, count in counts.items() if count]
+    return ", ".join(ended) + (f" ({why})" if why else "")
+
+
+def _reason(report: Any) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    return textwrap.shorten(str(reason).removeprefix("Skipped: "), 80, placeholder="...")
