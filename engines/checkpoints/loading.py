@@ -70,13 +70,8 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-<<<<<<< HEAD
 def _exchanged(own: _Finding, device: Device) -> list[_Finding]:
-    """Of all workers."""
-=======
-def _exchanged(own: _Finding, device: Any) -> list[_Finding]:
     """Return the findings of all workers."""
->>>>>>> 83f5b17a8b837e71115058c4e7417e640889b20d
     if not dist.is_initialized():
         return [own]
     sent = exchange_bytes(msgspec.json.encode(own), device.torch_device)

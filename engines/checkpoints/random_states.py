@@ -19,16 +19,11 @@ _log = logging.getLogger(__name__)
 _NAMES = ("cpu", "device", "python", "gauss")
 
 
-<<<<<<< HEAD
 def random_states(device: Device) -> dict[str, Tensor]:
-    """Of this rank; Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given."""
-=======
-def random_states(device: Any) -> dict[str, Tensor]:
     """Return the states of this rank.
 
     Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given.
     """
->>>>>>> 83f5b17a8b837e71115058c4e7417e640889b20d
     _, internal, gauss = random.getstate()
     states = (
         torch.get_rng_state(),
@@ -39,13 +34,8 @@ def random_states(device: Any) -> dict[str, Tensor]:
     return {_name(_world()[0], name): value for name, value in zip(_NAMES, states, strict=True)}
 
 
-<<<<<<< HEAD
 def random_states_of(device: Device) -> str:
-    """What they can be given back to."""
-=======
-def random_states_of(device: Any) -> str:
     """Say which workers the states can be given back to."""
->>>>>>> 83f5b17a8b837e71115058c4e7417e640889b20d
     size = _world()[1]
     return f"{size} {device.type} worker{'s' * (size > 1)}"
 
