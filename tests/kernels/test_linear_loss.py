@@ -522,6 +522,18 @@ def test_a_loss_function_that_returns_the_wrong_thing_is_named(loss_fn: Any, mes
         linear_loss(hidden, weight, targets, loss_fn, **random_tokens())
 
 
+def test_a_token_weight_that_is_no_number_is_refused_where_the_token_counts() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    tokens["token_weight"] = tokens["token_weight"].clone()
+    tokens["token_weight"][3] = torch.nan
+    targets[3] = -100
+    assert linear_loss(hidden, weight, targets, ppo_clip(), **tokens).loss.isfinite()
+    targets[3] = 1
+    with pytest.raises(InvalidInputError, match=r"^token_weight must be numbers; got nan at \[3\]$"):
+        linear_loss(hidden, weight, targets, ppo_clip(), **tokens)
+
+
 @pytest.mark.parametrize(
     "mix",
     [

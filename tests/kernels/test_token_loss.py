@@ -210,6 +210,7 @@ def test_inductor_makes_one_pass_forward_and_one_backward_and_writes_only_the_gr
         ({"logprob": torch.zeros(2, 3)}, r"logprob must be \[T\]; got \[2, 3\]\. Flatten it"),
         ({"logprob": torch.zeros(3, dtype=torch.int64)}, "logprob must be float32"),
         ({"token_weight": torch.zeros(2)}, r"token_weight must be \[T\] = \[3\]; got \[2\]"),
+        ({"token_weight": torch.tensor([1, torch.nan, 1])}, r"token_weight must be numbers; got nan at \[1\]"),
         ({"entropy": torch.zeros(2)}, r"entropy must be one value for each entry of logprob = \[3\]; got \[2\]"),
         ({"per_token": {"x": torch.zeros(2)}}, r"per_token\['x'\] must have one entry for each of the 3 rows of logp"),
         ({"per_token": {"x": torch.zeros(3, requires_grad=True)}}, r"per_token\['x'\] requires grad"),

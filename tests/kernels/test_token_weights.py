@@ -79,3 +79,12 @@ def test_nothing_that_counts_gives_zeros(mode: Any) -> None:
 def test_bad_input_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         token_weights(**({"mode": "token-mean", "mask": MASK} | arguments))
+
+
+@pytest.mark.parametrize("total", [0, 0.0, torch.tensor(0)])
+def test_a_total_of_nothing_goes_with_a_mask_of_nothing_alone(total: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^token_weights: total must be above 0 where a token of mask counts; got"
+    ):
+        token_weights("token-mean", MASK, total=total)
+    assert token_weights("token-mean", torch.zeros(2, 3), total=total).count_nonzero() == 0
