@@ -103,13 +103,13 @@ def _wait_for(listener: socket.socket, running: dict[socket.socket, tuple[int, i
 
 def _tell_ends(running: dict[socket.socket, tuple[int, int]], ready: list[Any]) -> None:
     """Whoever asked is told how the fork has ended; where nobody asks any more, the fork is killed."""
+    import contextlib
+
     for connection, (pid, descriptor) in list(running.items()):
         if descriptor in ready:
             _, status = os.waitpid(pid, 0)
-            try:
+            with contextlib.suppress(OSError):  # whoever asked has ended
                 _send(connection, os.waitstatus_to_exitcode(status))
-            except OSError:
-                pass
             _close([connection, descriptor])
             del running[connection]
         elif connection in ready:
@@ -133,11 +133,9 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], stre
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, closefd=False, errors=errors)
-        for number, mode, errors in ((0, "r", "strict"), (1, "w", "strict"), (2, "w", "backslashreplace"))
-    )
-    sys.stderr.reconfigure(line_buffering=True)
+    sys.stdin = os.fdopen(0, "r", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False, errors="backslashreplace")
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     after = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     os.environ.clear()

@@ -76,6 +76,10 @@ _DUMP = """
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    site = Site(tmp_path)
+    return site_with_good_plugin(tmp_path)
+
+
+def site_with_good_plugin(folder: Path) -> Site:
+    site = Site(folder)
     site.install("good", GOOD)
     return site
