@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import run_warm
 
 HEADER = """
 from rlcore import DeviceSpec, hookimpl
@@ -39,9 +40,8 @@ class Device:
 class Site:
     """A folder of installed plugins, and Python processes that see it."""
 
-    def __init__(self, folder: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run_python = run_python
 
     def install(self, name: str, code: str, *, distribution: str | None = None) -> None:
         """Distribution ``acme-<name>`` 1.2 with the entry point ``name``."""
@@ -56,7 +56,7 @@ class Site:
     def run(self, code: str, **env: str) -> subprocess.CompletedProcess[str]:
         # No GPU is visible, so that the outcome does not depend on the machine.
         defaults = {"PYTHONPATH": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
-        return self._run_python(textwrap.dedent(code), env=defaults | env)
+        return run_warm(textwrap.dedent(code), env=defaults | env)
 
     def registered(self, **env: str) -> dict[str, Any]:
         """What a new process has registered: names of devices, failed plugins by name, and its log."""
@@ -75,7 +75,11 @@ _DUMP = """
 
 
 @pytest.fixture
-def site(tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]) -> Site:
-    site = Site(tmp_path, run_python)
+def site(tmp_path: Path) -> Site:
+    return site_with_good_plugin(tmp_path)
+
+
+def site_with_good_plugin(folder: Path) -> Site:
+    site = Site(folder)
     site.install("good", GOOD)
     return site

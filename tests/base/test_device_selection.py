@@ -17,6 +17,7 @@ def test_default_is_the_available_accelerator_of_highest_priority(site: Any) -> 
     assert site.run("import rlcore; print(rlcore.get_device().name)").stdout == "good:0\n"
 
 
+@pytest.mark.slow
 def test_default_is_the_cpu_without_an_accelerator(site: Any) -> None:
     code = "import rlcore; print(rlcore.get_device().name)"
     assert site.run(code, RLCORE_DISABLE_PLUGINS="good").stdout == "cpu:0\n"
@@ -33,6 +34,7 @@ def test_name_index_and_torch_device_find_the_same_object(name: str | torch.devi
     assert rlcore.get_device(name) is rlcore.get_device("cpu")
 
 
+@pytest.mark.slow
 def test_index_binds_the_device(site: Any) -> None:
     assert site.run("import rlcore; print(rlcore.get_device('good:1').name)").stdout == "good:1\n"
 
@@ -78,6 +80,7 @@ def test_device_that_is_not_there_says_why(site: Any) -> None:
     assert "See `rlcore devices`." in result.stderr
 
 
+@pytest.mark.slow
 def test_index_past_the_last_is_refused(site: Any) -> None:
     result = site.run("import rlcore; rlcore.get_device('good:2')")
     assert "DeviceError: device 'good:2' does not exist; good has 2: 0 to 1" in result.stderr
@@ -140,6 +143,7 @@ def test_the_default_follows_the_environment_and_nothing_else(site: Any) -> None
     assert site.run(code).stdout == "good:0 good:0 cpu:2 good:0\n"
 
 
+@pytest.mark.slow
 def test_a_default_that_was_not_there_is_looked_for_again(site: Any) -> None:
     code = """
         import rlcore

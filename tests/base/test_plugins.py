@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.base.conftest import site_with_good_plugin
+
 DEVICE = """
 class Device:
     @staticmethod
@@ -95,27 +97,92 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_plugin_is_recorded_and_the_others_work(site: Any, name: str) -> None:
-    code, stage, error = BROKEN[name]
-    site.install(name, code)
-    found = site.registered()
-    assert set(found["devices"]) == {"cpu", "cuda", "npu", "good"}  # nothing is half registered
-    record = found["failed"][name]
-    assert error in record.pop("reason")
-    assert record == {"name": name, "distribution": f"acme-{name}", "version": "1.2", "stage": stage}
-    assert f"plugin '{name}' of acme-{name} 1.2 failed at stage {stage}" in found["log"]
+# Field of a spec, value, error.
+WRONG_FIELDS = [
+    ("name", "'Acme NPU'", "DeviceSpec.name must be lower case letters, digits and '_', got 'Acme NPU'"),
+    ("torch_type", "7", "DeviceSpec.torch_type must be lower case letters, digits and '_', got 7"),
+    ("priority", "'high'", "DeviceSpec.priority must be a whole number, got 'high'"),
+    ("loader", "'acme.Device'", "DeviceSpec.loader must be an import path 'package.module:attribute', got"),
+    ("vendor", "None", "DeviceSpec.vendor must be a str that is not empty, got None"),
+    ("visible_devices_variable", "5", "DeviceSpec.visible_devices_variable must be str or None, got 5"),
+    ("program_limits", "{}", "DeviceSpec.program_limits must be ProgramLimits or None, got {}"),
+    ("is_host", "'no'", "DeviceSpec.is_host must be True or False, got 'no'"),
+    ("api_version", "'1.0'", "DeviceSpec.api_version must be two numbers such as (1, 0), got '1.0'"),
+]
+
+# Hook, what is registered by it after a device, error.
+WRONG_REGISTRATIONS = [
+    ("ops", "register('my_op', '*', 'a.b.c', name='x')", "implementation 'x' of my_op must be an import path"),
+    ("ops", "register('my_op', '*', 'a:b', name='x', when='b')", "'when' of implementation 'x' of my_op must be"),
+    ("ops", "register('my_op', '*', 'a:b', name='x', priority=None)", "must be a whole number, got None"),
+    (
+        "ops",
+        "register('token_logprob', '*', 'a:b', name='chunked', priority=77)",
+        "implementation 'chunked' (priority 77) of token_logprob on '*' clashes with 'chunked'",
+    ),
+    ("executors", "register('training', 'x', 'a:b')", "executor kind must be one of ('train', 'inference')"),
+    ("executors", "register('train', 'fsdp2', 'a:b')", "train executor 'fsdp2' is already registered by plugin"),
+    ("benchmarks", "register('a.b')", "benchmark case must be an import path"),
+    ("benchmarks", "register('rlcore.bench.cases.startup:help_case')", "is already registered"),
+]
 
 
-def test_all_broken_plugins_together_leave_the_good_one(site: Any) -> None:
+def with_field(number: int) -> str:
+    field, value, _ = WRONG_FIELDS[number]
+    arguments = {"name": f"'field_{number}'", "loader": "'a:B'", field: value}
+    return registering(f"register(spec(**dict({', '.join(f'{k}={v}' for k, v in arguments.items())})))")
+
+
+def with_registration(number: int) -> str:
+    hook, call, _ = WRONG_REGISTRATIONS[number]
+    code = f"@hookimpl\ndef rlcore_register_{hook}(register):\n    {call}\n"
+    return registering(f"register(spec('registration_{number}', f'{{__name__}}:Device'))") + code
+
+
+@pytest.fixture(scope="module")
+def beside_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process has registered that finds the good plugin beside every broken one."""
+    site = site_with_good_plugin(tmp_path_factory.mktemp("site"))
     for name, (code, _, _) in BROKEN.items():
         site.install(name, code)
+    for number in range(len(WRONG_FIELDS)):
+        site.install(f"field_{number}", with_field(number))
+    for number in range(len(WRONG_REGISTRATIONS)):
+        site.install(f"registration_{number}", with_registration(number))
+    return site.registered()
+
+
+def test_broken_plugins_leave_the_good_one_and_nothing_half_registered(beside_all: dict[str, Any]) -> None:
+    assert set(beside_all["devices"]) == {"cpu", "cuda", "npu", "good"}
+    assert len(beside_all["failed"]) == len([*BROKEN, *WRONG_FIELDS, *WRONG_REGISTRATIONS])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_plugin_is_recorded(beside_all: dict[str, Any], name: str) -> None:
+    _, stage, error = BROKEN[name]
+    record = dict(beside_all["failed"][name])
+    assert error in record.pop("reason")
+    assert record == {"name": name, "distribution": f"acme-{name}", "version": "1.2", "stage": stage}
+    assert f"plugin '{name}' of acme-{name} 1.2 failed at stage {stage}" in beside_all["log"]
+
+
+def test_a_single_broken_plugin_is_recorded_and_the_others_work(site: Any) -> None:
+    site.install("raises_in_hook", BROKEN["raises_in_hook"][0])
     found = site.registered()
-    assert set(found["failed"]) == set(BROKEN)
     assert set(found["devices"]) == {"cpu", "cuda", "npu", "good"}
+    assert set(found["failed"]) == {"raises_in_hook"}
 
 
-@pytest.mark.parametrize("name", ["raises_on_import", "exits_on_import", "wrong_signature", "raises_in_hook"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "raises_on_import",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("exits_on_import", "wrong_signature", "raises_in_hook")
+        ),
+    ],
+)
 def test_broken_plugin_is_fatal_when_strict(site: Any, name: str) -> None:
     code, stage, error = BROKEN[name]
     site.install(name, code)
@@ -126,34 +193,36 @@ def test_broken_plugin_is_fatal_when_strict(site: Any, name: str) -> None:
     assert result.stderr.splitlines()[-1].endswith("(RLCORE_STRICT_PLUGINS=1 makes this fatal)")
 
 
+@pytest.mark.slow
 def test_good_plugins_load_when_strict(site: Any) -> None:
     assert set(site.registered(RLCORE_STRICT_PLUGINS="1")["devices"]) == {"cpu", "cuda", "npu", "good"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises_on_import", "device 'raises_on_import' is missing because its plugin failed: OSError: libacme.so"),
-        ("exits_on_import", "device 'exits_on_import' is missing because its plugin failed: SystemExit: no driver"),
-        ("other_major", "device 'other_major' is missing because its plugin failed: PluginError: device 'other_major'"),
-        ("raises_in_hook", "device 'raises_in_hook' is missing because its plugin failed: RuntimeError: half way"),
-    ],
-)  # fmt: skip
-def test_asking_for_a_broken_plugins_device_raises_with_its_error_as_cause(site: Any, name: str, message: str) -> None:
-    site.install(name, BROKEN[name][0])
+def test_asking_for_a_broken_plugins_device_raises_with_its_error_as_cause(site: Any) -> None:
+    causes = {
+        "raises_on_import": "OSError: libacme.so",
+        "exits_on_import": "SystemExit: no driver",
+        "other_major": "PluginError: device 'other_major'",
+        "raises_in_hook": "RuntimeError: half way",
+    }
+    for name in causes:
+        site.install(name, BROKEN[name][0])
     result = site.run(f"""
         import rlcore
-        try:
-            rlcore.get_device({name!r})
-        except rlcore.RlcoreError as error:
-            print(type(error).__name__, error, type(error.__cause__).__name__, sep="\\n")
+        for name in {list(causes)}:
+            try:
+                rlcore.get_device(name)
+            except rlcore.RlcoreError as error:
+                print(type(error).__name__, type(error.__cause__).__name__, error)
     """)
-    kind, text, cause = result.stdout.splitlines()
-    assert kind == "DeviceError"
-    assert text.startswith(message)
-    assert f"failed: {cause}: " in text
+    for (name, cause), line in zip(causes.items(), result.stdout.splitlines(), strict=True):
+        kind = cause.partition(":")[0]
+        assert line.startswith(f"DeviceError {kind} device '{name}' is missing because its plugin failed: {cause}"), (
+            line
+        )
 
 
+@pytest.mark.slow
 def test_the_cause_is_found_when_plugin_and_device_have_different_names(site: Any) -> None:
     code = registering("register(spec('acme_npu', f'{__name__}:Device'))", "raise RuntimeError('half way')")
     site.install("acme", code)
@@ -172,41 +241,49 @@ def test_unknown_device_lists_the_plugins_that_failed(site: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("raise OSError('driver too old')", "OSError: driver too old"),
-        ("return 1", "PluginError: probe() returned int, not rlcore.types.Probe"),
-        ("return Probe('1')", "Probe.count must be a whole number of at least 0, got '1'"),
-        ("return Probe(0, 5)", "Probe.reason must be a str, got 5"),
-        ("return Probe(0)", "Probe(0) must say the reason why the device is not available"),
-        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
-        (HANGS, f"TimeoutError: it did not end within {PROBE_TIMEOUT_S:g} s"),
-    ],
-)
-def test_broken_probe_makes_the_device_unavailable_with_the_reason(site: Any, body: str, reason: str) -> None:
-    code = registering("register(spec('sick', f'{__name__}:Device', priority=999))")
-    site.install("sick", code.replace("return Probe(1)", body))
+BROKEN_PROBES = [
+    ("raise OSError('driver too old')", "OSError: driver too old"),
+    ("return 1", "PluginError: probe() returned int, not rlcore.types.Probe"),
+    ("return Probe('1')", "Probe.count must be a whole number of at least 0, got '1'"),
+    ("return Probe(0, 5)", "Probe.reason must be a str, got 5"),
+    ("return Probe(0)", "Probe(0) must say the reason why the device is not available"),
+    ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+    (HANGS, f"TimeoutError: it did not end within {PROBE_TIMEOUT_S:g} s"),
+]
+
+
+def test_broken_probes_make_their_devices_unavailable_with_the_reason(site: Any) -> None:
+    for number, (body, _) in enumerate(BROKEN_PROBES):
+        code = registering(f"register(spec('sick_{number}', f'{{__name__}}:Device', priority=999))")
+        site.install(f"sick_{number}", code.replace("return Probe(1)", body))
     result = site.run(
-        """
-        import rlcore
-        print(rlcore.list_devices()[-1].reason)
+        f"""
+        import rlcore, traceback
+        reasons = {{info.name: info.reason for info in rlcore.list_devices()}}
         print(rlcore.get_device().name)
         from rlcore.registry import registry
-        print(*((r.name, r.distribution, r.stage) for r in registry().plugins if r.error))
-        rlcore.get_device("sick")
+        print(*sorted((r.name, r.distribution, r.stage) for r in registry().plugins if r.error))
+        for number in range({len(BROKEN_PROBES)}):
+            print(reasons[f"sick_{{number}}"])
+            try:
+                rlcore.get_device(f"sick_{{number}}")
+            except rlcore.RlcoreError:
+                traceback.print_exc()
         """,
         RLCORE_DISABLE_PLUGINS="cpu,cuda,npu",
-        **(BRIEF if body == HANGS else {}),
+        **BRIEF,
     )
-    listed, default, record = result.stdout.splitlines()
-    assert listed.startswith("its probe failed: ")
-    assert reason in listed
-    assert default == "good:0"  # by priority the sick one would be the default
-    assert record == "('sick', 'acme-sick', 'probe')"
-    assert result.stderr.count("plugin 'sick' of acme-sick 1.2 failed at stage probe: ") == 1
-    assert f"DeviceError: device 'sick' is not available here: {listed}. See `rlcore devices`." in result.stderr
-    assert "The above exception was the direct cause" in result.stderr
+    default, records, *listed = result.stdout.splitlines()
+    assert default == "good:0"  # by priority a sick one would be the default
+    assert records == " ".join(f"('sick_{n}', 'acme-sick_{n}', 'probe')" for n in range(len(BROKEN_PROBES)))
+    for number, ((_, reason), told) in enumerate(zip(BROKEN_PROBES, listed, strict=True)):
+        assert told.startswith("its probe failed: ")
+        assert reason in told
+        failure = f"plugin 'sick_{number}' of acme-sick_{number} 1.2 failed at stage probe: "
+        assert result.stderr.count(failure) == 1
+        refusal = f"DeviceError: device 'sick_{number}' is not available here: {told}. See `rlcore devices`."
+        assert refusal in result.stderr
+    assert result.stderr.count("The above exception was the direct cause") == len(BROKEN_PROBES)
 
 
 HANGING = registering("register(spec('stuck', f'{__name__}:Device', priority=999))").replace(
@@ -235,12 +312,14 @@ def test_a_hanging_probe_is_asked_once_and_waited_for_once(site: Any) -> None:
     assert later < PROBE_TIMEOUT_S <= first
 
 
+@pytest.mark.slow
 def test_a_slow_probe_is_waited_for(site: Any) -> None:
     code = registering("register(spec('slow', f'{__name__}:Device', priority=999))")
     site.install("slow", code.replace("return Probe(1)", "import time; time.sleep(0.5); return Probe(1)"))
     assert site.run("import rlcore; print(rlcore.get_device().name)", RLCORE_STRICT_PLUGINS="1").stdout == "slow\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["raise OSError('driver too old')", HANGS])
 def test_a_broken_probe_is_fatal_when_strict(site: Any, body: str) -> None:
     code = registering("register(spec('sick', f'{__name__}:Device'))").replace("return Probe(1)", body)
@@ -252,83 +331,43 @@ def test_a_broken_probe_is_fatal_when_strict(site: Any, body: str) -> None:
 
 
 def test_a_device_that_cannot_say_what_it_can_do_is_listed_with_the_reason(site: Any) -> None:
-    result = site.run("from rlcore.inventory import kinds; print(*(k.error for k in kinds() if k.info.name == 'good'))")
-    assert result.stdout == "capabilities() failed: AttributeError: 'Device' object has no attribute 'capabilities'\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ("None", "capabilities() returned NoneType, not a dict"),
-        ("{'memory.info': 'native'}", "capabilities() answered with no Capability for memory.info"),
-    ],
-)
-def test_a_device_whose_capabilities_are_none_is_listed_with_the_reason(site: Any, answer: str, error: str) -> None:
-    code = (
-        registering("register(spec('sick', f'{__name__}:Device'))") + f"    def capabilities(self): return {answer}\n"
-    )
-    site.install("sick", code)
-    result = site.run("""
+    errors = {
+        "good": "AttributeError: 'Device' object has no attribute 'capabilities'",
+        "none": "PluginError: capabilities() returned NoneType, not a dict",
+        "words": "PluginError: capabilities() answered with no Capability for memory.info",
+    }
+    for name, answer in (("none", "None"), ("words", "{'memory.info': 'native'}")):
+        code = registering(f"register(spec('{name}', f'{{__name__}}:Device'))")
+        site.install(name, f"{code}    def capabilities(self): return {answer}\n")
+    result = site.run(f"""
         from rlcore.inventory import describe, kinds
-        print(*(kind.error for kind in kinds() if kind.info.name == "sick"))
-        describe("sick")
+        found = {{kind.info.name: kind.error for kind in kinds()}}
+        for name in {list(errors)}:
+            print(found[name])
+        describe("none")
     """)
-    assert result.stdout == f"capabilities() failed: PluginError: {error}\n"
-    assert "rlcore.errors.DeviceError: device 'sick' cannot be described: " in result.stderr
+    assert result.stdout.splitlines() == [f"capabilities() failed: {error}" for error in errors.values()]
+    assert "rlcore.errors.DeviceError: device 'none' cannot be described: " in result.stderr
 
 
+@pytest.mark.slow
 def test_loader_that_does_not_exist_makes_the_device_unavailable(site: Any) -> None:
     site.install("lost", registering("register(spec('lost', 'acme_lost:Devise'))"))
     result = site.run("import rlcore; rlcore.get_device('lost')")
     assert "device 'lost' is not available here: its probe failed: AttributeError" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("name", "'Acme NPU'", "DeviceSpec.name must be lower case letters, digits and '_', got 'Acme NPU'"),
-        ("torch_type", "7", "DeviceSpec.torch_type must be lower case letters, digits and '_', got 7"),
-        ("priority", "'high'", "DeviceSpec.priority must be a whole number, got 'high'"),
-        ("loader", "'acme.Device'", "DeviceSpec.loader must be an import path 'package.module:attribute', got"),
-        ("vendor", "None", "DeviceSpec.vendor must be a str that is not empty, got None"),
-        ("visible_devices_variable", "5", "DeviceSpec.visible_devices_variable must be str or None, got 5"),
-        ("program_limits", "{}", "DeviceSpec.program_limits must be ProgramLimits or None, got {}"),
-        ("is_host", "'no'", "DeviceSpec.is_host must be True or False, got 'no'"),
-        ("api_version", "'1.0'", "DeviceSpec.api_version must be two numbers such as (1, 0), got '1.0'"),
-    ],
-)
-def test_wrong_field_of_a_spec_is_refused(site: Any, field: str, value: str, message: str) -> None:
-    arguments = {"name": "'acme'", "loader": "'a:B'", field: value}
-    site.install("acme", registering(f"register(spec(**dict({', '.join(f'{k}={v}' for k, v in arguments.items())})))"))
-    found = site.registered()
-    assert message in found["failed"]["acme"]["reason"]
-    assert "good" in found["devices"]
+@pytest.mark.parametrize("number", range(len(WRONG_FIELDS)), ids=[field for field, _, _ in WRONG_FIELDS])
+def test_wrong_field_of_a_spec_is_refused(beside_all: dict[str, Any], number: int) -> None:
+    assert WRONG_FIELDS[number][-1] in beside_all["failed"][f"field_{number}"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("hook", "call", "message"),
-    [
-        ("ops", "register('my_op', '*', 'a.b.c', name='x')", "implementation 'x' of my_op must be an import path"),
-        ("ops", "register('my_op', '*', 'a:b', name='x', when='b')", "'when' of implementation 'x' of my_op must be"),
-        ("ops", "register('my_op', '*', 'a:b', name='x', priority=None)", "must be a whole number, got None"),
-        (
-            "ops",
-            "register('token_logprob', '*', 'a:b', name='chunked', priority=77)",
-            "implementation 'chunked' (priority 77) of token_logprob on '*' clashes with 'chunked'",
-        ),
-        ("executors", "register('training', 'x', 'a:b')", "executor kind must be one of ('train', 'inference')"),
-        ("executors", "register('train', 'fsdp2', 'a:b')", "train executor 'fsdp2' is already registered by plugin"),
-        ("benchmarks", "register('a.b')", "benchmark case must be an import path"),
-        ("benchmarks", "register('rlcore.bench.cases.startup:help_case')", "is already registered"),
-    ],
-)
-def test_wrong_registration_is_refused_and_rolled_back(site: Any, hook: str, call: str, message: str) -> None:
-    code = f"@hookimpl\ndef rlcore_register_{hook}(register):\n    {call}\n"
-    site.install("acme", registering("register(spec('acme', f'{__name__}:Device'))") + code)
-    found = site.registered()
-    assert found["failed"]["acme"]["stage"] == "register"
-    assert message in found["failed"]["acme"]["reason"]
-    assert "acme" not in found["devices"]
+@pytest.mark.parametrize("number", range(len(WRONG_REGISTRATIONS)))
+def test_wrong_registration_is_refused_and_rolled_back(beside_all: dict[str, Any], number: int) -> None:
+    failed = beside_all["failed"][f"registration_{number}"]
+    assert failed["stage"] == "register"
+    assert WRONG_REGISTRATIONS[number][-1] in failed["reason"]
+    assert f"registration_{number}" not in beside_all["devices"]
 
 
 def test_plugin_without_devices_can_register_the_rest(site: Any) -> None:
@@ -351,6 +390,7 @@ def test_plugin_without_devices_can_register_the_rest(site: Any) -> None:
     assert site.run(code, RLCORE_STRICT_PLUGINS="1").stdout == "Fraction acme\n"
 
 
+@pytest.mark.slow
 def test_two_distributions_cannot_share_a_plugin_name(site: Any) -> None:
     site.install("good", registering("register(spec('other', f'{__name__}:Device'))"), distribution="rival")
     found = site.registered()
@@ -369,19 +409,23 @@ def test_disabled_plugin_is_not_imported(site: Any) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_disabling_all_leaves_the_built_in_ones(site: Any) -> None:
     assert set(site.registered(RLCORE_DISABLE_PLUGINS="all")["devices"]) == {"cpu", "cuda", "npu"}
 
 
+@pytest.mark.slow
 def test_built_in_plugin_can_be_disabled(site: Any) -> None:
     assert set(site.registered(RLCORE_DISABLE_PLUGINS="cuda")["devices"]) == {"cpu", "good", "npu"}
 
 
+@pytest.mark.slow
 def test_disabling_an_unknown_plugin_is_said(site: Any) -> None:
     log = site.registered(RLCORE_DISABLE_PLUGINS="goood")["log"]
     assert "RLCORE_DISABLE_PLUGINS names no plugin: goood; there are cpu, cuda, " in log
 
 
+@pytest.mark.slow
 def test_no_device_at_all_is_an_error_that_says_why(site: Any) -> None:
     result = site.run("import rlcore; rlcore.get_device()", RLCORE_DISABLE_PLUGINS="cpu,cuda,npu,good")
     assert "DeviceError: no device is available: none is registered. See `rlcore devices`." in result.stderr

@@ -62,17 +62,21 @@ def ask(run_python: Any, folder: str, *lines: str) -> list[list[str]]:
     return found
 
 
-def test_every_public_name_says_the_first_cause_each_time(broken: tuple[str, str], run_python: Any) -> None:
+def test_every_device_and_public_name_says_the_first_cause_each_time(broken: tuple[str, str], run_python: Any) -> None:
     folder, told = broken
-    found = ask(
+    (_, default), (_, named), *found = ask(
         run_python,
         folder,
+        "ask(rlcore.get_device)",
+        "ask(lambda: rlcore.get_device('cpu'))",
         "for _ in range(2):",
         "    for name in rlcore.ops.__all__:",
         "        ask(lambda: getattr(rlcore.ops, name))",
         "for name in rlcore.__all__:",
         "    ask(lambda: getattr(rlcore, name))",
     )
+    assert default == f"no device is available: cuda, npu, cpu: {told}. See `rlcore devices`."
+    assert named == f"device 'cpu' is not available here: {told}. See `rlcore devices`."
     failed = [error for error in found if error[0]]
     assert {error for _, error in failed} == {told}
     assert told.count(CAUSE) == 1
@@ -81,6 +85,7 @@ def test_every_public_name_says_the_first_cause_each_time(broken: tuple[str, str
     assert len(found) - len(failed) == 6, "version, errors, hooks, types and the registry need no torch"
 
 
+@pytest.mark.parametrize("broken", [pytest.param("a back end", marks=pytest.mark.slow), "torch itself"], indirect=True)
 def test_the_import_statement_of_a_program_says_it_twice_alike(broken: tuple[str, str], run_python: Any) -> None:
     folder, told = broken
     code = "import rlcore\ntry:\n    from rlcore.ops import linear_loss\nexcept ImportError as error:\n    print(error)"
@@ -90,20 +95,7 @@ def test_the_import_statement_of_a_program_says_it_twice_alike(broken: tuple[str
     assert "TORCH_LIBRARY" not in result.stderr
 
 
-def test_devices_share_the_cause_and_it_is_the_one_of_the_operators(broken: tuple[str, str], run_python: Any) -> None:
-    folder, told = broken
-    (_, default), (_, named), (_, op) = ask(
-        run_python,
-        folder,
-        "ask(rlcore.get_device)",
-        "ask(lambda: rlcore.get_device('cpu'))",
-        "ask(lambda: rlcore.ops.linear_loss)",
-    )
-    assert default == f"no device is available: cuda, npu, cpu: {told}. See `rlcore devices`."
-    assert named == f"device 'cpu' is not available here: {told}. See `rlcore devices`."
-    assert op == told
-
-
+@pytest.mark.slow
 def test_a_cause_that_somebody_else_has_seen_is_not_replaced_by_what_torch_says_next(
     tmp_path: Path, run_python: Any
 ) -> None:

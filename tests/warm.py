@@ -1,0 +1,64 @@
+"""Programs that begin with torch imported: a warm process, which has imported it, forks itself for each of them.
+
+To import torch is most of what a test's process costs, about 2 s of a processor. ``[*warm(), "-m", "rlcore"]`` is a
+command as ``[sys.executable, "-m", "rlcore"]`` is: for `subprocess`, with its environment, folder and streams, signals
+and exit code. What differs: the program's process id is not that of the command, it computes with one thread, and what
+is read while torch is imported is not read again (``TORCH_DEVICE_BACKEND_AUTOLOAD``, a broken torch on the path).
+Nothing of rlcore is imported before the fork. tests/warm_process.py is what runs there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_PROGRAM = str(Path(__file__).with_name("warm_process.py"))
+
+
+def warm(*modules: str, python: str | Path = sys.executable) -> list[str]:
+    """Return the command for programs that find torch, and also ``modules``, imported.
+
+    The first call with these arguments starts the process that the programs are forked of.
+    """
+    return [str(python), "-IS", _PROGRAM, "ask", _started(str(python), modules)]
+
+
+def run_warm(
+    code: str | list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run code, or ``["-m", "module", ...]``, with ``env`` added to the environment, as the fixture run_python does."""
+    command = [*warm(), *(["-c", code] if isinstance(code, str) else code)]
+    everything = os.environ | (env or {})
+    return subprocess.run(command, env=everything, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+
+
+@functools.cache
+def _started(python: str, modules: tuple[str, ...]) -> str:
+    """The folder with the socket of a warm process, which ends when its standard input does."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    process = subprocess.Popen(
+        [python, _PROGRAM, "serve", folder, *modules],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal is for the tests
+    )
+    atexit.register(_end, process, folder)
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        raise RuntimeError(f"{python} could not import what a warm process imports; its error is above")
+    return folder
+
+
+def _end(process: subprocess.Popen[bytes], folder: str) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
