@@ -96,8 +96,6 @@ def each_policy_compiled(quick: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", params)
 
 
-
-
 @pytest.mark.usefixtures("alone")
 @each_policy
 def test_loss_and_gradients_are_those_of_fsdp(options: dict[str, Any]) -> None:
