@@ -151,9 +151,17 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     return copy
 
 
+@pytest.fixture(scope="session")
+def policy() -> Any:
+    """Unless the file has another."""
+    from .train_policy import train_policy
+
+    return train_policy()
+
+
 @pytest.fixture
 def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """Of the test file's ``policy``, on the CPU."""
+    """Of ``policy``, on the CPU."""
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as built:

@@ -41,7 +41,7 @@ class PlainTraining:
     def __init__(self, module: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         self.module = module.to(device, dtype)
         if dtype == torch.float64:
-            _keep_float64(module)
+            keep_float64(module)
         module.on_weights_materialized()
 
     def step(
@@ -183,11 +183,12 @@ def _per_token(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _keep_float64(module: torch.nn.Module) -> None:
-    """The norms of transformers compute in float32, whatever they are given."""
+def keep_float64(module: Any) -> Any:
+    """The module; the norms of transformers would compute in float32, whatever they are given."""
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
-            part.forward = partial(_rms_norm, part)  # type: ignore[method-assign]
+            part.forward = partial(_rms_norm, part)
+    return module
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:

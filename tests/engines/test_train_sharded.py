@@ -25,8 +25,8 @@ from rlcore.ops import ppo_clip
 from tests.accuracy import assert_as_accurate
 
 from .plain_training import Truth
-from .sharded_policy import Build, Place, engines_of, places, policy_gradient, sharded_policy, truth_of
 from .train_batches import VOCAB, assert_same_weights, packed_batch
+from .train_policy import Build, Place, engines_of, places, policy_gradient, truth_of, truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -36,15 +36,15 @@ on_two = places(("cpu", 2, ()), ("cuda", 2, multigpu))
 
 
 @pytest.fixture(scope="module")
-def policy() -> Any:
-    return sharded_policy()
-
-
-@pytest.fixture(scope="module")
 def untied_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any]) -> Path:
     from transformers import Qwen2Config
 
     return write_checkpoint(Qwen2Config(**tiny_config | {"tie_word_embeddings": False}))
+
+
+@pytest.fixture(params=["qwen2_folder", "untied_folder"], ids=["tied head", "head of its own"])
+def folder(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,7 @@ def truth(policy: Any, qwen2_folder: Path) -> Truth:
 
 
 @on_each_place
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied head", "head of its own"])
-def test_steps_and_log_probs_are_those_of_plain_pytorch(
-    build: Build, policy: Any, place: Place, is_tied: bool, qwen2_folder: Path, untied_folder: Path
-) -> None:
-    folder = qwen2_folder if is_tied else untied_folder
+def test_steps_and_log_probs_are_those_of_plain_pytorch(build: Build, policy: Any, place: Place, folder: Path) -> None:
     engine, truth = build(place.workers, place.device, folder), truth_of(policy, folder, place.device)
     for lengths, max_tokens in (
         ((12, 3, 7, 2, 9, 5, 14), 16384),
@@ -255,17 +251,6 @@ class EarlyFused(Early):
     is_fused = True
 
 
-def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor]) -> Truth:
-    """Of a module whose weights are those of an engine."""
-
-    def make() -> Any:
-        made = module()
-        made.load_state_dict(weights, strict=False)  # tied weights have one name of two
-        return made
-
-    return Truth(make)
-
-
 @pytest.mark.parametrize(
     ("recomputes", "options", "num_gathers"),
     [(False, {}, 2), (True, {"gather_bytes": 0}, 4)],
@@ -298,9 +283,7 @@ def test_a_fused_sgd_is_refused_where_torch_has_none(build: Build, shared_device
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_module_that_is_not_from_transformers(
-    build: Build, shared_devices: tuple[str, ...], replicas: int
-) -> None:
+def test_a_module_that_is_not_from_transformers(build: Build, shared_devices: tuple[str, ...], replicas: int) -> None:
     build(2)
     with rlcore.meta_device():
         module = Tagger()
@@ -319,11 +302,7 @@ def test_a_module_that_is_not_from_transformers(
 # ------------------------------------------------------------------------------------------- the user's methods
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_methods_see_fsdps_own_mean_of_gradients(
-    build: Build, policy: Any, is_tied: bool, qwen2_folder: Path, untied_folder: Path
-) -> None:
-    folder = qwen2_folder if is_tied else untied_folder
+def test_methods_see_fsdps_own_mean_of_gradients(build: Build, policy: Any, folder: Path) -> None:
     truth = truth_of(policy, folder, dtype=torch.bfloat16)
     reference, exact = (plain.module.mean_gradient(3) for plain in (truth.reference, truth.exact))
     for found in build(2, folder=folder, compute_dtype="bfloat16").mean_gradient(3):

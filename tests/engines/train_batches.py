@@ -27,6 +27,16 @@ def padded_batch(lengths: tuple[int, ...] = (12, 3, 7, 2, 9), seed: int = 0) -> 
     return {"attention_mask": mask_NL} | _contents(mask_NL & (place_L >= 2), len(lengths), seed)
 
 
+def packed(padded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same batch without padding."""
+    mask_NL = padded["attention_mask"]
+    entries = {name: entry for name, entry in padded.items() if name != "attention_mask"}
+    cu_seqlens = torch.nn.functional.pad(mask_NL.sum(1).cumsum(0), (1, 0)).int()
+    return {"cu_seqlens": cu_seqlens} | {
+        name: entry[mask_NL] if entry.shape == mask_NL.shape else entry for name, entry in entries.items()
+    }
+
+
 def _contents(loss_mask: Tensor, num_sequences: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -1,4 +1,4 @@
-"""A policy whose methods the tests of several workers call, and the engines of it that a file's tests share."""
+"""Modules that the tests of the train engine train, and engines on several workers that a file's tests share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.nn import HuggingFaceTrainModule
+from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.weights.view import whole
 
 from .plain_training import Truth
-from .train_batches import packed_batch
+from .train_batches import VOCAB, packed_batch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -42,7 +42,7 @@ def places(*workers_of_each: tuple[str, int, Any]) -> Any:
     )
 
 
-def sharded_policy() -> Any:
+def train_policy() -> Any:
     from transformers import Qwen2ForCausalLM
 
     class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
@@ -51,11 +51,12 @@ def sharded_policy() -> Any:
 
         def forget_steps(self, fused: bool = False) -> None:
             eps = 1e-3  # else the first step is the sign of the gradient, and that of a gradient of 0 is anything
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=eps, fused=fused)
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            self.optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=eps, fused=fused)
             self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
 
-        def total(self, rows: Any) -> int:
-            return sum(rows)
+        def total(self, rows: Any, offset: int = 0) -> int:
+            return sum(rows) + offset
 
         def totals(self, rows: Any) -> list[int]:
             return [sum(rows)]
@@ -74,6 +75,9 @@ def sharded_policy() -> Any:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limits[0] is None else limits[0], hard))
 
+        def fail(self) -> None:
+            raise KeyError("planted")
+
         def fail_in_a_block(self) -> None:
             """After one that is gathered with it has run."""
 
@@ -90,6 +94,11 @@ def sharded_policy() -> Any:
             with torch.no_grad():
                 self.hidden_states(packed_batch())
 
+        def accumulate(self, token: int) -> float:
+            """The norm of the last norm's gradient [H], with that of one more backward."""
+            self(torch.full((1, 4), token, device=self.device)).logits.square().sum().backward()
+            return float(self.model.norm.weight.grad.norm())
+
         def mean_gradient(self, token: int) -> Tensor:
             """Of the last norm's weight [H], in float32 on the host."""
             self(torch.full((1, 4), token, device=self.device)).logits.float().square().mean().backward()
@@ -100,9 +109,55 @@ def sharded_policy() -> Any:
     return Policy
 
 
+class Regression(TrainModule):
+    """A module that is not from transformers: an embedding and its tied head."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+        self.mix = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.weights = weights
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden: Tensor = self.mix(self.embed(batch["input_ids"])) * self.scale
+        return hidden
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.head.weight)
+
+
+def regression_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(VOCAB, 8, generator=generator) * 0.3,
+        "mix.weight": torch.randn(8, 8, generator=generator),
+        "mix.bias": torch.zeros(8),
+    }
+
+
 def policy_gradient(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss without a clip, beside whose edge a rounding of bfloat16 may put a token on either side."""
     return -logprob * per_token["advantages"], {"probability_mean": logprob.exp(), "logprob_min": logprob}
+
+
+def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor]) -> Truth:
+    """Of a module whose weights are given by name, tied ones by one of two."""
+
+    def make() -> Any:
+        made = module()
+        made.load_state_dict(weights, strict=False)
+        return made
+
+    return Truth(make)
 
 
 def truth_of(policy: Any, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Truth:
