@@ -51,11 +51,12 @@ class PlainTraining:
         *,
         weight_T: Tensor | None = None,
         max_grad_norm: float | None = 1.0,
+        temperature: float = 1.0,
     ) -> Step:
         """As ``train_batch`` of a packed batch with a ``loss_mask``; the mean over tokens unless weights are given."""
         module = self.module
         mask_T, per_token = batch["loss_mask"], _per_token(batch)
-        logprob_RV = self._logits(batch).log_softmax(-1)
+        logprob_RV = (self._logits(batch) / temperature).log_softmax(-1)
         entropy_R = -(logprob_RV.exp() * logprob_RV).sum(-1)
         logprob_R = logprob_RV.gather(1, batch["input_ids"][mask_T][:, None].to(logprob_RV.device))[:, 0]
         weight_R = per_token["loss_mask"] / mask_T.sum() if weight_T is None else weight_T[mask_T]
@@ -114,10 +115,15 @@ class Truth:
 
     def assert_step(self, found: Mapping[str, float], *arguments: Any, **options: Any) -> None:
         """The metrics of ``train_batch`` are those of this step; see `PlainTraining.step`."""
-        assert_metrics(found, *self._both(lambda plain: plain.step(*arguments, **options)))
+        assert_metrics(found, *self.step(*arguments, **options))
+
+    def step(self, *arguments: Any, **options: Any) -> tuple[Step, Step]:
+        """The reference's, and the exact one."""
+        reference, exact = self.both(lambda plain: plain.step(*arguments, **options))
+        return reference, exact
 
     def assert_logprobs(self, found_T: Tensor, batch: Mapping[str, Tensor], **options: Any) -> None:
-        reference_T, exact_T = self._both(lambda plain: plain.logprobs(batch, **options))
+        reference_T, exact_T = self.both(lambda plain: plain.logprobs(batch, **options))
         mask_T = batch["loss_mask"]
         assert (found_T[~mask_T] == 0).all() and int(exact_T[mask_T].isfinite().sum()) >= SMALLEST
         assert_as_accurate(found_T[mask_T], reference_T[mask_T], exact_T[mask_T], what="log-probabilities")
@@ -126,7 +132,8 @@ class Truth:
         reference, exact = self.reference.weights(**options), self.exact.weights(**options)
         assert_weights_as_accurate(found, reference, exact)
 
-    def _both(self, take: Callable[[PlainTraining], Any]) -> tuple[Any, Any]:
+    def both(self, take: Callable[[PlainTraining], Any]) -> tuple[Any, Any]:
+        """Of the reference, and of the exact one."""
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = self._is_tf32  # kernels of an engine may compute so
         try:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -281,7 +280,8 @@ def test_a_checkpoint_resumes_on_any_number_of_workers(
     assert_same_weights(second.state_dict(), state)
     is_other = written != read
     assert is_said("random generators start from new seeds", 60.0 if is_other else 0.0) == is_other
-    assert next_steps(second, truth) == (expected or ANY), "to the bit, on as many"
+    following = next_steps(second, truth)
+    assert following == expected or is_other, "to the bit, on as many"
     weights = sum(path.stat().st_size for path in tmp_path.glob("*/weights-*"))
     whole = sum(tensor.nbytes for tensor in state.values())
     assert whole < weights < 1.2 * whole + 20_000, "every part once"
