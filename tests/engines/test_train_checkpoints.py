@@ -338,9 +338,9 @@ def test_one_worker_that_cannot_write_stops_all(build: Build, tmp_path: Path) ->
 
 def test_damage_that_one_worker_finds_is_refused_by_all(build: Build, tmp_path: Path) -> None:
     engine = build(2)
-    next_steps(engine, (1, 2))
+    next_steps(engine, seeds=(1, 2))
     engine.save(tmp_path, {"step": 2})
-    next_steps(engine, (3,))
+    next_steps(engine, seeds=(3,))
     state = engine.state_dict()
     for name in ("weights", "optimizer"):
         file = next(tmp_path.glob(f"*/{name}-1.safetensors"))  # the second worker's to check
@@ -356,7 +356,7 @@ def test_damage_that_one_worker_finds_is_refused_by_all(build: Build, tmp_path: 
     file.write_bytes(good)
     noise, expected = engine.noise(), next_steps(engine)
     assert engine.load(tmp_path) == {"step": 2}
-    next_steps(engine, (3,))
+    next_steps(engine, seeds=(3,))
     assert engine.noise() == noise and next_steps(engine) == expected, "refusals have changed nothing"
 
 
