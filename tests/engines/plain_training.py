@@ -191,7 +191,12 @@ def _per_token(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def keep_float64(module: Any) -> Any:
-    """The module; the norms of transformers would compute in float32, whatever they are given."""
+    """The module; norms of transformers would compute in float32, whatever they are given, and some experts not at all.
+
+    Routers and tables of positions stay in float32: what that adds is of the size of the reference's own error.
+    """
+    if getattr(module, "_can_set_experts_implementation", bool)():
+        module.set_experts_implementation("eager")
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.forward = partial(_rms_norm, part)
