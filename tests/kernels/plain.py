@@ -109,6 +109,15 @@ def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str 
         assert found.shape == expected.shape, what
 
 
+def assert_advantages_as_exact(found: Tensor, exact: Tensor, rewards: Tensor) -> None:
+    """Those of the kernel, which takes off a mean in two float32 parts, and makes of the differences a variance.
+
+    The parts hold the mean to the square of float32's rounding.
+    """
+    magnitude = exact.abs() + rewards.abs().amax(-1, keepdim=True) * 2**-24 if rewards.numel() else exact.abs()
+    assert_within_rounding(found, exact, terms=rewards.shape[-1] + 8, magnitude=magnitude)
+
+
 def assert_loss_as_accurate(
     loss: Tensor,
     loss_fn: Callable[..., Any],
