@@ -94,7 +94,9 @@ def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str 
     Args:
         terms: numbers that are added up on the longest way; none is above a hundred times the largest result.
     """
-    if isinstance(expected, Mapping):
+    if expected is None:
+        assert found is None, what
+    elif isinstance(expected, Mapping):
         assert found.keys() == expected.keys(), what
         for name, value in expected.items():
             assert_equal_in_float64(found[name], value, terms=terms, what=f"{what} {name}")
