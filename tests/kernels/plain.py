@@ -94,7 +94,9 @@ def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str 
     Args:
         terms: numbers that are added up on the longest way; none is above a hundred times the largest result.
     """
-    if isinstance(expected, Mapping):
+    if expected is None:
+        assert found is None, what
+    elif isinstance(expected, Mapping):
         assert found.keys() == expected.keys(), what
         for name, value in expected.items():
             assert_equal_in_float64(found[name], value, terms=terms, what=f"{what} {name}")
@@ -107,6 +109,15 @@ def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str 
         assert_within_rounding(found, expected, terms=2 * terms, magnitude=100 * largest, what=what)
     else:
         assert found.shape == expected.shape, what
+
+
+def assert_advantages_as_exact(found: Tensor, exact: Tensor, rewards: Tensor) -> None:
+    """Those of the kernel, which takes off a mean in two float32 parts, and makes of the differences a variance.
+
+    The parts hold the mean to the square of float32's rounding.
+    """
+    magnitude = exact.abs() + rewards.abs().amax(-1, keepdim=True) * 2**-24 if rewards.numel() else exact.abs()
+    assert_within_rounding(found, exact, terms=rewards.shape[-1] + 8, magnitude=magnitude)
 
 
 def assert_loss_as_accurate(

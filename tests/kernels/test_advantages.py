@@ -11,6 +11,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.advantages import MODES
 from rlcore.ops import group_advantage
 from tests.accuracy import assert_within_rounding
+from tests.kernels.plain import assert_advantages_as_exact
 
 
 def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
@@ -40,11 +41,6 @@ def test_groups_can_be_given_as_rows_by_size_or_by_number() -> None:
     assert_within_rounding(shuffled, by_rows.flatten()[order], terms=1)  # each is rounded, of sums in another order
 
 
-def assert_as_exact_as_the_kernel(found: Tensor, want: Tensor, size: int) -> None:
-    """It takes off the mean in two parts, and makes of the differences a variance and a quotient, all in float32."""
-    assert_within_rounding(found, want, terms=size + 8)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo", "opo"])
 @pytest.mark.parametrize("size", [1, 8, 13, 4096])
@@ -53,7 +49,7 @@ def test_the_kernel_matches_the_reference(mode: Any, size: int) -> None:
     options = {"lengths": torch.randint(0, 9, rewards.shape, device="cuda")} if mode == "opo" else {}
     found = group_advantage(rewards, mode=mode, implementation="triton", **options)
     want = group_advantage(rewards, mode=mode, implementation="reference", **options)
-    assert_as_exact_as_the_kernel(found, want, size)
+    assert_advantages_as_exact(found, want, rewards)
 
 
 def test_groups_of_different_sizes_are_normalised_each_by_itself() -> None:
