@@ -110,7 +110,6 @@ def _same_runtime(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         pytest.param((0,), id="1 cpu"),
         pytest.param((0, 1), id="2 cpu"),
-        pytest.param((0, 1, "cpu:2"), id="3 cpu", marks=pytest.mark.slow),
         pytest.param(("cuda:0", "cuda:1"), id="2 cuda", marks=pytest.mark.multigpu),
     ],
 )
