@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -169,11 +170,17 @@ def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> tuple[ControlSocket, ControlSocket]:
+def short_folder(short_runtime_folder: Path) -> Path:
+    """As ``tmp_path``, for sockets, whose paths have at most 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix="", dir=short_runtime_folder))
+
+
+@pytest.fixture
+def ends(short_folder: Path) -> tuple[ControlSocket, ControlSocket]:
     """Two ends of a control channel."""
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_controls, tmp_path / "s", 1)
-        connected = ControlSocket.connect(tmp_path / "s")
+        accepted = pool.submit(accept_controls, short_folder / "s", 1)
+        connected = ControlSocket.connect(short_folder / "s")
         return accepted.result()[0], connected
 
 

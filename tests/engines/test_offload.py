@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +21,25 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import DeviceError, StateError, UnsupportedError
+from tests.accuracy import assert_same_bits
 
 KIB = 1024
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch, device: Any) -> Iterator[None]:
+def _small_blocks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
+) -> Iterator[None]:
     """So that small sets take many blocks and slabs, and begin with an empty arena."""
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     for module in (arena_module, transfer_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4 * KIB)
     monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 * KIB)
     monkeypatch.setattr(arena_module, "_arenas", {})
     yield
-    gc.collect()
-    arena_of(device).trim()
+    if request.node.get_closest_marker("gpu"):  # what is pinned is scarce
+        gc.collect()
+        arena_of(rlcore.get_device("cuda")).trim()
 
 
 def no_guard(*_: Any) -> None:
@@ -348,7 +354,7 @@ def test_device_memory_that_was_freed_in_pieces_is_asked_for_again(
 def test_a_swap_needs_little_more_host_memory_than_the_larger_set(device: Any) -> None:
     first, second = (resident_of(device, random_tensors(device, [2_000] * 200, seed)) for seed in (1, 2))
     first.offload()
-    for out, in_ in ((second, first), (first, second)) * 5:
+    for out, in_ in ((second, first), (first, second)) * 2:
         exchange([out], [in_])
     assert arena_of(device).total_bytes < 1.2 * 400_000
 
@@ -525,7 +531,7 @@ def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arena_module, "BLOCK_BYTES", 4 << 20)
     monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 << 20)
     memory = rlcore.get_device("cpu").memory
-    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(8)])
+    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(4)])
 
     def allocated() -> int:
         memory.empty_cache()
@@ -535,10 +541,10 @@ def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPa
         resident.offload()
         resident.onload()
     before = allocated()
-    for _ in range(20):
+    for _ in range(8):
         resident.offload()
         resident.onload()
-    assert allocated() - before < 16 << 20, "one set has 64 MiB"
+    assert allocated() - before < 16 << 20, "one set has 32 MiB"
 
 
 def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
@@ -551,7 +557,8 @@ def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
     assert module.weight.grad is None
     module(inputs).sum().backward()
     grads.onload()
-    torch.testing.assert_close(module.weight.grad, 2 * once)
+    assert module.weight.grad is not None
+    assert_same_bits(module.weight.grad, 2 * once, "a number and itself are added without rounding")
 
 
 def test_each_use_of_what_is_away_is_refused(device: Any) -> None:

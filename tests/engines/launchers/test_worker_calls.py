@@ -488,6 +488,7 @@ def test_our_own_errors_keep_their_class_and_say_where(pair: WorkerGroup) -> Non
     assert 'raise DeviceError("the device is on fire")' in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_class_that_cannot_start_is_an_error_and_leaves_nothing(
     join_group: Start, holdings: Any, wait_until: Any
 ) -> None:
