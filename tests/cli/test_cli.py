@@ -15,17 +15,24 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 import rlcore
 from rlcore import cli
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.result import read
+from rlcore.bench.measure import run_case
+from rlcore.bench.result import Calibration, read
+from rlcore.bench.system import new_record
 from rlcore.console import print_json
+from rlcore.errors import RlcoreError
+from rlcore.registry import get_device
+from tests.warm import warm
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -112,6 +119,7 @@ def test_devices_with_a_name_shows_every_member(rlcore_command: Run) -> None:
     assert str(found["properties"]["total_bytes"]) in table
 
 
+@pytest.mark.slow
 def test_log_goes_to_stderr(rlcore_command: Run) -> None:
     arguments = ["ops", "explain", "token_logprob", "--device", "cpu"]
     quiet = rlcore_command(*arguments)
@@ -129,13 +137,13 @@ def test_version_table_names_what_is_installed(rlcore_command: Run) -> None:
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, table, "")
 
 
-def test_explain_says_why_the_others_do_not_run(rlcore_command: Run) -> None:
+def test_explain_says_why_the_others_do_not_run() -> None:
     arguments = ["ops", "explain", "linear_logprob", "--device", "cpu", "--option", "memory_budget"]
-    result = json.loads(rlcore_command(*arguments, "--json").stdout)
+    result = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)
     refused = {entry["implementation"]: entry["reason"] for entry in result["refused"]}
     assert result["implementation"] == "chunked"
     assert refused["reference"] == "it holds all logits at once, so it cannot keep a memory budget"
-    table = rlcore_command(*arguments).stdout
+    table = CliRunner().invoke(cli.app, arguments).stdout
     assert re.search(r"chunked +runs", table)
     assert re.search(f"reference +{refused['reference']}", table)
 
@@ -151,7 +159,7 @@ def test_pipe_gets_whole_lines_without_colour(rlcore_command: Run) -> None:
 def test_terminal_gets_colour_unless_it_is_refused(env: dict[str, str], has_colour: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "rlcore", "devices"]
+    command = [*warm(), "-m", "rlcore", "devices"]
     subprocess.run(command, stdout=theirs, env=environment | {"TERM": "xterm-256color"} | env, timeout=120, check=True)
     os.close(theirs)
     output = b""
@@ -195,20 +203,30 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
     [
         (["devices", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["devices", "cuda"], "device 'cuda' is not available here: "),
-        (["ops", "explain", "matmul"], "no operator 'matmul'; registered: "),
-        (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
-        (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
-        (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
-        (["bench", "run", "kernel"], "no benchmark case 'kernel'; did you mean kernels "),
-        (["bench", "run", "dispatch", "-o", "/tmp"], "cannot write the benchmark record /tmp: it is a folder"),
-        (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
-        (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, arguments: list[str], error: str) -> None:
     result = rlcore_command(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
-    result.stderr = result.stderr.removeprefix("2 cases on cpu:0, about 1 min (standard)\n")
     assert_is_one_line_error(result, error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["ops", "explain", "matmul"], "no operator 'matmul'; registered: "),
+        (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
+        (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
+        (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
+        (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
+        (["bench", "run", "kernel"], "no benchmark case 'kernel'; did you mean kernels "),
+        (["bench", "run", "dispatch", "-o", "/tmp"], "cannot write the benchmark record /tmp: it is a folder"),
+        (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
+    ],
+)
+def test_what_is_refused_is_said_why(arguments: list[str], error: str) -> None:
+    found = CliRunner().invoke(cli.app, arguments)
+    assert isinstance(found.exception, RlcoreError)
+    assert str(found.exception).startswith(error)
 
 
 def test_wrong_environment_is_one_line_and_exits_with_1(rlcore_command: Run) -> None:
@@ -240,36 +258,40 @@ def test_bench_list_without_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert str(found.exception) == told
 
 
-def test_bench_list_names_the_cases(rlcore_command: Run) -> None:
-    cases = json.loads(rlcore_command("bench", "list", "--json").stdout)
+def test_bench_list_names_the_cases() -> None:
+    cases = json.loads(CliRunner().invoke(cli.app, ["bench", "list", "--json"]).stdout)
     assert {"dispatch/device", "kernels/linear_loss/8b", "startup/import"} <= {case["name"] for case in cases}
-    assert "clipped policy loss" in rlcore_command("bench", "list").stdout
+    assert "clipped policy loss" in CliRunner().invoke(cli.app, ["bench", "list"]).stdout
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Limits and durations are kept in a folder of the tests' own."""
-    return {"RLCORE_CACHE": str(tmp_path_factory.mktemp("cache"))}
+@pytest.fixture
+def bench_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """``rlcore bench`` in an empty folder, with cases in this process; tests/bench/test_isolated.py runs the others."""
+    device, limits = get_device("cpu"), Calibration(measured_at=datetime.now(UTC).isoformat(), limits={})
+    monkeypatch.setattr(Isolated, "new_record", lambda self, effort: new_record(device, effort))
+    monkeypatch.setattr(Isolated, "calibrate", lambda self, effort: limits)
+    monkeypatch.setattr(Isolated, "run_case", lambda self, case, sampling, left_s: run_case(case, device, sampling))
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    return lambda *arguments: CliRunner().invoke(cli.app, ["bench", *arguments], catch_exceptions=False)
 
 
-def test_bench_run_writes_the_record_and_says_where(rlcore_command: Run, tmp_path: Path, cache: dict[str, str]) -> None:
-    arguments = ["bench", "run", "dispatch", "-o", "out.json", "--device", "cpu", "--json", "--quick"]
-    arguments += ["--note", "others use it"]
-    result = rlcore_command(*arguments, cwd=tmp_path, env=cache)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out.json").read_text() == result.stdout
+def test_bench_run_writes_the_record_and_says_where(bench_here: Callable[..., Result]) -> None:
+    arguments = ["-o", "out.json", "--device", "cpu", "--json", "--quick", "--note", "others use it"]
+    result = bench_here("run", "dispatch", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert Path("out.json").read_text() == result.stdout
     assert result.stderr.splitlines()[-1] == "out.json"
-    record = read(tmp_path / "out.json")
+    record = read(Path("out.json"))
     names = ("dispatch/device", "dispatch/op", "dispatch/op_new")
     assert {(case.name, case.status) for case in record.cases} == {(name, "pass") for name in names}
     assert record.system.hw_notes == "others use it"
 
 
-def test_bench_run_without_a_file_names_one_after_device_and_time(
-    rlcore_command: Run, tmp_path: Path, cache: dict[str, str]
-) -> None:
-    result = rlcore_command("bench", "run", "dispatch/op", "--device", "cpu", "--quick", cwd=tmp_path, env=cache)
-    (file,) = tmp_path.iterdir()
+def test_bench_run_without_a_file_names_one_after_device_and_time(bench_here: Callable[..., Result]) -> None:
+    result = bench_here("run", "dispatch/op", "--device", "cpu", "--quick")
+    (file,) = Path().iterdir()
     assert re.match(r"1 case on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
@@ -323,8 +345,9 @@ def test_a_report_never_takes_the_place_of_its_record(
     assert Path("page.html").read_text().startswith("<!doctype html>")
 
 
-def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path, cache: dict[str, str]) -> None:
-    file = tmp_path / "out.json"
+@pytest.mark.slow
+def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path) -> None:
+    file, cache = tmp_path / "out.json", {"RLCORE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file), "--quick"]
     options = {"env": os.environ | cache, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, **options) as process:
