@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_accurate, assert_within_rounding
+from tests.accuracy import AS_ACCURATE, assert_as_accurate, assert_within_rounding
 
 Scores = tuple[Tensor, Tensor]
 """Log-probabilities and entropies."""
@@ -27,7 +27,9 @@ def token_scores(
     if keep_mask is not None:
         logits = logits.masked_fill(~(keep_mask | is_ignored[..., None]), -math.inf)
     centred = logits - logits.detach().amax(-1, keepdim=True)  # so that a common offset costs no digits
-    logprobs = (centred / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
+    sharp = centred / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
+    # torch.sum adds in pairs; torch.log_softmax, which does not, is off by a hundred roundings of 262,144 columns.
+    logprobs = sharp - sharp.exp().sum(-1, keepdim=True).log()
     logprob = logprobs.gather(-1, targets.masked_fill(is_ignored, 0).long()[..., None]).squeeze(-1)
     finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
     entropy = -(logprobs.exp() * finite).sum(-1)
@@ -43,10 +45,17 @@ def linear_scores(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> Scores:
-    """Rows whose target is -100 give 0, whatever their hidden states hold."""
+    """Rows whose target is -100 give 0, whatever their hidden states hold.
+
+    Args:
+        rounded: what an implementation does to the gradient of the logits before it multiplies.
+    """
     logits = hidden.masked_fill((targets == -100)[:, None], 0.0) @ weight.T
     logits = logits if bias is None else logits + bias
+    if rounded is not None and logits.requires_grad:
+        logits.register_hook(rounded)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return token_scores(logits * logit_scale, targets, temperature=temperature)
 
@@ -63,29 +72,51 @@ def gradients(scores: tuple[Tensor, Tensor | None], inputs: Sequence[Tensor]) ->
     total = (slope.to(logprob) * logprob).sum()
     if entropy is not None:
         total = total + (slope.cos().to(entropy) * entropy).sum()
-    return list(torch.autograd.grad(total, inputs))
+    return list(torch.autograd.grad(total, inputs, retain_graph=True))
 
 
 def assert_scores_as_accurate(
-    found: tuple[Tensor, Tensor | None], formula: Callable[..., Scores], leaves: Sequence[Tensor]
-) -> None:
+    found: tuple[Tensor, Tensor | None],
+    formula: Callable[..., Scores],
+    leaves: Sequence[Tensor],
+    *,
+    reference: Callable[..., Scores] | None = None,
+    factor: float = AS_ACCURATE,
+) -> list[Tensor]:
     """Scores and their gradients are as near to the formula in float64 as the formula in float32 is.
 
     Args:
         found: scores of the ``leaves``.
         formula: takes the leaves in float32, or in float64.
-        leaves: of any dtype; a gradient is rounded to that of its leaf.
+        leaves: logits; or hidden states, weight and possibly a bias, of any dtype: a gradient is rounded to it.
+        reference: in float32, in place of the formula.
+
+    Returns:
+        The gradients found.
     """
-    wide = doubled(*leaves)
-    sides = [(found, leaves), (formula(*(x.float() for x in leaves)), leaves), (formula(*wide), wide)]
+    wide, own = doubled(*leaves), (reference or formula)(*(x.float() for x in leaves))
+    sides = [(found, leaves), (own, leaves), (formula(*wide), wide)]
     scores = [[x.detach() for x in of] for of, _ in sides]
     slopes = [gradients(of, inputs) for of, inputs in sides]
     assert [x.dtype for x in slopes[0]] == [x.dtype for x in leaves]
-    if sum(x.numel() for x in scores[0]) < 16:
-        assert_as_accurate(*(one + other for one, other in zip(scores, slopes, strict=True)))
+    if sum(x.numel() for x in scores[0]) >= 16:
+        assert_as_accurate(*scores, factor=factor, what="scores")
+        assert_as_accurate(*slopes, factor=factor, what="gradients")
     else:
-        assert_as_accurate(*scores, what="scores")
-        assert_as_accurate(*slopes, what="gradients")
+        assert_as_accurate(*(one + other for one, other in zip(scores, slopes, strict=True)), factor=factor)
+        size = 1 + _reach(leaves) + math.log(leaves[-1].numel()) + scores[2][0].nan_to_num(neginf=0.0).abs().max()
+        for got, exact in zip(scores[0], scores[2], strict=True):
+            magnitude = (2 * size).expand(exact.shape)
+            assert_within_rounding(got, exact, terms=sum(leaves[-1].shape) + 32, magnitude=magnitude, what="scores")
+    return slopes[0]
+
+
+def _reach(leaves: Sequence[Tensor]) -> float:
+    """Return what no partial sum of a logit is above; 0 of logits themselves."""
+    if len(leaves) == 1:
+        return 0.0
+    norms = [x.detach()[x.isfinite().all(-1)].float().norm(dim=1).max() for x in leaves[:2]]
+    return float(norms[0] * norms[1]) + sum(float(x.detach().abs().max()) for x in leaves[2:])
 
 
 def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str = "") -> None:
@@ -129,6 +160,8 @@ def assert_loss_as_accurate(
     *,
     bias: Tensor | None = None,
     reach: float | None = None,
+    rounded: Callable[[Tensor], Tensor] | None = None,
+    factor: float = AS_ACCURATE,
     **options: Any,
 ) -> None:
     """A loss is as near to the formula in float64 as rounding allows; its gradients, as the formula in float32 is.
@@ -139,27 +172,49 @@ def assert_loss_as_accurate(
         tokens: ``per_token`` and ``token_weight``, in float32.
         bias: one that is not differentiated.
         reach: the largest partial sum of a logit times the sharpness; from the sizes of the leaves if not given.
+        rounded: what the implementation does to the gradient of the logits before it multiplies.
         options: those of `linear_scores`.
     """
 
-    def formula(dtype: torch.dtype, *inputs: Tensor) -> tuple[Tensor, Scores]:
+    def formula(inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Scores]:
         head = [x.to(dtype) for x in (inputs if bias is None else (*inputs, bias))]
-        scores = linear_scores(*head, targets=targets, **options)
-        value, _ = loss_fn(*scores, {name: x.to(dtype) for name, x in tokens["per_token"].items()})
-        is_counted = (targets != -100) & (tokens["token_weight"] != 0)
-        return torch.where(is_counted, value * tokens["token_weight"].to(dtype), 0.0), scores
+        rounding = rounded if dtype == torch.float32 else None
+        scores = linear_scores(*head, targets=targets, rounded=rounding, **options)
+        return weighted_values(loss_fn, scores, targets, tokens), scores
 
     wide = doubled(*leaves)
-    (exact_T, scores), (own_T, _) = formula(torch.float64, *wide), formula(torch.float32, *leaves)
-    slopes = torch.autograd.grad(exact_T.sum(), scores, retain_graph=True)
-    sides = [(loss, leaves), (own_T.sum(), leaves), (exact_T.sum(), wide)]
-    assert_as_accurate(*(torch.autograd.grad(of, inputs) for of, inputs in sides), what="gradients")
-    # A log-probability is off by roundings of logits, and a value by that times its slope.
+    (own_T, _), (exact_T, scores) = formula(leaves, torch.float32), formula(wide, torch.float64)
     if reach is None:
         sharpness = float((options.get("logit_scale", 1.0) / torch.as_tensor(options.get("temperature", 1.0))).max())
-        longest = [float(x.detach()[x.isfinite().all(-1)].float().norm(dim=1).max()) for x in leaves[:2]]
-        reach = sharpness * (longest[0] * longest[1] + sum(float(x.detach().abs().max()) for x in leaves[2:]))
-    felt = sum(slope.abs().sum() for slope in slopes)
-    terms = len(targets) + sum(leaves[1].shape) + 32
+        reach = sharpness * _reach(leaves)
+    assert_loss_within_rounding(loss, loss_fn, scores, targets, tokens, terms=sum(leaves[1].shape) + 32, reach=reach)
+    sides = [(loss, leaves), (own_T.sum(), leaves), (exact_T.sum(), wide)]
+    found = [torch.autograd.grad(of, inputs, retain_graph=True) for of, inputs in sides]
+    assert_as_accurate(*found, factor=factor, what="gradients")
+
+
+def assert_loss_within_rounding(
+    loss: Tensor,
+    loss_fn: Callable[..., Any],
+    scores: Scores,
+    targets: Tensor,
+    tokens: Mapping[str, Any],
+    *,
+    terms: int,
+    reach: float,
+) -> None:
+    """A log-probability is off by roundings of logits up to ``reach``, and a value by that times its slope."""
+    leaves = doubled(*scores)
+    exact_T = weighted_values(loss_fn, leaves, targets, tokens)
+    felt = sum(slope.abs().sum() for slope in torch.autograd.grad(exact_T.sum(), leaves))
     magnitude = exact_T.detach().abs().sum() + (1 + 2 * reach) * felt
-    assert_within_rounding(loss, exact_T.sum(), terms=terms, magnitude=magnitude, what="loss")
+    assert_within_rounding(loss, exact_T.sum(), terms=len(targets) + terms, magnitude=magnitude, what="loss")
+
+
+def weighted_values(
+    loss_fn: Callable[..., Any], scores: Sequence[Tensor], targets: Tensor, tokens: Mapping[str, Any]
+) -> Tensor:
+    """Return what adds up to a loss, in the dtype of the scores."""
+    dtype, weight_T = scores[0].dtype, tokens["token_weight"]
+    value_T, _ = loss_fn(*scores, {name: x.to(dtype) for name, x in tokens["per_token"].items()})
+    return torch.where((targets != -100) & (weight_T != 0), value_T * weight_T.to(dtype), 0.0)

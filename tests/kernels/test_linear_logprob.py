@@ -59,11 +59,10 @@ def test_linear_logprob_matches_float64(T: int, H: int, V: int, dtype: torch.dty
     assert_matches_float64(leaves, targets, implementation, temperature=1.3)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("T, H, V", REAL_VOCABULARIES)
-def test_real_vocabularies_match_float64(T: int, H: int, V: int, implementation: str) -> None:
+def test_real_vocabularies_match_float64(T: int, H: int, V: int) -> None:
     *leaves, targets = random_inputs(T, H, V)
-    assert_matches_float64(leaves, targets, implementation, temperature=1.3)
+    assert_matches_float64(leaves, targets, "chunked", temperature=1.3)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -98,9 +98,8 @@ def test_extreme_logits(size: float, offset: float, implementation: str) -> None
     assert_loss_as_accurate(found.loss, policy_loss(), (hidden, weight), targets, tokens, reach=reach)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("size", [1, 7, 151936, 262144])
-def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: int, implementation: str) -> None:
+def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     hidden = torch.randn(5, 3, generator=generator).requires_grad_()
     weight = torch.randn(size, 3, generator=generator).requires_grad_()
@@ -109,7 +108,7 @@ def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: in
     old = torch.full((5,), -math.log(size))
     tokens = {"per_token": {"old_logprobs": old, "ref_logprobs": old, "advantages": torch.linspace(-1, 1, 5)}}
     tokens |= {"token_weight": torch.linspace(0.1, 0.3, 5)}
-    found = linear_loss(hidden, weight, targets, policy_loss(), bias=bias, implementation=implementation, **tokens)
+    found = linear_loss(hidden, weight, targets, policy_loss(), bias=bias, implementation="chunked", **tokens)
     assert_loss_as_accurate(found.loss, policy_loss(), (hidden, weight), targets, tokens, bias=bias)
 
 

@@ -50,10 +50,9 @@ def test_token_logprob_matches_float64(T: int, V: int, dtype: torch.dtype, imple
     assert_matches_float64(*random_inputs(T, V, dtype), implementation, temperature=1.3)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("T, V", REAL_VOCABULARIES)
-def test_real_vocabularies_match_float64(T: int, V: int, implementation: str) -> None:
-    assert_matches_float64(*random_inputs(T, V), implementation, temperature=1.3)
+def test_real_vocabularies_match_float64(T: int, V: int) -> None:
+    assert_matches_float64(*random_inputs(T, V), "chunked", temperature=1.3)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
