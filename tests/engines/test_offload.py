@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import rlcore
 from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload import transfer as transfer_module
-from rlcore.engines.offload.arena import Arena, arena_of
+from rlcore.engines.offload.arena import Arena, Slab, arena_of
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
 from rlcore.engines.offload.storages import distinct_storages
@@ -175,6 +176,36 @@ def test_reserved_memory_is_there_before_the_first_move(device: Any) -> None:
     assert arena.free_bytes == 100_032
     assert not arena.reserve(100_000)
     assert not resident_of(device, random_tensors(device, [99_000])).offload().first_use
+
+
+def test_what_is_still_being_allocated_is_given_back_too(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, has_been_trimmed, new_slab = threading.Event(), threading.Event(), Arena._new_slab
+    given_back: list[int] = []
+
+    def late(self: Arena, nbytes: int) -> Any:
+        has_begun.set()
+        assert has_been_trimmed.wait(60)
+        return new_slab(self, nbytes)
+
+    def spied(self: Arena, slab: Slab) -> None:
+        given_back.append(slab.tensor.numel())
+        give_back(self, slab)
+
+    give_back = Arena._give_back
+    monkeypatch.setattr(Arena, "_new_slab", late)
+    monkeypatch.setattr(Arena, "_give_back", spied)
+    arena, others = arena_of(device), threading.enumerate()
+    assert arena.reserve(3 * 16 * KIB)
+    (thread,) = set(threading.enumerate()) - set(others)
+    assert has_begun.wait(60)
+    assert arena.trim() == 0
+    arena.wait()  # nothing is reserved any more
+    assert arena.reserve(KIB), "what was reserved before does not count"
+    has_been_trimmed.set()
+    thread.join(60)
+    assert given_back == [16 * KIB], "the two slabs that were to follow are not allocated"
+    arena.wait()
+    assert arena.total_bytes == arena.free_bytes == KIB
 
 
 def test_too_little_host_memory_is_refused_before_anything_moves(device: Any) -> None:
