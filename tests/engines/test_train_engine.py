@@ -316,7 +316,10 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: rlcore.TrainEngine)
             {"input_ids": torch.zeros(0).long(), "cu_seqlens": torch.tensor([0])},
             "a batch needs at least one sequence, got none",
         ),
-        (good | {"attention_mask": good["attention_mask"] * (torch.arange(5)[:, None] > 0)}, "no token of sequence 0; leave"),
+        (
+            good | {"attention_mask": good["attention_mask"] * (torch.arange(5)[:, None] > 0)},
+            "no token of sequence 0; leave",
+        ),
         (good | {"reference": None}, "batch entry 'reference' must be a tensor or numbers, got None"),
         (good | {"token_weight": torch.ones(5)}, "a batch cannot have an entry 'token_weight', which comes of"),
         (None, "takes a dict of tensors, as rlcore.collate.. makes, as batch, got None"),
