@@ -64,6 +64,7 @@ class Blocks(TrainModule):
         return self.both(batch)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torch.fx.GraphModule]) -> None:
     different: set[int] = set()
@@ -78,6 +79,7 @@ def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torc
     assert len(different) == 6, "an engine's sizes are not those of another that changed"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: list[torch.fx.GraphModule]) -> None:
     def forward(module: Any, input_T: Tensor) -> Tensor:

@@ -403,6 +403,7 @@ def test_weights_of_other_shapes_are_refused(qwen2_folder: Path, copy_of: Callab
         build(folder)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_causal_language_model_is_refused(
     qwen2_folder: Path, copy_of: Callable[[Path], Path]
 ) -> None:

@@ -176,6 +176,7 @@ def test_restart_brings_the_last_checkpoint_back(engine: rlcore.TrainEngine, tmp
     assert engine.train_batch(padded_batch(seed=1), ppo_clip()) == following, "the optimizer's state too"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_with_the_last_checkpoint(
     tmp_path: Path, short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +301,7 @@ def test_a_checkpoint_of_gpus_resumes_on_the_host(
     next_steps(second, truth)
 
 
+@pytest.mark.slow
 def test_replicas_write_a_part_once(build: Build, tmp_path: Path) -> None:
     engine = build(2, replicas=2)
     engine.save(tmp_path)
@@ -360,6 +362,7 @@ def test_damage_that_one_worker_finds_is_refused_by_all(build: Build, tmp_path: 
     assert engine.noise() == noise and next_steps(engine) == expected, "refusals have changed nothing"
 
 
+@pytest.mark.slow
 def test_workers_save_in_the_background(build: Build, tmp_path: Path) -> None:
     engine = build(2)
     next_steps(engine, seeds=(1, 2))

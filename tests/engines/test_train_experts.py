@@ -135,6 +135,7 @@ def test_weights_are_those_of_the_file(
     assert_same_weights(loaded.state_dict(), {name: one + 1 for name, one in model.model.state_dict().items()})
 
 
+@pytest.mark.slow
 def test_a_sampler_that_fuses_experts_gets_them(
     shared_devices: tuple[str, ...], tmp_path: Path, tiny_config: dict[str, Any]
 ) -> None:

@@ -49,7 +49,8 @@ def train(policy: Any, folder: Path, **options: Any) -> tuple[dict[str, float], 
 
 
 @pytest.mark.parametrize(
-    ("compute_dtype", "recomputes"), [("float32", False), ("float32", "selective"), ("bfloat16", True)]
+    ("compute_dtype", "recomputes"),
+    [("float32", False), ("bfloat16", True), pytest.param("float32", "selective", marks=pytest.mark.slow)],
 )
 def test_a_step_by_it_is_that_of_plain_pytorch(
     policy: Any, qwen2_folder: Path, compute_dtype: str, recomputes: bool | str
@@ -63,6 +64,7 @@ def test_a_step_by_it_is_that_of_plain_pytorch(
     truth.assert_step(found, packed_batch(), policy_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_compiled_blocks_keep_their_own(policy: Any, qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_compiler, "backend", "eager")

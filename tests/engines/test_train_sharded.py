@@ -42,7 +42,9 @@ def untied_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, 
     return write_checkpoint(Qwen2Config(**tiny_config | {"tie_word_embeddings": False}))
 
 
-@pytest.fixture(params=["qwen2_folder", "untied_folder"], ids=["tied head", "head of its own"])
+@pytest.fixture(
+    params=["qwen2_folder", pytest.param("untied_folder", marks=slow)], ids=["tied head", "head of its own"]
+)
 def folder(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
@@ -146,7 +148,15 @@ def test_fused_optimizers_clip_as_others_do(build: Build, truth: Truth) -> None:
         truth.assert_weights(sharded.state_dict())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replicas",
+        "reduced each time",
+        pytest.param("recomputed", marks=slow),  # a user's own blocks are, in another test
+        pytest.param("gathered one by one", marks=slow),
+    ],
+)
 def test_each_layout_trains_alike(build: Build, layout: str, truth: Truth) -> None:
     sharded = build(2, **LAYOUTS[layout])
     for max_tokens in (16384, 15):
