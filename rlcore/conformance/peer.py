@@ -77,6 +77,28 @@ class Peer:
             self.kill()
 
 
+class Peers:
+    """Processes that are started when they are needed and live on for others."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[str, list[Peer]] = {}
+
+    def of(self, device_name: str, needed: int = 1) -> list[Peer]:
+        """At least so many that live, always the same first."""
+        peers = self._by_device.setdefault(device_name, [])
+        for ended in [peer for peer in peers if not peer.is_alive]:
+            ended.__exit__(None, None, None)  # closes its pipes
+            peers.remove(ended)
+        while len(peers) < needed:
+            peers.append(Peer(device_name))
+        return peers
+
+    def close(self) -> None:
+        for peers in self._by_device.values():
+            for peer in peers:
+                peer.__exit__(None, None, None)
+
+
 class PeerError(Exception):
     """What happened in the other process."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlcore.conformance.members import required_members, support_of
-from rlcore.conformance.peer import Peer
+from rlcore.conformance.peer import Peer, Peers
 from rlcore.conformance.report import TEST, Report
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
@@ -97,29 +97,20 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def _peers() -> Iterator[list[Peer]]:
-    peers: list[Peer] = []
+def peers() -> Iterator[Peers]:
+    """Other processes, which the tests share."""
+    peers = Peers()
     yield peers
-    for peer in peers:
-        peer.__exit__(None, None, None)
+    peers.close()
 
 
 @pytest.fixture
-def peer(device: Any, _peers: list[Peer]) -> Peer:
+def peer(device: Any, peers: Peers) -> Peer:
     """Another process with the same device, the one of the test before unless that one has ended it."""
-    return _alive(_peers, device, 1)[0]
+    return peers.of(device.name)[0]
 
 
 @pytest.fixture
-def other_peer(device: Any, _peers: list[Peer]) -> Peer:
+def other_peer(device: Any, peers: Peers) -> Peer:
     """A third process."""
-    return _alive(_peers, device, 2)[1]
-
-
-def _alive(peers: list[Peer], device: Any, needed: int) -> list[Peer]:
-    for peer in [peer for peer in peers if not peer.is_alive]:
-        peer.__exit__(None, None, None)  # closes its pipes
-        peers.remove(peer)
-    while len(peers) < needed:
-        peers.append(Peer(device.name))
-    return peers
+    return peers.of(device.name, 2)[1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.conformance.peer import Peer
+from rlcore.conformance.peer import Peer, Peers
 from rlcore.conformance.work import grown
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
@@ -43,17 +43,15 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     device = get_device(request.config.getoption("--device"))
     if device.count() < WORLD_SIZE:
         pytest.skip(f"{WORLD_SIZE} ranks need a device each; there is {device.count()} {device.spec.name} device")
-    peers = [Peer(f"{device.spec.name}:{rank}") for rank in range(WORLD_SIZE)]
-    ranks = Ranks(peers, tmp_path_factory.mktemp("rendezvous"))
+    of_ranks = [peers.of(f"{device.spec.name}:{rank}")[0] for rank in range(WORLD_SIZE)]
+    ranks = Ranks(of_ranks, tmp_path_factory.mktemp("rendezvous"))
     ranks.form("form")
     yield ranks
     ranks.ask("destroy")
-    for peer in peers:
-        peer.__exit__(None, None, None)
 
 
 @pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")

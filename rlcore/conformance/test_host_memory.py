@@ -46,7 +46,7 @@ def test_a_host_buffer_is_freed_once_and_not_while_a_tensor_looks_at_it(device: 
 
 @pytest.mark.covers("memory.host_free")
 def test_a_host_buffer_waits_for_the_copies_that_use_it(device: Any) -> None:
-    busy = BusyWork(device)
+    busy = BusyWork.of(device)
     buffer = device.memory.host_alloc(MB)
     buffer.tensor.fill_(7)
     there = torch.zeros(MB, dtype=torch.uint8, device=device.torch_device)
@@ -86,7 +86,7 @@ def test_a_batch_of_strided_tensors(device: Any) -> None:
 
 @pytest.mark.covers("memory.copy_batch")
 def test_a_batch_is_queued_on_the_stream_it_is_given(device: Any) -> None:
-    busy, stream = BusyWork(device), device.streams.new()
+    busy, stream = BusyWork.of(device), device.streams.new()
     source = torch.zeros(MB, device=device.torch_device)
     target = torch.zeros_like(source)
     device.synchronize()

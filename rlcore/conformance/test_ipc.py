@@ -271,7 +271,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
 
 @pytest.mark.covers("streams.export_event", "streams.import_event", "streams.event")
 def test_an_interprocess_event_orders_another_process_behind_this_one(device: Any, peer: Peer) -> None:
-    busy = BusyWork(device)
+    busy = BusyWork.of(device)
     tensor, handle = exported(device, torch.zeros(4))
     peer.ask(OPEN, 1, handle.to_bytes())
     event = device.streams.event(interprocess=True)

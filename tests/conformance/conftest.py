@@ -20,7 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-SIMDEV = Path(__file__).resolve().parents[1] / "plugins" / "simdev"
+from tests.warm import warm
+
+HERE = Path(__file__).resolve().parent
+SIMDEV = HERE.parent / "plugins" / "simdev"
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class Runs:
     def _run(self, run: Any, folder: Path) -> Outcome:
         folder.mkdir()
         python = self.simdev_python if run.device == "simdev" else Path(sys.executable)
+        path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE)])
         found = subprocess.run(
-            [str(python), "-m", "pytest", "-p", "no:cacheprovider", *run.arguments],
+            [*warm(python=python), "-m", "pytest", "-p", "no:cacheprovider", *run.arguments],
             cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "SIMDEV_FAULT": run.fault},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "SIMDEV_FAULT": run.fault, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

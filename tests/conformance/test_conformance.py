@@ -1,4 +1,7 @@
-"""The suite passes on devices as they are, and fails on each of simdev's planted faults, at the test it is for."""
+"""The suite passes on devices as they are, and fails on each planted fault, at the test it is for.
+
+The faults of the CPU device are planted in one run (faulty_cpu.py), those of simdev, a device in C++, in one each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlcore.bench.system import source_commit
+from tests.conformance.faulty_cpu import FAULTS as CPU_FAULTS
 
 REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
@@ -71,16 +75,15 @@ FAULTS = {
 }
 """A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
 
-SLOW = {"reduce_scatter_always_sums", "barrier_does_nothing", "groups_leak"}
-"""Faults that take three processes; others of their kind are tried always."""
+FAULTY_CPU = Run("cpu", tuple(CPU_FAULTS), ("-p", "faulty_cpu"))
 
-WITH_FAULT = [
-    pytest.param(Run("simdev", (test,), fault=fault), test, id=fault, marks=[pytest.mark.slow] if fault in SLOW else [])
-    for fault, test in FAULTS.items()
-]
+AS_IT_IS = pytest.mark.parametrize(
+    "run", [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name != "cpu")) for name, run in WHOLE.items()]
+)
+"""simdev takes half a minute to build."""
 
 
-@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+@AS_IT_IS
 def test_a_device_as_it_is_passes(runs: Any, run: Run) -> None:
     outcome = runs.outcome(run)
     assert outcome.returncode == 0, outcome.output
@@ -90,7 +93,7 @@ def test_a_device_as_it_is_passes(runs: Any, run: Run) -> None:
     assert {member for member, result in results.items() if result == "passed"} >= {"memory.import_ipc", "streams.use"}
 
 
-@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+@AS_IT_IS
 def test_a_skip_names_the_capability_and_the_reason_or_what_is_not_there(runs: Any, run: Run) -> None:
     report = runs.outcome(run).report
     skipped = {test: found for test, found in report["tests"].items() if found["result"] == "skipped"}
@@ -103,7 +106,7 @@ def test_a_skip_names_the_capability_and_the_reason_or_what_is_not_there(runs: A
         assert found["reason"], test
 
 
-@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+@AS_IT_IS
 def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> None:
     report = runs.outcome(run).report
     assert report["schema"] == "rlcore.conformance/1"
@@ -119,7 +122,7 @@ def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> No
         assert (found["result"] == "skipped") <= (found["support"] == "unsupported" or member.startswith("launch."))
 
 
-@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+@AS_IT_IS
 def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
     """The table of docs/devices.md is made of it."""
     kept = json.loads((REPORTS / f"{run.device}.json").read_text())
@@ -129,13 +132,24 @@ def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
     assert set(kept["tests"]) == set(found["tests"]), f"run: {again}; make results"
 
 
-@pytest.mark.parametrize("run", [WHOLE["simdev"]], ids=["simdev"])
-@pytest.mark.parametrize("test", FAULTS.values(), ids=FAULTS)
-def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run, test: str) -> None:
-    assert test in runs.outcome(run).tests("passed")
+@AS_IT_IS
+def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run) -> None:
+    broken = CPU_FAULTS if run.device == "cpu" else FAULTS.values()
+    assert runs.outcome(run).tests("passed") >= set(broken)
 
 
-@pytest.mark.parametrize(("run", "test"), WITH_FAULT)
+@pytest.mark.parametrize("run", [FAULTY_CPU], ids=["cpu"])
+@pytest.mark.parametrize("test", CPU_FAULTS)
+def test_a_fault_planted_in_the_cpu_device_is_caught(runs: Any, run: Run, test: str) -> None:
+    outcome = runs.outcome(run)
+    assert test in outcome.tests("failed"), outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "test"),
+    [pytest.param(Run("simdev", (test,), fault=fault), test, id=fault) for fault, test in FAULTS.items()],
+)
 def test_a_planted_fault_is_caught(runs: Any, run: Run, test: str) -> None:
     outcome = runs.outcome(run)
     assert outcome.returncode == 1, outcome.output
@@ -145,7 +159,7 @@ def test_a_planted_fault_is_caught(runs: Any, run: Run, test: str) -> None:
         assert outcome.report["members"][member]["result"] == "failed"
 
 
-def test_every_fault_of_simdev_is_tested(simdev_sources: str) -> None:
+def test_every_fault_of_simdev_has_a_test(simdev_sources: str) -> None:
     assert set(re.findall(r'has_fault\("(\w+)"\)', simdev_sources)) == set(FAULTS)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+
+from tests.warm import run_warm
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return run_warm(["-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=folder)
 
 
 def test_the_suite_wants_a_device(tmp_path: Path) -> None:
@@ -25,6 +27,7 @@ def test_options_may_come_before_the_suites_name(tmp_path: Path) -> None:
     assert "::test_launch_facts_can_be_had_without_the_device" in found.stdout
 
 
+@pytest.mark.slow
 def test_a_report_has_what_other_processes_have_run(tmp_path: Path) -> None:
     suite = ("--pyargs", "rlcore.conformance.test_launch", "--device", "cpu", "--conformance-json", "report.json")
     found = pytest_in(tmp_path, "-n", "1", *suite)
