@@ -390,6 +390,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_leaves_it(
     assert [path.read_bytes() for path in kept] == before
 
 
+@pytest.mark.slow
 def test_a_refused_model_leaves_the_output_folder_free(start: Start, llama: Path, tmp_path: Path) -> None:
     line = refusal(start("--output", tmp_path / "run", "--model", tmp_path / "typo"))
     assert line.startswith(f"model path '{tmp_path / 'typo'}' is not a folder; rlcore does not download models")
@@ -472,6 +473,7 @@ def test_a_model_folder_that_will_not_do_is_named(
         run(QuickstartConfig(model=folder, output=tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_an_unknown_device_is_refused_with_the_known_ones(start: Start, tmp_path: Path) -> None:
     options = ["--output", tmp_path / "run"]
     line = refusal(start(*options, "--device", "abacus", code=None))
