@@ -60,6 +60,11 @@ def linear_scores(
     return token_scores(logits * logit_scale, targets, temperature=temperature)
 
 
+def in_bfloat16(gradient: Tensor) -> Tensor:
+    """What is `rounded` where the gradient of the logits is stored for a product of bfloat16."""
+    return gradient.bfloat16().to(gradient.dtype)
+
+
 def doubled(*tensors: Tensor) -> list[Tensor]:
     """Leaves in float64."""
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
