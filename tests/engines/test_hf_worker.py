@@ -116,7 +116,6 @@ def test_prompts_longer_than_one_prefill_pass_give_the_same(worker: HfWorker, mo
     [
         {},
         {"temperature": 0.0, "n": 1},
-        {"temperature": 0.3},
         {"top_k": 4},
         {"temperature": 1.5, "top_k": 12, "top_p": 0.8},
     ],
