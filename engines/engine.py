@@ -20,6 +20,7 @@ from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
+from rlcore.engines.offload.host_limits import physical_bytes
 from rlcore.engines.placement import choose_devices
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
 from rlcore.engines.runtime import current
@@ -88,7 +89,7 @@ class Engine(ABC):
                 besides the limits of the control group; None keeps what an earlier build said, also of an engine
                 that is closed.
             reserve_host_bytes: host memory for each worker to allocate in the background while the engine is built, so
-                that its first offload is as fast as the later ones.
+                that its first offload is as fast as the later ones; at most what the host has.
             timeout_s: the longest that one call of a worker may take.
             executor_options: those of the executor.
 
@@ -103,6 +104,7 @@ class Engine(ABC):
             raise StateError(f"{self.label} is already {'closed' if self._is_closed else 'built'}; make a new engine")
         wanted = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
+        _check_reserve(reserve_host_bytes)
         check_executor_options(self.label, self._executor_name, self._executor_class, executor_options, Engine.build)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
@@ -328,6 +330,13 @@ def _each(tags: tuple[Tags, ...]) -> tuple[str, ...]:
     for given in tags:
         named += given if isinstance(given, list | tuple) else [given]
     return tuple(named)
+
+
+def _check_reserve(reserve_host_bytes: int | None) -> None:
+    if reserve_host_bytes is not None and reserve_host_bytes > (most := physical_bytes()):
+        raise InvalidInputError(
+            f"reserve_host_bytes must be at most {most}, the memory of this host, or None; got {reserve_host_bytes}"
+        )
 
 
 def _check_timeout(timeout_s: float) -> None:

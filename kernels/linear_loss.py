@@ -33,6 +33,7 @@ from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import (
     TENSOR,
     TENSORS,
+    check_no_nan,
     is_debugging,
     unlowered,
 )
@@ -174,6 +175,7 @@ def linear_loss(
     inputs = head_inputs(hidden, weight, bias, targets, group)
     check_tokens("targets", targets, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
+    check_no_nan("token_weight", token_weight)
     task = head_task(
         inputs,
         targets,

@@ -128,6 +128,17 @@ def check_mask(name: str, mask: Tensor) -> None:
         )
 
 
+def check_binary(name: str, mask: Tensor) -> None:
+    """What else a mask may hold, such as numbers of sequences, would mean that a token counts."""
+    is_known = (mask == 0) | (mask == 1)
+    check_values(is_known, lambda: f"{name} must be 0 or 1 for each token; got {first_violation(is_known, mask)}")
+
+
+def check_no_nan(name: str, values: Tensor) -> None:
+    is_number = ~values.isnan()
+    check_values(is_number, lambda: f"{name} must be numbers; got {first_violation(is_number, values)}")
+
+
 def check_finite(name: str, value: float) -> None:
     if not math.isfinite(value):
         raise InvalidInputError(f"{name} must be a finite number; got {value}")

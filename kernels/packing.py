@@ -19,7 +19,7 @@ from torch import Tensor
 from rlcore.arguments import LIST, TEXT, WHOLE, Kind, kind_of, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.edges import rising_edges
-from rlcore.kernels.operands import TENSOR, TENSORS, check_mask, check_tensor
+from rlcore.kernels.operands import TENSOR, TENSORS, check_binary, check_tensor
 
 _LENGTHS = Kind(
     "whole numbers in a list, array or tensor", lambda value: isinstance(value, Iterable) and not TEXT.has(value)
@@ -44,7 +44,7 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if mask is None or mask.dim() != 2:
         got = sorted(batch) if mask is None else f"attention_mask {list(mask.shape)}"
         raise InvalidInputError(f"pack needs a batch with attention_mask [N, L]; got {got}")
-    check_mask("pack: attention_mask", mask)
+    check_binary("pack: attention_mask", mask)
     if "cu_seqlens" in batch:
         raise InvalidInputError("pack: cu_seqlens is what pack makes of attention_mask; the batch must not have it too")
     for name, values in batch.items():

@@ -21,7 +21,7 @@ from rlcore.kernels.edges import rising_edges
 from rlcore.kernels.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, check_tokens, token_values, weighted_sum
 from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, checked_edges, sequence_level
-from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_same_device, check_shape
+from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_no_nan, check_same_device, check_shape
 from rlcore.kernels.rows import wide_dtype
 
 
@@ -69,6 +69,8 @@ def token_loss(
         check_same_device("logprob", logprob.device, entropy=entropy)
     wide = wide_dtype(logprob.dtype)
     weight_T = token_weight.detach().to(wide)
+    if not torch.compiler.is_compiling():
+        check_no_nan("token_weight", weight_T)
     tokens = TokenInputs.of(per_token, weight_T, weight_T != 0)
 
     def counted(values_T: Tensor) -> Tensor:

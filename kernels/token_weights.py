@@ -23,7 +23,7 @@ from torch import Tensor
 from rlcore.arguments import AT_LEAST_0, WHOLE, Kind, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.edges import rising_edges
-from rlcore.kernels.operands import TENSOR, check_mask
+from rlcore.kernels.operands import TENSOR, check_mask, check_values
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -72,6 +72,7 @@ def token_weights(
     check_mask("token_weights: mask", mask)
     _check_max_length(mode, max_length)
     weight = (mask != 0).float()
+    _check_total(total, weight)
     if mode == "token-sum":
         return weight
     if mode == "token-mean":
@@ -92,6 +93,13 @@ def _check_max_length(mode: str, max_length: int | None) -> None:
         )
     if not is_needed and max_length is not None:
         raise InvalidInputError(f"token_weights: {mode!r} takes no max_length; got {max_length}")
+
+
+def _check_total(total: float | Tensor | None, weight: Tensor) -> None:
+    """That nothing counts in the whole step, of which this batch is a part."""
+    if total is not None and (isinstance(total, Tensor) or total == 0):
+        is_possible = (weight == 0).all() | (torch.as_tensor(total, device=weight.device) != 0)
+        check_values(is_possible, lambda: "token_weights: total must be above 0 where a token of mask counts; got 0")
 
 
 def _at_least_one(total: float | Tensor) -> float | Tensor:

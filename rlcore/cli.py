@@ -24,7 +24,7 @@ from rlcore import __version__
 from rlcore.cli_bench import bench
 from rlcore.cli_checkpoint import checkpoint
 from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
-from rlcore.errors import InvalidInputError, RlcoreError
+from rlcore.errors import RlcoreError
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
 
@@ -232,16 +232,17 @@ def ops_explain(
 ) -> None:
     """Say which implementation of an operator would run, and why each other would not."""
     import_torch()
-    import torch
+    from rlcore.explanation import explain
 
-    from rlcore.kernels.dispatch import Query, choose
-    from rlcore.registry import get_device
-
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise InvalidInputError(f"--dtype must be a torch dtype such as bfloat16 or float32, got {dtype!r}")
-    query = Query(get_device(device).type, torch_dtype, hidden_size, vocab_size, frozenset(option or ()))
-    choice = choose(op, query, implementation)
+    choice = explain(
+        op,
+        device=device,
+        dtype=dtype,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        options=option or (),
+        implementation=implementation,
+    )
     refused = [{"implementation": name, "reason": reason} for name, reason in choice.refused]
     if as_json:
         print_json({"op": op, "implementation": choice.implementation, "refused": refused})

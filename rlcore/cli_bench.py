@@ -26,6 +26,7 @@ bench = typer.Typer(help="Measure this machine, compare machines and runs.", **P
 @bench.command("list")
 def list_cases(as_json: AsJson = False) -> None:
     """List the benchmark cases."""
+    import_torch()  # else those that need it are only missing
     from rlcore.bench.case import load_cases
 
     cases = load_cases().values()

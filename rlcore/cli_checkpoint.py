@@ -47,22 +47,23 @@ def verify(
 
 def _print(report: VerifyReport) -> None:
     about = [
-        ["folder", report.folder],
         ["format", report.format],
         ["save", report.save],
         ["digests", report.digest or "none: damage inside tensors is not seen; save it again with this rlcore"],
         *([name, str(value)] for name, value in _contents(report.state).items()),
     ]
-    print_table(["", ""], about)
-    print_table(["file", "tensors", "bytes", ""], [_row(file) for file in report.files])
+    print_table(["folder", report.folder], about)
+    print_table(["", "tensors", "bytes", "file", "damage"], [_row(file) for file in report.files])
 
 
 def _contents(state: dict[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint's plain values is worth a line."""
+    """Return the plain values of a checkpoint that are worth a line: of optimizers and schedulers the names."""
     found = {"written by": state.get("random_states_of")}
-    found |= {kind: ", ".join(state.get(kind, ())) for kind in ("optimizers", "schedulers")}
+    for kind in ("optimizers", "schedulers"):
+        held = state.get(kind)
+        found[kind] = list(held) if isinstance(held, dict) else held
     return {name: value for name, value in (found | {"extra": state.get("extra")}).items() if value}
 
 
 def _row(file: FileReport) -> list[str]:
-    return [file.file, str(file.tensors or ""), str(file.bytes), f"FAIL: {file.error}" if file.error else "OK"]
+    return ["FAIL" if file.error else "OK", str(file.tensors or ""), str(file.bytes), file.file, file.error]

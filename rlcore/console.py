@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Annotated, Any
 
@@ -20,7 +21,16 @@ _COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fro
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    """What is infinite, or no number, is null: JSON has no other word for it."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(held) for name, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _WIDEST_ALIGNED = 40  # of a column in a pipe: a longer cell would fill every other line with blanks

@@ -18,6 +18,7 @@ holds:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def assert_within_rounding(
     found = found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
     exact = _float64(exact)
     assert found.shape == exact.shape, f"{what or 'result'}: shape {found.shape}, expected {exact.shape}"
-    size = exact.abs() if magnitude is None else _float64(magnitude)
+    size = exact.abs() if magnitude is None else _float64(magnitude).to(exact.device)
     stored = torch.finfo(found.dtype)
     limit = rounding(terms, dtype or found.dtype) * size + stored.eps / 2 * exact.abs() + stored.tiny
     error = _error(found, exact, what)
@@ -79,21 +80,31 @@ def assert_within_rounding(
 
 
 def assert_as_accurate(
-    found: Tensor, reference: Tensor, exact: Tensor, *, factor: float = AS_ACCURATE, what: str = ""
+    found: Tensor | Sequence[Tensor],
+    reference: Tensor | Sequence[Tensor],
+    exact: Tensor | Sequence[Tensor],
+    *,
+    factor: float = AS_ACCURATE,
+    what: str = "",
 ) -> None:
     """``found`` is no more than ``factor`` times as far from ``exact`` as ``reference`` is.
 
     Args:
-        found: the result under test; at least 16 elements, as the error of one number is a matter of luck.
+        found: the result under test, or several of one computation, such as all gradients of a model. Each of several
+            is measured by the root mean square of its exact values, and their errors are taken together: those of one
+            tensor often have one cause. At least 16 elements in all, as the error of one number is a matter of luck.
         reference: the same by a plain computation in the same dtype.
         exact: the same in float64.
     """
-    exact = _float64(exact)
-    assert found.shape == reference.shape == exact.shape, what
+    found, reference, exact = ([x] if isinstance(x, Tensor) else list(x) for x in (found, reference, exact))
+    shapes = [[x.shape for x in side] for side in (found, reference, exact)]
+    assert shapes[0] == shapes[1] == shapes[2], f"{what or 'result'}: shapes {shapes[0]}, expected {shapes[2]}"
+    unit = max(torch.finfo(x.dtype).eps for x in found) / 2
+    scales = [1.0] if len(exact) == 1 else [_rms(_finite(_float64(x))) or 1.0 for x in exact]
+    found, reference, exact = (_joined(side, scales) for side in (found, reference, exact))
     assert exact.numel() >= 16, f"{what or 'result'}: {exact.numel()} elements; give terms to assert_within_rounding"
-    unit = torch.finfo(found.dtype).eps / 2
     error, allowed = _error(found, exact, what), _error(reference, exact, f"reference of {what or 'result'}")
-    finite = exact[exact.isfinite()]
+    finite = _finite(exact)
     for measure, name in ((_rms, "root mean square"), (_worst, "worst element")):
         limit = factor * measure(allowed) + unit * measure(finite)
         assert measure(error) <= limit, (
@@ -104,7 +115,7 @@ def assert_as_accurate(
 
 def _error(found: Tensor, exact: Tensor, what: str) -> Tensor:
     """Return the distances; what is infinite or NaN must be so on both sides, and counts 0."""
-    found = _float64(found)
+    found = _float64(found).to(exact.device)
     same = (found == exact) | (found.isnan() & exact.isnan())
     error = torch.where(same, 0.0, (found - exact).abs())
     assert error.isfinite().all(), f"{what or 'result'}: {int((~error.isfinite()).sum())} elements are not finite"
@@ -112,7 +123,15 @@ def _error(found: Tensor, exact: Tensor, what: str) -> Tensor:
 
 
 def _float64(values: Tensor | float) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    return torch.as_tensor(values, dtype=torch.float64).detach()
+
+
+def _joined(results: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
+    return torch.cat([(_float64(x) / scale).flatten() for x, scale in zip(results, scales, strict=True)])
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values[values.isfinite()]
 
 
 def _rms(values: Tensor) -> float:

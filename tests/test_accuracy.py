@@ -54,6 +54,18 @@ def test_another_order_is_as_accurate_and_a_missing_row_is_not(order: Callable[[
         assert_as_accurate(wrong, reference, exact)
 
 
+def test_of_several_results_each_is_measured_by_its_own_size() -> None:
+    large_N, small_N = 1e6 * torch.randn(2, 200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    exact = [large_N, small_N[:3] / 1e9]
+    found = [x.float() for x in exact]
+    assert_as_accurate(found, found, exact)
+    wrong = [found[0], found[1] * (1 + 1e-5)]
+    with pytest.raises(AssertionError, match="root mean square"):
+        assert_as_accurate(wrong, found, exact)
+    with pytest.raises(AssertionError, match="shapes"):
+        assert_as_accurate(found[:1], found, exact)
+
+
 def test_few_roundings_are_counted_each_and_many_by_their_root() -> None:
     unit = torch.finfo(torch.float32).eps / 2
     assert rounding(9) == pytest.approx(9 * unit, rel=1e-4)

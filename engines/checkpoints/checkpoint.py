@@ -45,7 +45,7 @@ from rlcore.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was opened: tensors by group and name, which stay in their files until they are read, and plain state."""
+    """A checkpoint that was opened: its tensors stay in their files until they are read."""
 
     folder: Path
     manifest: Manifest

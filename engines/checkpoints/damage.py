@@ -1,4 +1,4 @@
-"""What is wrong with a file that is not what was written."""
+"""The error that says what is wrong with a file that is not what was written."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _export(
 
 
 def _resolved(folder: Path) -> Path:
-    """A link stays, and what it points to is replaced."""
+    """Follow links: a link stays, and what it points to is replaced."""
     try:
         return folder.resolve()
     except RuntimeError as error:  # as some versions of Python say it
@@ -87,7 +87,7 @@ def _gathered(module: TrainModule, layouts: Mapping[str, Layout]) -> Iterator[tu
 
 
 def _shards(layouts: Mapping[str, Layout], max_bytes: int) -> list[dict[str, Layout]]:
-    """What each file holds, in the order of ``_gathered``."""
+    """Return what each file holds, in the order of ``_gathered``."""
     shards: list[dict[str, Layout]] = [{}]
     size = 0
     for name, layout in sorted(layouts.items(), key=lambda item: -item[1][0].itemsize):
@@ -131,7 +131,7 @@ def _contents(layouts: Mapping[str, Layout], weights: Iterator[tuple[str, Tensor
 
 
 def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
-    """As transformers writes it."""
+    """Return the index as transformers writes it."""
     layouts = [layout for held in shards.values() for layout in held.values()]
     index = {
         "metadata": {

@@ -28,7 +28,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seal: str
     """Digest of this file, of the text in which this is all zeros."""
     algorithm: str
-    """Of all digests."""
+    """The algorithm of all digests."""
     save: str
     """Id of the export, which stands in the weight files too."""
     weights: list[str]

@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class _Finding(msgspec.Struct):
-    """What one worker says of the checkpoint."""
+    """The answer of one worker about the checkpoint."""
 
     data: str
-    """Name of its data; "" if it has gone, because another save replaced it meanwhile."""
+    """The name of its data; "" if it has gone, because another save replaced it meanwhile."""
     error: str
 
 
@@ -71,7 +71,7 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _exchanged(own: _Finding, device: Device) -> list[_Finding]:
-    """Of all workers."""
+    """Return the findings of all workers."""
     if not dist.is_initialized():
         return [own]
     sent = exchange_bytes(msgspec.json.encode(own), device.torch_device)

@@ -26,25 +26,25 @@ _UNFINISHED = re.compile(r"\.manifest\.json\.[a-z0-9_]{8}")
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: str
     seal: str = ""
-    """Digest of this file, of the text in which this is all zeros."""
+    """The digest of this file, of the text in which this is all zeros."""
     algorithm: str = ""
-    """Of all digests."""
+    """The algorithm of all digests."""
     data: str
-    """Name of the folder that has the files: "data-" and the id of the save."""
+    """The name of the folder that has the files: "data-" and the id of the save."""
     groups: list[str]
-    """Start of the files' names, such as "weights"."""
+    """The start of the files' names, such as "weights"."""
     num_parts: int
     """Files of each group."""
     state: dict[str, Any]
-    """Plain values: step, version, optimizer hyper-parameters, schedulers, the user's own."""
+    """The plain values: step, version, optimizer hyper-parameters, schedulers, the user's own."""
 
     @property
     def stamp(self) -> Stamp | None:
-        """What every file must say; None of a checkpoint without digests."""
+        """The stamp that every file must have; None for a checkpoint without digests."""
         return Stamp(self.data.removeprefix("data-"), self.algorithm) if self.schema == SCHEMA else None
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """By group, each in the order of the ranks that wrote them."""
+        """Return the files by group, each in the order of the ranks that wrote them."""
         return {
             group: [folder / self.data / f"{group}-{rank}.safetensors" for rank in range(self.num_parts)]
             for group in self.groups
@@ -113,7 +113,7 @@ def write_manifest(folder: Path, text: bytes) -> None:
 
 
 def committed(folder: Path) -> str:
-    """Name of the data folder of the last complete checkpoint; "" if there is none that can be read."""
+    """Return the name of the data folder of the last complete checkpoint, "" if there is none that can be read."""
     try:
         return read_manifest(folder).data
     except (FileNotFoundError, DamageError, CheckpointError):

@@ -1,4 +1,4 @@
-"""What ``TrainEngine.save(folder, blocking=False)`` returns."""
+"""The handle that ``TrainEngine.save(folder, blocking=False)`` returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PendingSave:
         self._was_seen = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if it has ended, well or not."""
         if not self._has_ended:
             try:
                 return all(self._is_over())
@@ -62,7 +62,7 @@ class PendingSave:
         return self._seconds
 
     wait = result
-    """As torch's futures call it."""
+    """The name that torch's futures have for it."""
 
     def settle(self) -> None:
         """Wait for its end, and raise nothing of it."""
@@ -83,7 +83,7 @@ class PendingSave:
 
     @property
     def unseen_error(self) -> CheckpointError | None:
-        """What it failed with, if nobody has had that from ``result``."""
+        """The error that it failed with, if nobody has had that from ``result``."""
         return None if self._was_seen else self._error
 
     @property

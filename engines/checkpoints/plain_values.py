@@ -20,9 +20,9 @@ _ACCEPTED = (
     "None, True and False, whole numbers, finite floats, str, and lists and dicts of these, the dicts with keys of str"
 )
 _MOST_LEVELS = 100
-"""What reads a manifest has a limit too."""
+"""The reader of a manifest has a limit too."""
 _LONGEST = 80
-"""Characters of a value in a message."""
+"""The number of characters of a value in a message."""
 _TAG = "!"
 
 
@@ -99,7 +99,7 @@ def _split(value: Any) -> tuple[str, Any] | None:
 
 
 def _simple(value: Any, path: str) -> Any:
-    """One that is no list or dict; of a class that is derived, such as an enum, the plain value that equals it."""
+    """Return a value that is no list or dict; for one of a derived class, such as an enum, its plain equal."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -125,7 +125,7 @@ def _is_text(value: str) -> bool:
 
 
 def _advice(value: Any) -> str:
-    """What to save instead."""
+    """Say what to save instead."""
     ways: list[tuple[bool, str]] = [
         (isinstance(value, float), "leave it out, or give it as text: str(value)"),
         (isinstance(value, str), "give text that UTF-8 can hold"),

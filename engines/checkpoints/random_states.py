@@ -20,7 +20,10 @@ _NAMES = ("cpu", "device", "python", "gauss")
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """Of this rank; Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given."""
+    """Return the states of this rank.
+
+    Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given.
+    """
     _, internal, gauss = random.getstate()
     states = (
         torch.get_rng_state(),
@@ -32,7 +35,7 @@ def random_states(device: Device) -> dict[str, Tensor]:
 
 
 def random_states_of(device: Device) -> str:
-    """What they can be given back to."""
+    """Say which workers the states can be given back to."""
     size = _world()[1]
     return f"{size} {device.type} worker{'s' * (size > 1)}"
 
@@ -99,5 +102,5 @@ def _file(rank: int) -> Path:
 
 
 def _world() -> tuple[int, int]:
-    """Rank and size."""
+    """Return rank and size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -24,10 +24,10 @@ from rlcore.nn import safetensors_library
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _SHAPES = "rlcore.shapes"
-"""Of the whole tensors, by name."""
+"""The shapes of the whole tensors, by name."""
 _METADATA = {"DCP_VERSION": "1.0", "format": "pt"}
 OF_EACH_RANK = "rank-"
-"""Start of the names of tensors that each rank has for itself."""
+"""The start of the names of tensors that each rank has for itself."""
 
 
 class _Offsets(msgspec.Struct):
@@ -35,14 +35,14 @@ class _Offsets(msgspec.Struct):
 
 
 class Part(NamedTuple):
-    """What one rank holds of a tensor."""
+    """The part of a tensor that one rank holds."""
 
     tensor: Tensor
     """Contiguous."""
     offset: list[int]
-    """Of its first element in the whole tensor."""
+    """The index of its first element in the whole tensor."""
     shape: Sequence[int]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
 
 
 class SavedTensor:
@@ -72,7 +72,7 @@ class SavedTensor:
         return covers_once(self.shape, [(offset, _end(offset, found)) for offset, found in self._parts])
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """That slice of every dimension (None is all), in the dtype of the file, in memory of its own."""
+        """Read that slice of every dimension (None is all), in the dtype of the file, in memory of its own."""
         wanted = box or tuple(slice(0, size) for size in self.shape)
         if not wanted:
             scalar: Tensor = self._parts[0][1][...]
@@ -121,7 +121,7 @@ def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
 
 
 def parts_of(named: Mapping[str, Tensor]) -> dict[str, Part]:
-    """What this rank holds of each tensor and is to write: nothing of those that another rank holds too and writes."""
+    """Return what this rank is to write of each tensor: nothing of those that another rank holds too and writes."""
     own = {
         name: Part(local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)], tensor.shape)
         for name, tensor in named.items()
@@ -149,7 +149,7 @@ def write_parts(
 
 
 def open_parts(files: Sequence[Path], stamp: Stamp | None) -> dict[str, SavedTensor]:
-    """The tensors of several files by name; nothing of their data is read yet.
+    """Return the tensors of several files by name; nothing of their data is read yet.
 
     Args:
         stamp: what each file must say of itself; None if they have no digests.

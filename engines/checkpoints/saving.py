@@ -44,7 +44,7 @@ class Saver:
     def save(
         self, folder: Path, captured: Captured, *, blocking: bool, algorithm: str = "xxh3_128"
     ) -> tuple[str, float]:
-        """Name of the checkpoint's data, and seconds; of one in the background until training can go on.
+        """Return the name of the checkpoint's data, and seconds: in the background until training can go on.
 
         Args:
             algorithm: of the digests.
@@ -94,18 +94,18 @@ class Saver:
         return background.ended - background.started
 
     def is_over(self) -> bool:
-        """Whether ``end`` would not have to wait, for any worker."""
+        """Return True if ``end`` would not have to wait, for any worker."""
         is_going_on = self._background is not None and self._background.thread.is_alive()
         return not self._any(is_going_on)
 
     def wait(self) -> None:
-        """Until this worker has written."""
+        """Wait until this worker has written."""
         if self._background is not None:
             self._background.thread.join()
 
     @contextmanager
     def _together(self, save: Save) -> Iterator[None]:
-        """Where one worker fails, all raise."""
+        """Make all workers raise where one fails."""
         failure: Exception | None = None
         try:
             yield
@@ -114,12 +114,13 @@ class Saver:
         if not self._any(failure is not None):
             return
         save.discard()
-        kept = f"the previous checkpoint in {save.folder} is intact" if committed(save.folder) else "nothing is left"
+        has_previous = bool(committed(save.folder))
+        kept = f"the previous checkpoint in {save.folder} is intact" if has_previous else "nothing of it is left"
         cause = "another worker failed" if failure is None else failure
         raise CheckpointError(f"cannot write the checkpoint {save.folder}: {cause}; {kept}") from failure
 
     def _any(self, flag: bool) -> bool:
-        """Whether it holds on any worker."""
+        """Return True if it holds on any worker."""
         if not dist.is_initialized():
             return flag
         count = torch.tensor(int(flag), device=self._device.torch_device)
@@ -127,7 +128,7 @@ class Saver:
         return bool(count)
 
     def _agreed_name(self) -> str:
-        """New, and the same on all workers."""
+        """Return a name that is new, and the same on all workers."""
         chosen = torch.tensor(uuid.uuid4().int >> 80)
         if dist.is_initialized():
             chosen = chosen.to(self._device.torch_device)

@@ -31,32 +31,32 @@ from rlcore.tensor_data import host_bytes
 
 _PIECE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-"""Hashed, and then written out of the processor's cache: so the digest costs next to nothing."""
+"""The bytes that are hashed and then written out of the processor's cache: so the digest costs next to nothing."""
 _ALIGNMENT = 8
-"""Of the first tensor in the file; those of wider elements come first, so that each is aligned to its own."""
+"""The alignment in bytes of the first tensor; wider elements come first, so that each tensor is aligned to its own."""
 _LONGEST_HEADER = 100_000_000
-"""As the library has it."""
+"""The limit that the library has."""
 Layout = tuple[torch.dtype, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What all files of one save have in common."""
+    """The marks that all files of one save have in common."""
 
     save: str
     """Its id: 12 hexadecimal digits."""
     algorithm: str = "xxh3_128"
-    """Of the digests."""
+    """The algorithm of the digests."""
 
 
 def file_order(layout: tuple[str, Layout]) -> tuple[int, str]:
-    """Key to sort names with."""
+    """Return a key to sort names with."""
     name, (dtype, _) = layout
     return -dtype.itemsize, name
 
 
 def host_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Its bytes as uint8 tensors in host memory, one behind the other."""
+    """Yield its bytes as uint8 tensors in host memory, one behind the other."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     yield from (part.cpu() for part in torch.split(flat, _PIECE_BYTES))
 
@@ -109,7 +109,7 @@ def _write_tensor(opened: BinaryIO, pieces: Iterable[Tensor], digest: Any) -> st
 def _header(
     layouts: Mapping[str, Layout], metadata: Mapping[str, str], name: str, stamp: Stamp, digests: Mapping[str, str]
 ) -> bytes:
-    """As long whatever the digests are."""
+    """Return the header, which is as long whatever the digests are."""
     own = {
         "rlcore.seal": blank(stamp.algorithm),  # first: none of the others can be taken for it
         "rlcore.algorithm": stamp.algorithm,
@@ -130,7 +130,7 @@ def _header(
 
 @functools.cache
 def _code(dtype: torch.dtype) -> str:
-    """The format's name of a dtype."""
+    """Return the format's name of a dtype."""
     written = safetensors_library().torch.save({"any": torch.empty(0, dtype=dtype)})
     code: str = msgspec.json.decode(written[8:])["any"]["dtype"]
     return code
@@ -140,7 +140,7 @@ def _code(dtype: torch.dtype) -> str:
 
 
 class _Entry(msgspec.Struct):
-    """Of a tensor in the header."""
+    """The entry of a tensor in the header."""
 
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -162,14 +162,14 @@ class TensorFile:
             header = msgspec.json.decode(text[8:], type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
             self.is_sealed = "rlcore.seal" in self.metadata
-            """False of files that have no digests: those of rlcore.checkpoint/3."""
+            """It is False for files that have no digests: those of rlcore.checkpoint/3."""
             self._check_seal(text)
             self.entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
             self._digests = msgspec.json.decode(self.metadata.get("rlcore.digests", "{}"), type=dict[str, str])
         self._start = len(text)
 
     def _header_text(self) -> bytes:
-        """With the eight bytes of its length before it."""
+        """Read the header with the eight bytes of its length before it."""
         with self.path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             length = opened.read(8)
@@ -187,7 +187,7 @@ class TensorFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
+        """The number of bytes of all tensors."""
         return max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
     def check_origin(self, stamp: Stamp) -> None:
@@ -196,7 +196,9 @@ class TensorFile:
             raise DamageError(self.path, "it has no digests, and the files of its save have")
         save, name, algorithm = (self.metadata.get(f"rlcore.{key}") for key in ("save", "file", "algorithm"))
         if (save, name, algorithm) != (stamp.save, self.path.name, stamp.algorithm):
-            raise DamageError(self.path, f"it is {name} of the save {save}, which is not {stamp.save}'s own")
+            raise DamageError(
+                self.path, f"it is {name} of the save {save}, where {self.path.name} of the save {stamp.save} belongs"
+            )
 
     def check_data(self) -> None:
         """Compare every tensor with its digest, and the file's size with its header; read piece by piece.

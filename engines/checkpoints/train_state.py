@@ -32,24 +32,24 @@ class OptimizerState(msgspec.Struct):
     """One optimizer's plain values."""
 
     values: dict[int, dict[str, Any]]
-    """By the parameter's number and the value's name."""
+    """The values by the parameter's number and the value's name."""
     groups: list[dict[str, Any]]
 
 
 class PlainState(msgspec.Struct):
-    """What a training checkpoint has beside tensors."""
+    """The plain values that a training checkpoint has beside tensors."""
 
     optimizers: dict[str, OptimizerState]
     schedulers: dict[str, dict[str, Any]]
     random_states_of: str
-    """Number and kind of the workers."""
+    """The number and kind of the workers."""
     extra: dict[str, Any]
     """The user's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What a module is to have: all of it has been found right for it."""
+    """A state that has been found right for a module, all of it."""
 
     tensors: Mapping[str, Mapping[str, SavedTensor]]
     plain: PlainState
@@ -58,7 +58,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What to save: tensors by group and name, as this worker holds them, and plain state."""
+    """The state to save: tensors by group and name, as this worker holds them, and plain state."""
 
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]

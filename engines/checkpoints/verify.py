@@ -1,4 +1,4 @@
-"""What is in a folder that a save or an export wrote, file by file, and whether it is as it was written."""
+"""A report of a folder that a save or an export wrote: what is in it, and what is not as it was written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FileReport:
     tensors: int
     """0 of a file without any, or that cannot be read."""
     bytes: int
-    """Of the file; 0 if it is not there."""
+    """The bytes of the file; 0 if it is not there."""
     error: str
     """"" if it is as it was written."""
 
@@ -36,14 +36,14 @@ class VerifyReport:
     folder: str
     format: str
     save: str
-    """Id of the save or export."""
+    """The id of the save or export."""
     digest: str
-    """Algorithm of the digests; "" if there are none."""
+    """The algorithm of the digests; "" if there are none."""
     files: list[FileReport]
     errors: list[str]
-    """What is wrong beyond single files: parts of tensors that do not fit together."""
+    """Damage beyond single files: parts of tensors that do not fit together."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Plain values of a checkpoint; yours are in ``extra``."""
+    """The plain values of a checkpoint; yours are in ``extra``."""
 
     @property
     def is_whole(self) -> bool:

@@ -171,6 +171,10 @@ class Fsdp2Worker(TrainExecutor):
                     f"load_state_dict() does not round {name} from {state[name].dtype} to {weight.view.dtype}; "
                     "convert it first"
                 )
+            if _has_nan(state[name]):
+                raise InvalidInputError(
+                    f"load_state_dict() got NaN in {name}; give weights that are numbers, and nothing is changed"
+                )
         if computed := [name for name, weight in own.items() if not weight.parts]:
             raise UnsupportedError(
                 f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
@@ -244,3 +248,8 @@ def _check_optimizers(module: TrainModule) -> None:
                 f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
                 "torch has no such kernel for sharded parameters; leave fused out",
             )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # of some float8 torch cannot tell it
+    return bool(numbers.isnan().any())

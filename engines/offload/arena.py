@@ -71,6 +71,7 @@ class Arena:
         self._free: list[Block] = []  # by size
         self._limit_bytes: int | None = None
         self._growing_bytes = 0
+        self._num_trims = 0
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -117,7 +118,8 @@ class Arena:
             self._check_room(missing)
             self._growing_bytes += missing
             self._failure = None
-        threading.Thread(target=self._grow, args=(missing,), name="rlcore-offload-arena", daemon=True).start()
+            arguments = missing, self._num_trims
+        threading.Thread(target=self._grow, args=arguments, name="rlcore-offload-arena", daemon=True).start()
         return True
 
     def wait(self) -> None:
@@ -127,19 +129,29 @@ class Arena:
             self._raise_failure()
 
     def trim(self) -> int:
-        """Give the slabs of which nothing is lent back to the host; their bytes."""
+        """Give the slabs of which nothing is lent back to the host; their bytes.
+
+        A slab that is still being allocated goes back as soon as it is there: ``trim`` does not wait for it, as the
+        garbage collector may call it in the very thread that allocates.
+        """
         with self._changed:
+            self._num_trims += 1
+            self._growing_bytes = 0
+            self._changed.notify_all()
             unused = [slab for slab in self._slabs if not slab.num_lent]
             self._slabs = [slab for slab in self._slabs if slab.num_lent]
             self._free = [block for block in self._free if block.slab.num_lent]
         freed = sum(slab.tensor.numel() for slab in unused)
         for slab in unused:
-            buffer = slab.buffer
-            del slab.tensor, slab.buffer
-            if buffer is not None:
-                with contextlib.suppress(StateError):  # a traceback still holds a view: unmapped when that goes
-                    self._device.memory.host_free(buffer)
+            self._give_back(slab)
         return freed
+
+    def _give_back(self, slab: Slab) -> None:
+        buffer = slab.buffer
+        del slab.tensor, slab.buffer
+        if buffer is not None:
+            with contextlib.suppress(StateError):  # a traceback still holds a view: unmapped when that goes
+                self._device.memory.host_free(buffer)
 
     # --------------------------------------------------------------------------------------------- lending
 
@@ -180,23 +192,33 @@ class Arena:
                     f"{remedy}, offload fewer tags, or release with meta() what need not come back"
                 )
 
-    def _grow(self, missing: int) -> None:
+    def _grow(self, missing: int, num_trims: int) -> None:
+        """Allocate ``missing`` bytes; none after the arena was trimmed once more than ``num_trims`` times."""
         try:
             while missing:
                 nbytes = min(missing, _SLAB_BYTES)
                 slab = self._new_slab(nbytes)
-                with self._changed:
-                    self._slabs.append(slab)
-                    self._free.extend(Block(part, slab) for part in torch.split(slab.tensor, BLOCK_BYTES))
-                    self._free.sort(key=_nbytes)
-                    self._growing_bytes -= nbytes
-                    self._changed.notify_all()
+                if not self._has_taken(slab, num_trims):
+                    self._give_back(slab)
+                    return
                 missing -= nbytes
         except BaseException as error:  # taken up by whoever waits
             with self._changed:
-                self._growing_bytes -= missing
-                self._failure = error
-                self._changed.notify_all()
+                if self._num_trims == num_trims:
+                    self._growing_bytes -= missing
+                    self._failure = error
+                    self._changed.notify_all()
+
+    def _has_taken(self, slab: Slab, num_trims: int) -> bool:
+        with self._changed:
+            if self._num_trims != num_trims:
+                return False
+            self._slabs.append(slab)
+            self._free.extend(Block(part, slab) for part in torch.split(slab.tensor, BLOCK_BYTES))
+            self._free.sort(key=_nbytes)
+            self._growing_bytes -= slab.tensor.numel()
+            self._changed.notify_all()
+            return True
 
     def _new_slab(self, nbytes: int) -> Slab:
         try:

@@ -5,6 +5,7 @@ Not the machine's total: a virtual machine may grow its memory, and a container 
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list
     """Of the control groups this process is in, versions 1 and 2, their parents included; those without are absent."""
     found = (_limit_of(folder) for folder in _groups(root, membership))
     return [limit for limit in found if limit is not None]
+
+
+def physical_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def lock_limit_bytes() -> int | None:

@@ -85,7 +85,15 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 POLICIES: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}, {"activation_checkpointing": "selective"}]
-each_policy = pytest.mark.parametrize("options", POLICIES, ids=["kept", "recomputed", "selective"])
+POLICY_NAMES = ["kept", "recomputed", "selective"]
+each_policy = pytest.mark.parametrize("options", POLICIES, ids=POLICY_NAMES)
+
+
+def each_policy_compiled(quick: str) -> pytest.MarkDecorator:
+    """The others are left to `make test-all`: the compiler takes longer than all else."""
+    pairs = zip(POLICIES, POLICY_NAMES, strict=True)
+    params = [pytest.param(x, id=name, marks=() if name == quick else pytest.mark.slow) for x, name in pairs]
+    return pytest.mark.parametrize("options", params)
 
 
 @pytest.mark.usefixtures("alone")
@@ -108,7 +116,7 @@ def test_loss_and_gradients_are_those_of_fsdp(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@each_policy
+@each_policy_compiled(quick="selective")
 def test_compiled_blocks_compute_the_same_in_one_graph(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -263,7 +271,7 @@ _relu: Any = torch.compiler.disable(torch.relu)
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@each_policy
+@each_policy_compiled(quick="recomputed")
 @pytest.mark.parametrize("is_alone", [False, True], ids=["in its tree", "alone"])
 def test_a_compiled_block_in_pieces_computes_the_same(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], is_alone: bool

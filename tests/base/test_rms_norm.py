@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,14 @@ from torch import Tensor, nn
 
 from rlcore import rms_norm
 from rlcore.registry import OpImplementation, registry
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
 
 CPU = torch.device("cpu")
 _calls: list[str] = []
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +33,7 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
+        wide = widened(hidden)
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * normal.to(hidden.dtype)
 
@@ -36,9 +42,9 @@ class AddingRMSNorm(RMSNorm):
     """As Gemma's."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
+        wide = widened(hidden)
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return ((1 + self.weight.float()) * normal).to(hidden.dtype)
+        return ((1 + widened(self.weight)) * normal).to(hidden.dtype)
 
 
 class GivenRMSNorm(RMSNorm):
@@ -86,11 +92,18 @@ def _forget() -> Iterator[None]:
     rms_norm.choose.cache_clear()
 
 
-def results(module: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def results(
+    module: nn.Module, dtype: torch.dtype = torch.float32, *, rounded_to: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, gradient = torch.randn(5, 24, generator=generator), torch.randn(5, 24, generator=generator)
-    output = module(x := x.to(dtype).requires_grad_())
-    return [output.detach(), *torch.autograd.grad((output.float() * gradient).sum(), [x, module.weight])]
+    output = module(x := x.to(rounded_to).to(dtype).requires_grad_())
+    return [output.detach(), *torch.autograd.grad((widened(output) * gradient).sum(), [x, module.weight])]
+
+
+def in_float64(norm: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What results are near to, of inputs rounded to ``dtype``."""
+    return results(copy.deepcopy(norm).double(), torch.float64, rounded_to=dtype)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -106,13 +119,13 @@ def test_an_operator_that_gives_the_same_runs(
     register(monkeypatch, "right")
     norm = copy.deepcopy(norm).to(dtype)
     expected, names = results(norm, dtype), list(norm.state_dict())
-    twin, tolerance = copy.deepcopy(norm), 3e-2 if dtype == torch.bfloat16 else 1e-5
+    twin, exact = copy.deepcopy(norm), in_float64(norm, dtype)
     rms_norm.use_device_norms(twin, CPU)
     assert type(twin) is type(norm) and list(twin.state_dict()) == names
     results(twin, dtype)
     _calls.clear()
     for module in (twin, copy.deepcopy(twin)):  # a copy asks with its own weight
-        torch.testing.assert_close(results(module, dtype), expected, rtol=tolerance, atol=tolerance)
+        assert_as_accurate(results(module, dtype), expected, exact)
     assert _calls == ["right"] * 2, "and it is not tried again"
     assert said(caplog) == "right runs"
 
@@ -154,7 +167,8 @@ def test_a_norm_of_another_kind_keeps_its_own(
     rms_norm.use_device_norms(norm, CPU)
     results(norm, dtype)
     _calls.clear()
-    torch.testing.assert_close(results(norm, dtype), expected, rtol=0, atol=0)
+    for found, own in zip(results(norm, dtype), expected, strict=True):
+        assert_same_bits(found, own)  # its own forward
     assert not _calls and reason in said(caplog)
 
 
@@ -163,7 +177,8 @@ def test_instances_of_a_class_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     for doubles in (False, True):
         norm = GivenRMSNorm(doubles)
         rms_norm.use_device_norms(norm, CPU)
-        torch.testing.assert_close(norm(torch.ones(1, 24)), norm.weight[None] * (1 + doubles), rtol=1e-5, atol=0)
+        exact = norm.weight.double()[None] * (1 + doubles) / math.sqrt(1 + norm.variance_epsilon)
+        assert_within_rounding(norm(torch.ones(1, 24)), exact, terms=32)  # 24 squares, and what is done with their sum
 
 
 class Biased(RMSNorm):
@@ -195,9 +210,11 @@ def test_compiled_under_autocast_and_of_fake_tensors_its_own_forward_runs(monkey
     norm = RMSNorm()
     expected = results(norm)
     rms_norm.use_device_norms(norm, CPU)
-    torch.testing.assert_close(results(torch.compile(norm, backend="eager", fullgraph=True)), expected)
+    ways = [results(torch.compile(norm, backend="eager", fullgraph=True))]
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(results(norm), expected)
+        ways.append(results(norm))
+    for found in ways:
+        assert all(map(torch.equal, found, expected)), "the same operations"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert norm(mode.from_tensor(torch.ones(2, 24))).shape == (2, 24)
     assert norm(torch.ones(0, 24)).shape == (0, 24)
@@ -217,10 +234,10 @@ def test_it_is_recomputed_and_first_asked_for_without_gradients(monkeypatch: pyt
     register(monkeypatch, "right")
     block = Block()
     block.weight = block.norm.weight
-    expected = results(block)
+    expected, exact = results(block), in_float64(block.norm)
     rms_norm.use_device_norms(block, CPU)
     with torch.inference_mode():
         block.norm(torch.ones(1, 24))
     _calls.clear()
-    torch.testing.assert_close(results(block), expected)
+    assert_as_accurate(results(block), expected, exact)
     assert _calls == ["right"] * 2

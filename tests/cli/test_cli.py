@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import pty
 import re
@@ -28,6 +29,7 @@ from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import run_case
 from rlcore.bench.result import Calibration, read
 from rlcore.bench.system import new_record
+from rlcore.console import print_json
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 from tests.warm import warm
@@ -69,6 +71,14 @@ def test_json_is_all_there_is_on_stdout(rlcore_command: Run, arguments: list[str
     result = rlcore_command(*arguments, env={"RLCORE_LOG_LEVEL": "DEBUG"})
     assert result.returncode == 0, result.stderr
     assert expected.items() <= json.loads(result.stdout).items()
+
+
+def test_json_has_null_for_what_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"noise": math.inf, "rows": [{"p": math.nan}, (-math.inf, 1.5)], "is": True}
+    print_json(found)
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "noise": None, "rows": [{"p": None}, [None, 1.5]], "is": True,
+    }  # fmt: skip
 
 
 def test_devices_as_json_holds_every_device_with_its_capabilities(rlcore_command: Run) -> None:
@@ -204,7 +214,7 @@ def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, argum
     ("arguments", "error"),
     [
         (["ops", "explain", "matmul"], "no operator 'matmul'; registered: "),
-        (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be a torch dtype such as bfloat16"),
+        (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
         (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
@@ -238,6 +248,14 @@ def test_help_names_every_command(rlcore_command: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- bench
+
+
+def test_bench_list_without_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.torch_import._failure", lambda: ImportError("libtorch.so: not here"))
+    found = CliRunner().invoke(cli.app, ["bench", "list"])
+    assert (found.exit_code, found.stdout) == (1, "")
+    told = "import torch failed: ImportError: libtorch.so: not here; `rlcore doctor` says what to do"
+    assert str(found.exception) == told
 
 
 def test_bench_list_names_the_cases() -> None:

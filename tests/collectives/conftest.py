@@ -168,7 +168,7 @@ def on_ranks(ranks: Ranks) -> OnRanks:
     return ranks.run
 
 
-@pytest.fixture(params=["cpu-2", "cpu-3", pytest.param("cuda-2", marks=pytest.mark.multigpu)])
+@pytest.fixture(params=["cpu-3", pytest.param("cuda-2", marks=pytest.mark.multigpu)])
 def world(request: pytest.FixtureRequest) -> tuple[str, int]:
     """(kind of device, world size)."""
     device, _, size = request.param.partition("-")

@@ -154,10 +154,6 @@ MISFITS = {
         {**ONE, "a": torch.eye(2).to_sparse()},
         r"on rank 1, \['a'\] must be a plain dense tensor, got one of layout torch.sparse_coo; give its to_dense\(\)",
     ),
-    "nested": (
-        {**ONE, "a": torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)},
-        r"on rank 1, \['a'\] must be a plain dense tensor, got NestedTensor; of a DTensor give its to_local\(\)",
-    ),
     "subclass": (
         {**ONE, "a": Masked(torch.ones(2))},
         r"on rank 1, \['a'\] must be a plain dense tensor, got Masked; of a DTensor give its to_local\(\)",

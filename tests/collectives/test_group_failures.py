@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from rlcore.collectives import rendezvous
 from rlcore.collectives.groups import new_group
 from rlcore.collectives.rendezvous import Meeting, _own_card
 from rlcore.errors import (
@@ -103,15 +103,16 @@ def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
     assert isinstance(error.value, TimeoutError)
 
 
-def test_a_rank_given_twice_is_told_so(tmp_path: Path) -> None:
+def test_a_rank_given_twice_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     store.add("rlcore/g/1/joined/0", 1)  # another process
     with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already .*new folder or name"):
         new_group("cpu", rank=0, world_size=1, rendezvous=store, name="g")
-    # What a killed run leaves in a folder.
+    # What a killed run leaves in a folder is there for the next one, which begins to count groups again.
     Meeting(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
-    leftover = run_python_with_group(tmp_path)
-    assert "rank 0 of group 'g' has joined already" in leftover
+    monkeypatch.setattr(rendezvous, "_num_met", Counter())
+    with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already"):
+        new_group("cpu", rank=0, world_size=1, rendezvous=tmp_path, name="g")
 
 
 def leave_card(folder: Path, pid: int, started: int | None) -> None:
@@ -136,15 +137,6 @@ def test_a_rank_that_was_killed_before_the_others_came_is_named(tmp_path: Path, 
     assert error.value.ranks == (1,)
     assert time.monotonic() - began < 60.0, "and not the timeout"
     assert not list(tmp_path.iterdir()), "the last living rank left, and what was written is still there"
-
-
-def run_python_with_group(folder: Path) -> str:
-    """Standard error of a new process that joins, as its first, the group of this name."""
-    code = (
-        "from rlcore.collectives.groups import new_group\n"
-        f"new_group('cpu', rank=0, world_size=1, rendezvous={str(folder)!r}, name='g')"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
 
 
 def join_with(rank: Any, what: str) -> str:
@@ -178,7 +170,7 @@ def fail_to_arrive(rank: Any, world_size: int) -> tuple[str, tuple[int, ...], fl
         rank.hear("late-0-comes", "late-2-comes")
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as error:
-            group.barrier(timeout_s=2.0)
+            group.barrier(timeout_s=5.0)
         waited = time.monotonic() - began
         with pytest.raises(
             StateError, match=r"barrier of group 'late' .* which has failed \(barrier: barrier of group"
@@ -196,10 +188,10 @@ def test_a_barrier_names_the_rank_that_did_not_come(on_ranks: Any) -> None:
     for rank in (0, 2):
         text, absent, waited = answers[rank]
         assert text == (
-            f"barrier of group 'late' (rank {rank} of 3, cpu:{rank}) did not end within 2 s: rank 1 did not arrive"
+            f"barrier of group 'late' (rank {rank} of 3, cpu:{rank}) did not end within 5 s: rank 1 did not arrive"
         )
         assert absent == (1,)
-        assert waited < 20.0, "and not the timeout of the group"
+        assert waited < 25.0, "and not the timeout of the group"
 
 
 def call_another(rank: Any) -> str:
@@ -207,62 +199,10 @@ def call_another(rank: Any) -> str:
         if rank.rank == 2:
             group.all_to_all([torch.ones(1)] * 3, sizes=[1, 1, 1])
         else:
-            group.barrier(timeout_s=2.0)
+            group.barrier(timeout_s=5.0)
     return str(error.value)
 
 
 def test_a_rank_in_another_operation_is_named(on_ranks: Any) -> None:
     texts = on_ranks(call_another, 3)
     assert any("rank 2 waits in all_to_all" in text for text in texts[:2]), texts
-
-
-def die_in(rank: Any, operation: str) -> tuple[str, tuple[int, ...], float] | None:
-    group = rank.new_group("cpu", 3, f"mortal-{operation}", timeout_s=90.0)
-    group.barrier()
-    if rank.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(PeerDiedError) as error:
-        if operation == "recv" and rank.rank == 0:
-            group.recv(torch.ones(1), 1)
-        else:
-            group.all_reduce(torch.ones(1_000_000))
-    seconds = time.monotonic() - began
-    group.destroy()
-    rank.say(f"mortal-{operation}-{rank.rank}-goes")
-    rank.hear(*(f"mortal-{operation}-{number}-goes" for number in (0, 2)))
-    assert not (rank.folder / f"mortal-{operation}-1").exists(), "what was written is left behind"
-    return str(error.value), error.value.ranks, seconds
-
-
-def give_up(rank: Any, error_type: type[BaseException]) -> tuple[str, tuple[int, ...]]:
-    try:
-        with rank.new_group("cpu", 3, f"given-up-{error_type.__name__}", timeout_s=90.0) as group:
-            if rank.rank == 1:
-                raise error_type("mine")
-            group.all_reduce(torch.ones(1))
-    except CollectiveError as error:
-        return str(error), error.ranks
-    except error_type:
-        return "", ()
-    raise AssertionError("no error")
-
-
-@pytest.mark.parametrize("error_type", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_rank_that_gave_up_is_named_with_its_reason(error_type: type[BaseException], on_ranks: Any) -> None:
-    for text, ranks in on_ranks(give_up, 3, error_type)[::2]:
-        assert text.count(f"; before, rank 1 gave up: {error_type.__name__}('mine')") == 1
-        assert 1 in ranks
-
-
-@pytest.mark.parametrize("operation", ["all_reduce", "recv"])
-def test_a_rank_whose_process_was_killed_is_named_at_once(operation: str, on_ranks: Any) -> None:
-    answers = on_ranks(die_in, 3, operation, may_end=(1,))
-    assert answers[1] is None
-    for rank in (0, 2):
-        text, dead, seconds = answers[rank]
-        assert "of group 'mortal" in text
-        assert "rank 1 (process " in text
-        assert text.endswith("has ended; destroy() the group and make one without it")
-        assert dead == (1,)
-        assert seconds < 30.0, "and not the timeout of the group"

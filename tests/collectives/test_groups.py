@@ -420,7 +420,6 @@ def cycle(rank: Any, device: str, num_cycles: int) -> list[dict[str, int]]:
     ("device", "num_cycles"),
     [
         ("cpu", 20),
-        pytest.param("cpu", 200, marks=pytest.mark.slow),
         pytest.param("cuda", 30, marks=pytest.mark.multigpu),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.collectives.reduction import fold
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
+from tests.accuracy import assert_within_rounding
 
 # Rows are ranks. Small powers of two, so that sums and products of 8-bit floats are exact where they are not rounded.
 REAL = [[1.0, -2.0, 0.5, 4.0, 0.0], [2.0, 1.0, -0.5, 4.0, 1.0], [1.0, 4.0, 0.5, -1.0, 2.0]]
@@ -38,30 +39,34 @@ def values(op: str, dtype: torch.dtype) -> list[list[Any]]:
     return [[low, high, 7, 5, 12], [1, 2, high - 1, 6, 10], [3, high, 0, 3, 9]]
 
 
-def expected(op: str, dtype: torch.dtype, world_size: int) -> Tensor:
-    """By Python's own numbers, which neither round nor wrap."""
+def expected(op: str, dtype: torch.dtype, world_size: int) -> tuple[Tensor, Tensor]:
+    """By Python's own numbers, which neither round nor wrap: the result, and the sum (product) of magnitudes."""
     columns = list(zip(*values(op, dtype)[:world_size], strict=True))
     if op == "premul_sum":
         columns = [tuple(value * (rank + 1) for rank, value in enumerate(column)) for column in columns]
     results = [functools.reduce(PYTHON[op], column) for column in columns]
+    sizes = torch.tensor([float(functools.reduce(PYTHON[op], map(abs, column))) for column in columns])
     if dtype == torch.bool:
-        return torch.tensor([bool(result) for result in results])
+        return torch.tensor([bool(result) for result in results]), sizes
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64
-        return (torch.tensor(results, dtype=wide) / (world_size if op == "avg" else 1)).to(dtype)
+        num = world_size if op == "avg" else 1
+        return torch.tensor(results, dtype=wide) / num, sizes.double() / num
     if op == "avg":
         results = [abs(result) // world_size * (1 if result > 0 else -1) for result in results]
     info = torch.iinfo(dtype)
-    return torch.tensor([(result - info.min) % 2**info.bits + info.min for result in results], dtype=dtype)
+    return torch.tensor([(result - info.min) % 2**info.bits + info.min for result in results], dtype=dtype), sizes
 
 
-def assert_same(got: Tensor, want: Tensor, what: str) -> None:
-    if want.dtype.is_floating_point or want.dtype.is_complex:
-        wide = torch.complex128 if want.dtype.is_complex else torch.float64
-        eps = torch.finfo(want.dtype).eps
-        torch.testing.assert_close(got.to(wide), want.to(wide), rtol=eps, atol=0, msg=lambda text: f"{what}: {text}")
-    else:
+def assert_same(got: Tensor, want: Tensor, sizes: Tensor, op: str, what: str) -> None:
+    if not want.dtype.is_floating_point and not want.dtype.is_complex:
         assert got.tolist() == want.tolist(), what
+        return
+    terms = 0 if op in ("min", "max") else 4  # of up to three ranks; an average is divided too
+    if got.dtype.is_complex:  # a product of two has two products in each part, and a sum
+        got, want, sizes = torch.view_as_real(got), torch.view_as_real(want), sizes.unsqueeze(-1).expand(-1, 2)
+        terms *= 3
+    assert_within_rounding(got, want, terms=terms, magnitude=sizes, what=what)
 
 
 def reduce_everything(rank: Any, device: str, world_size: int) -> int:
@@ -79,16 +84,18 @@ def reduce_everything(rank: Any, device: str, world_size: int) -> int:
                 with pytest.raises(UnsupportedError, match=f"^{op} of {str(dtype)[6:]} over group .*{how.reason}"):
                     group.all_reduce(own, op, factor=factor)
                 continue
-            want = expected(op, dtype, world_size)
-            assert_same(group.all_reduce(own.clone(), op, factor=factor).cpu(), want, f"{what}, {how.support}")
+            want, sizes = expected(op, dtype, world_size)
+            all_reduced = group.all_reduce(own.clone(), op, factor=factor).cpu()
+            assert_same(all_reduced, want, sizes, op, f"{what}, {how.support}")
             rows = group.reduce_scatter(own.clone(), op, factor=factor)
             ends = [len(own) // world_size * r + min(r, len(own) % world_size) for r in range(world_size + 1)]
-            assert_same(rows.cpu(), want[ends[rank.rank] : ends[rank.rank + 1]], f"scattered {what}")
+            part = slice(*ends[rank.rank : rank.rank + 2])
+            assert_same(rows.cpu(), want[part], sizes[part], op, f"scattered {what}")
             if how.support == "native":  # then torch's own function does it too
                 num_native += 1
                 torch_op = getattr(dist.ReduceOp, op.upper()) if factor is None else dist._make_nccl_premul_sum(factor)
                 dist.all_reduce(own, torch_op, group=group.process_group)
-                assert_same(own.cpu(), want, f"torch's {what}")
+                assert_same(own.cpu(), want, sizes, op, f"torch's {what}")
     return num_native
 
 

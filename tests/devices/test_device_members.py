@@ -11,9 +11,10 @@ import torch
 
 from rlcore.devices.cpu.device import _bytes_of
 from rlcore.errors import UnsupportedError
+from tests.accuracy import assert_same_bits
 
 MB = 2**20
-NUM_BYTES = 256 * MB
+NUM_BYTES = 64 * MB
 SLACK = 16 * MB  # what the interpreter and the allocator move by themselves
 
 
@@ -54,7 +55,8 @@ def test_properties_are_those_of_the_machine(device: Any) -> None:
     assert found.name.strip()
     assert found.capability
     assert found.cores >= 1
-    assert found.total_bytes == pytest.approx(device.memory.info().total_bytes, rel=0.05)
+    total_bytes = device.memory.info().total_bytes
+    assert abs(found.total_bytes - total_bytes) < total_bytes / 20
 
 
 def test_allocated_bytes_follow_a_tensor(without_garbage: Any) -> None:
@@ -96,14 +98,15 @@ def test_memory_info_is_of_the_whole_device(device: Any) -> None:
 
 
 def test_synchronize_waits_for_queued_work(device: Any) -> None:
-    factor = torch.full((2048, 2048), 1 / 2048, device=device.torch_device)
+    size = 256 if device.type == "cpu" else 2048
+    factor = torch.full((size, size), 1 / size, device=device.torch_device)
     product = torch.ones_like(factor)
     for _ in range(4):
         product = product @ factor
     device.synchronize()
     if device.type != "cpu":  # a processor has no stream: its operators return when they are done
         assert torch.accelerator.current_stream(device.torch_device).query()
-    torch.testing.assert_close(product[0, 0].item(), 1.0, rtol=1e-3, atol=0)
+    assert product.eq(1).all(), "each sum is of equal powers of two up to 1: no order of them rounds"
 
 
 def test_seed_decides_what_is_drawn(device: Any) -> None:
@@ -111,7 +114,7 @@ def test_seed_decides_what_is_drawn(device: Any) -> None:
     first = torch.rand(8, device=device.torch_device)
     second = torch.rand(8, device=device.torch_device)
     device.seed(7)
-    torch.testing.assert_close(torch.rand(8, device=device.torch_device), first, rtol=0, atol=0)
+    assert_same_bits(torch.rand(8, device=device.torch_device), first, "drawn from the same state")
     assert not torch.equal(first, second)
 
 
@@ -139,6 +142,7 @@ def test_pinned_host_memory_is_offered_where_it_helps(device: Any) -> None:
         assert torch.empty(MB, dtype=torch.uint8, pin_memory=True).is_pinned()
 
 
+@pytest.mark.slow
 def test_listing_devices_makes_no_context(run_python: Any) -> None:
     code = "import rlcore, torch; rlcore.list_devices(); print(torch.cuda.is_initialized())"
     assert run_python(code).stdout == "False\n"

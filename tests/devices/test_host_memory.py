@@ -47,9 +47,9 @@ def test_all_of_a_buffer_is_there_before_it_is_used(device: Any) -> None:
     device.memory.host_free(device.memory.host_alloc(1))
     gc.collect()  # what earlier tests left would be freed meanwhile
     before = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    buffer = device.memory.host_alloc(256 * MB + 5)
+    buffer = device.memory.host_alloc(64 * MB + 5)
     after = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    assert after - before == pytest.approx(256 * MB, abs=16 * MB)
+    assert abs(after - before - 64 * MB) < 16 * MB
     device.memory.host_free(buffer)
 
 
@@ -94,6 +94,7 @@ def test_a_view_outlives_a_forgotten_buffer(device: Any) -> None:
     assert tensor.to(device.torch_device).sum().item() == 3 * MB
 
 
+@pytest.mark.slow
 def test_leaked_buffers_end_with_the_process(device: Any, run_python: Any) -> None:
     code = (
         "import rlcore, torch\n"

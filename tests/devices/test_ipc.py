@@ -17,6 +17,7 @@ import torch
 
 from rlcore.devices.ipc_exporter import Exporter
 from rlcore.devices.ipc_importer import Importer
+from rlcore.devices.ipc_socket import listen
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import start_time
 from rlcore.registry import get_device
@@ -200,7 +201,7 @@ def test_many_threads_open_it_once(device: Any, peer: Peer) -> None:
 
 
 def test_memory_lives_until_it_is_revoked_and_no_longer(device: Any) -> None:
-    size = 64 * MB
+    size = 32 * MB
     numbered(device, 1)
     gc.collect()  # what earlier tests left would be freed meanwhile
     device.memory.empty_cache()
@@ -209,12 +210,12 @@ def test_memory_lives_until_it_is_revoked_and_no_longer(device: Any) -> None:
     handle = device.memory.export_ipc(tensor)
     del tensor
     device.memory.empty_cache()  # on the CPU the private memory it has left
-    assert device.memory.stats().allocated_bytes - before == pytest.approx(size, abs=8 * MB)
+    assert abs(device.memory.stats().allocated_bytes - before - size) < 8 * MB
     with device.memory.import_ipc(handle) as mapping:
         assert mapping.tensor.sum(dtype=torch.int64).item() == size
     device.memory.revoke(handle)
     device.memory.empty_cache()
-    assert device.memory.stats().allocated_bytes - before == pytest.approx(0, abs=8 * MB)
+    assert abs(device.memory.stats().allocated_bytes - before) < 8 * MB
     assert handle.export_id not in [row.export_id for row in device.memory.ledger()]
 
 
@@ -305,47 +306,50 @@ def test_only_the_exporter_revokes(device: Any, peer: Peer) -> None:
 # ------------------------------------------------------------------------------- processes that are ended
 
 
-def test_a_killed_importer_has_closed(device: Any, make_peer: MakePeer) -> None:
-    peer = make_peer()
+def test_an_importer_that_hangs_up_or_is_stopped_has_not_closed_and_a_killed_one_has(
+    device: Any, make_peer: MakePeer, peer: Peer
+) -> None:
+    other, peer = peer, make_peer()
     text = export(device, numbered(device, 4))
     import_in(peer, text)
     assert claims(device, text) == {peer.pid: 1}
-    peer.kill()
-    device.memory.revoke(handle_of(text), timeout_s=20)
-
-
-def test_a_stopped_importer_has_not(device: Any, make_peer: MakePeer) -> None:
-    peer = make_peer()
-    text = export(device, numbered(device, 4))
-    import_in(peer, text)
-    peer.stop()
-    with pytest.raises(StateError, match=rf"is still open in process {peer.pid} after 0.2 s"):
-        device.memory.revoke(handle_of(text), timeout_s=0.2)
-    peer.kill()
-    device.memory.revoke(handle_of(text), timeout_s=20)
-
-
-def test_an_importer_that_hangs_up_but_lives_has_not(device: Any, make_peer: MakePeer) -> None:
-    peer = make_peer()
-    text = export(device, numbered(device, 4))
-    import_in(peer, text)
     peer.run(
         "import socket; from rlcore.devices.ipc_importer import importer\n"
         "for c in importer()._connections.values(): c._channel._connection.shutdown(socket.SHUT_RDWR)"
     )
-    with pytest.raises(StateError, match=rf"is still open in process {peer.pid} after 0.3 s"):
-        device.memory.revoke(handle_of(text), timeout_s=0.3)
+    for seconds in (0.3, 0.2):
+        with pytest.raises(StateError, match=rf"is still open in process {peer.pid} after {seconds} s"):
+            device.memory.revoke(handle_of(text), timeout_s=seconds)
+        peer.stop()
+    served = export(device, numbered(device, 3))
+    import_in(other, served)  # one that is stopped holds up nobody else
+    assert other.run("result = mapping.tensor.tolist(); mapping.close()") == [0, 1, 2]
+    device.memory.revoke(handle_of(served), timeout_s=20)
     peer.kill()
     device.memory.revoke(handle_of(text), timeout_s=20)
 
 
-def test_importers_notice_a_killed_exporter(device: Any, make_peer: MakePeer) -> None:
+def test_an_exporter_that_is_stopped_is_named_and_that_it_was_killed_is_noticed(
+    device: Any, make_peer: MakePeer, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is removed by the next process that makes one, or here by this one in another folder."""
     peer = make_peer()
     text = peer.run(EXPORT.format(size=4))
+    path = Path(handle_of(text).exporter)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    peer.stop()
+    with pytest.raises(DeviceError, match=rf"^process {peer.pid}, the exporter, did not answer within 0.2 s$"):
+        device.memory.import_ipc(handle_of(text), timeout_s=0.2)
+    os.kill(peer.pid, signal.SIGCONT)
+    assert peer.run("result = 1") == 1
+    with device.memory.import_ipc(handle_of(text)) as mapping:  # the late answer did no harm
+        assert mapping.tensor.tolist() == [0, 1, 2, 3]
+    wait_until(lambda: peer.run("result = [len(row.claims) for row in device.memory.ledger()]") == [0])
     heard: list[Any] = []
     mapping = device.memory.import_ipc(handle_of(text), on_revoke=heard.append)
-    assert mapping.tensor.tolist() == [0, 1, 2, 3]
     assert not mapping.is_revoked
+    segments = f"torch_{peer.pid}_*"
     peer.kill()
     wait_until(lambda: heard == [mapping])
     assert mapping.is_revoked
@@ -354,8 +358,32 @@ def test_importers_notice_a_killed_exporter(device: Any, make_peer: MakePeer) ->
     mapping.close()
     with pytest.raises(DeviceError, match=rf"^process {peer.pid}, the exporter, has ended"):
         device.memory.import_ipc(handle_of(text))
+    assert not list(Path("/dev/shm").glob(segments)), "they have no name any more"
+    other = runtime_folder / "another"
+    other.mkdir(mode=0o700)
+    left = path.rename(other / path.name)
+    monkeypatch.setenv("RLCORE_RUNTIME", str(other))
+    listen_once()
+    assert not left.exists()
 
 
+def listen_once() -> None:
+    """As a process that exports for the first time."""
+    listener, path = listen()
+    listener.close()
+    path.unlink()
+
+
+def test_a_strange_file_among_the_sockets_stops_nobody(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runtime_folder / "strange"
+    folder.mkdir(mode=0o700)
+    for name in ("ipc-a-b.sock", "ipc-1-2-3.sock"):
+        (folder / name).touch()
+    monkeypatch.setenv("RLCORE_RUNTIME", str(folder))
+    listen_once()
+
+
+@pytest.mark.slow
 def test_a_child_that_the_exporter_forked_does_not_stand_in_for_it(device: Any, make_peer: MakePeer) -> None:
     peer = make_peer()
     if device.type != "cpu":
@@ -373,42 +401,7 @@ def test_a_child_that_the_exporter_forked_does_not_stand_in_for_it(device: Any, 
     mapping.close()
 
 
-def test_a_stopped_exporter_is_named(device: Any, make_peer: MakePeer) -> None:
-    peer = make_peer()
-    text = peer.run(EXPORT.format(size=4))
-    peer.stop()
-    with pytest.raises(DeviceError, match=rf"^process {peer.pid}, the exporter, did not answer within 0.2 s$"):
-        device.memory.import_ipc(handle_of(text), timeout_s=0.2)
-    os.kill(peer.pid, signal.SIGCONT)
-    assert peer.run("result = 1") == 1
-    with device.memory.import_ipc(handle_of(text)) as mapping:  # the late answer did no harm
-        assert mapping.tensor.tolist() == [0, 1, 2, 3]
-    wait_until(lambda: peer.run("result = [len(row.claims) for row in device.memory.ledger()]") == [0])
-    peer.run("device.memory.revoke(handle, timeout_s=0)")
-
-
-def test_what_a_killed_exporter_leaves_is_removed(make_peer: MakePeer) -> None:
-    peer = make_peer()
-    segments = f"torch_{peer.pid}_*"
-    path = Path(handle_of(peer.run(EXPORT.format(size=MB))).exporter)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    peer.kill()
-    assert not list(Path("/dev/shm").glob(segments)), "they have no name any more"
-    assert path.exists()
-    make_peer().run(EXPORT.format(size=4))
-    assert not path.exists()
-
-
-def test_a_strange_file_among_the_sockets_stops_nobody(make_peer: MakePeer, runtime_folder: Path) -> None:
-    strange = [runtime_folder / name for name in ("ipc-a-b.sock", "ipc-1-2-3.sock")]
-    for path in strange:
-        path.touch()
-    make_peer().run(EXPORT.format(size=4))
-    for path in strange:
-        path.unlink()
-
-
+@pytest.mark.slow
 def test_a_process_that_ends_by_itself_leaves_no_socket(make_peer: MakePeer) -> None:
     peer = make_peer()
     path = Path(handle_of(peer.run(EXPORT.format(size=4))).exporter)
@@ -523,15 +516,20 @@ def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypa
         device.memory.import_ipc(handle)
 
 
-def test_an_importer_of_another_user_is_refused(device: Any, make_peer: MakePeer) -> None:
-    peer = make_peer()
+def test_an_importer_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.devices.ipc_importer._importer", Importer())  # it has no connection yet
     text = peer.run(EXPORT.format(size=4))
-    peer.run("mine = os.getuid(); os.getuid = lambda: mine + 1")
-    with pytest.raises(
-        DeviceError, match=rf"^process {peer.pid}, the exporter, has ended, or refuses this process's user$"
-    ):
-        device.memory.import_ipc(handle_of(text))
-    assert peer.run("result = len(device.memory.ledger())") == 1
+    peer.run("getuid = os.getuid; mine = getuid(); os.getuid = lambda: mine + 1")
+    try:
+        with pytest.raises(
+            DeviceError, match=rf"^process {peer.pid}, the exporter, has ended, or refuses this process's user$"
+        ):
+            device.memory.import_ipc(handle_of(text))
+    finally:
+        peer.run("os.getuid = getuid")
+    with device.memory.import_ipc(handle_of(text)) as mapping:
+        assert mapping.tensor.tolist() == [0, 1, 2, 3]
+    peer.run("device.memory.revoke(handle)")
 
 
 def test_rubbish_on_the_socket_harms_nobody(device: Any, peer: Peer) -> None:
@@ -594,38 +592,52 @@ def test_a_storage_resized_under_an_importer(device: Any, peer: Peer) -> None:
         export(device, tensor)
 
 
-def test_a_full_shared_memory_is_an_error(make_peer: MakePeer, device: Any) -> None:
+def test_a_full_shared_memory_is_an_error(peer: Peer, device: Any) -> None:
     if device.type != "cpu":
         pytest.skip("of the CPU's shared memory")
-    peer = make_peer()
-    peer.run("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))")
-    with pytest.raises(
-        PeerError, match=r"^DeviceError: 4194304 bytes could not be moved to shared memory: .*--shm-size"
-    ):
-        peer.run(EXPORT.format(size=MB))
-    assert peer.run("result = [device.memory.ledger(), tensor[3].item()]") == [[], 3]
-    assert not list(Path("/dev/shm").glob(f"torch_{peer.pid}_*")), "torch leaves an empty file"
+    before = shared_files(peer)
+    peer.run(
+        "import resource; sizes = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, sizes[1]))"
+    )
+    try:
+        with pytest.raises(
+            PeerError, match=r"^DeviceError: 4194304 bytes could not be moved to shared memory: .*--shm-size"
+        ):
+            peer.run(EXPORT.format(size=MB))
+    finally:
+        peer.run("resource.setrlimit(resource.RLIMIT_FSIZE, sizes)")
+    peer.run("exported = [row.storage_bytes for row in device.memory.ledger()]")
+    assert peer.run("result = [4 * 2**20 in exported, tensor[3].item()]") == [False, 3]
+    assert shared_files(peer) == before, "torch leaves an empty file"
 
 
-def test_too_few_open_files_are_an_error(make_peer: MakePeer, device: Any) -> None:
+def shared_files(peer: Peer) -> set[Path]:
+    return set(Path("/dev/shm").glob(f"torch_{peer.pid}_*"))
+
+
+def test_too_few_open_files_are_an_error(peer: Peer, device: Any) -> None:
     if device.type != "cpu":
         pytest.skip("a GPU's memory has no descriptors")
-    peer = make_peer()
     exported = device.memory.export_ipc(numbered(device, 4))
     peer.run(EXPORT.format(size=4))  # its socket is there
     import_in(peer, exported.to_bytes().hex(), "opened")
-    peer.run(
-        "import resource; _, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))\n"
-    )
-    with pytest.raises(
-        PeerError, match=r"^DeviceError: 16 bytes could not be moved .*Too many open files.*; raise uli"
-    ):
-        peer.run(EXPORT.format(size=4))
     other = device.memory.export_ipc(numbered(device, 4)).to_bytes().hex()
-    with pytest.raises(PeerError, match=r"^DeviceError: no descriptor of the exporter's memory has .* of the 3 files"):
-        import_in(peer, other)
-    peer.run("resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))")
+    peer.run(
+        "import resource; files = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, files[1]))\n"
+    )
+    try:
+        with pytest.raises(
+            PeerError, match=r"^DeviceError: 16 bytes could not be moved .*Too many open files.*; raise uli"
+        ):
+            peer.run(EXPORT.format(size=4))
+        with pytest.raises(
+            PeerError, match=r"^DeviceError: no descriptor of the exporter's memory has .* of the 3 files"
+        ):
+            import_in(peer, other)
+    finally:
+        peer.run("resource.setrlimit(resource.RLIMIT_NOFILE, files)")
     import_in(peer, other)
     assert peer.run("result = mapping.tensor.tolist()") == [0, 1, 2, 3]
 

@@ -1,4 +1,4 @@
-"""Exporting, importing and revoking a thousand times leaves everything where it was, in both processes."""
+"""Exporting, importing and revoking hundreds of times leaves everything where it was, in both processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from .conftest import MakePeer, Peer
 
-NUM_CYCLES = 1000
+NUM_CYCLES = 300
 CYCLES_A_REQUEST = 100
 SPANS = 3
 """What is leaked grows in each of them; once may grow what something else needed, or what was just ending."""
 MB = 2**20
 NUM_BYTES = MB // 4
-SLACK = 32 * MB  # an eighth of what is leaked if each cycle leaks its tensor
+SLACK = 16 * MB  # a fifth of what is leaked if each cycle leaks its tensor
 
 EXPORT = """
 for _ in range(count):
@@ -100,7 +100,8 @@ def grown(before: State, after: State) -> set[str]:
     }
 
 
-def test_a_thousand_cycles_leave_everything_as_it_was(device: Any, cycles: Cycles) -> None:
+@pytest.mark.slow
+def test_hundreds_of_cycles_leave_everything_as_it_was_and_a_leak_would_be_seen(device: Any, cycles: Cycles) -> None:
     def state() -> State:
         info = device.memory.info()  # of a host everybody takes and gives
         taken = 0 if device.spec.is_host else info.total_bytes - info.free_bytes
@@ -113,10 +114,5 @@ def test_a_thousand_cycles_leave_everything_as_it_was(device: Any, cycles: Cycle
         states.append(state())
         leaked = set.intersection(*(grown(*span) for span in itertools.pairwise(states)))
     assert not leaked, states
-
-
-def test_a_leak_of_each_tensor_would_be_seen(cycles: Cycles) -> None:
-    cycles.run(10)
-    before = cycles.state()
-    cycles.run(NUM_CYCLES // 4, forget="kept = [*globals().get('kept', []), tensor]")
-    assert "allocated bytes of the exporter" in grown(before, cycles.state())
+    cycles.run(NUM_CYCLES // 3, forget="kept = [*globals().get('kept', []), tensor]")
+    assert "allocated bytes of the exporter" in grown(states[-1], state())

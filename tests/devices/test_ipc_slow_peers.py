@@ -63,6 +63,7 @@ def import_from(device: Any, text: str) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks_for", ["what there is", "nothing known"])
 def test_an_importer_that_reads_no_answers_and_is_stopped(
     device: Any, peer: Peer, make_peer: MakePeer, asks_for: str
@@ -87,6 +88,7 @@ def test_an_importer_that_reads_no_answers_and_is_stopped(
     device.memory.revoke(handle)
 
 
+@pytest.mark.slow
 def test_a_stopped_importer_hears_of_every_revocation_when_it_goes_on(device: Any, make_peer: MakePeer) -> None:
     """More of them than its socket takes."""
     peer = make_peer()
@@ -142,6 +144,7 @@ def full_exporter(device: Any, make_peer: MakePeer) -> Iterator[tuple[Peer, str]
         connection.close()
 
 
+@pytest.mark.slow
 def test_an_exporter_that_cannot_be_reached_holds_up_imports_from_no_other(
     device: Any, peer: Peer, full_exporter: tuple[Peer, str]
 ) -> None:
@@ -158,7 +161,7 @@ def test_an_exporter_that_cannot_be_reached_holds_up_imports_from_no_other(
     threads = [threading.Thread(target=import_in_vain) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    time.sleep(0.2)  # they have most likely begun
     assert import_from(device, peer.run(EXPORT)) < SERVED_WITHIN_S
     assert not failures
     began = time.monotonic()

@@ -7,19 +7,60 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
 import rlcore
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
+
+SHARED_DEVICES = ("cpu:4", "cpu:5")
+"""Nothing else in this folder has workers there."""
+_SHARED: pytest.StashKey[WorkerGroup] = pytest.StashKey()
+
+
+class Keeper:
+    """A worker that does nothing: as long as it is there, its process takes up workers of the same device."""
+
+    def __init__(self, context: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def shared_devices(request: pytest.FixtureRequest, short_runtime_folder: Path) -> tuple[str, ...]:
+    """Devices whose processes all files of this folder share: to start one costs seconds. For engines that nobody
+    kills, built with RLCORE_RUNTIME as ``short_runtime_folder``."""
+    if _SHARED not in request.config.stash:
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            request.config.stash[_SHARED] = start_workers(
+                Keeper, "the tests of engines", list(SHARED_DEVICES), launcher="process", timeout_s=600
+            )
+    return SHARED_DEVICES
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Other folders want processes that start as they say."""
+    is_last = nextitem is None or nextitem.path.parent != Path(__file__).parent
+    if is_last and _SHARED in item.config.stash:
+        item.config.stash[_SHARED].stop()
+        del item.config.stash[_SHARED]
 
 
 @pytest.fixture(scope="session")
@@ -111,9 +152,17 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     return copy
 
 
+@pytest.fixture(scope="session")
+def policy() -> Any:
+    """Unless the file has another."""
+    from .train_policy import train_policy
+
+    return train_policy()
+
+
 @pytest.fixture
 def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """Of the test file's ``policy``, on the CPU."""
+    """Of ``policy``, on the CPU."""
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as built:
@@ -121,11 +170,17 @@ def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> tuple[ControlSocket, ControlSocket]:
+def short_folder(short_runtime_folder: Path) -> Path:
+    """As ``tmp_path``, for sockets, whose paths have at most 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix="", dir=short_runtime_folder))
+
+
+@pytest.fixture
+def ends(short_folder: Path) -> tuple[ControlSocket, ControlSocket]:
     """Two ends of a control channel."""
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_controls, tmp_path / "s", 1)
-        connected = ControlSocket.connect(tmp_path / "s")
+        accepted = pool.submit(accept_controls, short_folder / "s", 1)
+        connected = ControlSocket.connect(short_folder / "s")
         return accepted.result()[0], connected
 
 

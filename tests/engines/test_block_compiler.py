@@ -14,6 +14,7 @@ from rlcore.engines import block_compiler
 from rlcore.engines.block_compiler import BlockCompiler
 from rlcore.engines.sharding import Sharding, shard
 from rlcore.nn import TrainModule
+from tests.accuracy import assert_as_accurate, assert_within_rounding
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +64,11 @@ class Blocks(TrainModule):
         return self.both(batch)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torch.fx.GraphModule]) -> None:
     different: set[int] = set()
-    for size in (16, 32, 48, 64, 80):
+    for size in (16, 32, 48):
         module = Blocks(Block, size)
         shard(module, Sharding(compile=True), torch.device("cpu"), lambda: None, size=1)
         for num_tokens in (5, 7):  # graphs for the first, and for any number
@@ -74,18 +76,19 @@ def test_blocks_of_many_engines_in_a_process_stay_compiled(graphs_run: list[torc
             module.both(torch.zeros(num_tokens, size, requires_grad=True))
             assert len(graphs_run) == 2, "each block is one"
             different |= {id(graph) for graph in graphs_run}
-    assert len(different) == 10, "an engine's sizes are not those of another that changed"
+    assert len(different) == 6, "an engine's sizes are not those of another that changed"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: list[torch.fx.GraphModule]) -> None:
     def forward(module: Any, input_T: Tensor) -> Tensor:
         return input_T + len(module.kind)
 
     call = BlockCompiler().compiled(forward, SimpleNamespace)
-    for count in range(20):
+    for count in range(10):
         assert call(SimpleNamespace(kind="k" * count), torch.zeros(2)).tolist() == [count] * 2
-    assert len({id(graph) for graph in graphs_run}) == 20
+    assert len({id(graph) for graph in graphs_run}) == 10
 
 
 class GatedBlock(torch.nn.Module):
@@ -106,7 +109,8 @@ class GatedBlock(torch.nn.Module):
 def kept_and_gradients(device: torch.device, **options: Any) -> tuple[int, list[Tensor]]:
     """Bytes besides the parameters that wait for the backward of two blocks, and what it gives."""
     torch.manual_seed(0)
-    module, kept = Blocks(GatedBlock, SIZE).to(device), dict[int, int]()
+    module, kept = Blocks(GatedBlock, SIZE), dict[int, int]()
+    module.to(device)
     shard(module, Sharding(compute_dtype="bfloat16", **options), device, lambda: None, size=1)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
@@ -116,11 +120,19 @@ def kept_and_gradients(device: torch.device, **options: Any) -> tuple[int, list[
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    input_TH = torch.randn(TOKENS, SIZE, device=device)
+    input_TH = torch.randn(TOKENS, SIZE).to(device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_TH = module.hidden_states(input_TH)
     hidden_TH.float().square().mean().backward()
     return sum(kept.values()), [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def exact_gradients() -> list[Tensor]:
+    """What ``kept_and_gradients`` comes to in float64."""
+    torch.manual_seed(0)
+    module = Blocks(GatedBlock, SIZE).double()
+    module.both(torch.randn(TOKENS, SIZE).double()).square().mean().backward()
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 SIZE, TOKENS = 64, 96
@@ -137,9 +149,9 @@ def test_a_graph_keeps_what_products_gave_and_no_more(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: partition)
     kept, found = kept_and_gradients(place, compile=True)
     with torch.compiler.set_stance("force_eager"):
-        _, expected = kept_and_gradients(place, compile=True)
-    for tensor, wanted in zip(found, expected, strict=True):
-        assert float((tensor - wanted).norm() / wanted.norm()) < 2e-2
+        _, uncompiled = kept_and_gradients(place, compile=True)
+    for gradients in zip(found, uncompiled, exact_gradients(), strict=True):
+        assert_as_accurate(*gradients)
     assert NEEDED <= kept < 1.1 * NEEDED
 
 
@@ -176,5 +188,6 @@ def test_what_is_random_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch, devi
     result_TH = module.one(torch.randn(TOKENS, SIZE, device=place))
     result_TH.sum().backward()
     read_H = module.one[0].down.weight.grad[0]
-    torch.testing.assert_close(read_H, result_TH.detach().sum(0), rtol=1e-2, atol=1e-2)
+    exact_TH = result_TH.detach().double()
+    assert_within_rounding(read_H, exact_TH.sum(0), terms=TOKENS, magnitude=exact_TH.abs().sum(0))
     assert 0.4 < float((result_TH == 0).float().mean()) < 0.6

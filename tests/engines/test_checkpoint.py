@@ -226,7 +226,7 @@ def test_a_copy_is_given_up_where_another_worker_has_no_room_for_its_own(
     monkeypatch.setattr(Saver, "_any", lambda *_: True)
     device = rlcore.get_device("cpu")
     captured = Captured({"weights": {"w": torch.randn(3000)}}, {})
-    with pytest.raises(CheckpointError, match="another worker failed; nothing is left"):
+    with pytest.raises(CheckpointError, match="another worker failed; nothing of it is left"):
         Saver(device).save(tmp_path, captured, blocking=False)
     assert arena_of(device).free_bytes == arena_of(device).total_bytes > 0
 
@@ -379,7 +379,7 @@ def test_an_error_of_the_program_is_not_hidden_by_one_of_the_save(
         engine.build(devices="cpu")
         engine.save(tmp_path, blocking=False)
         raise KeyError("of the program")
-    assert "cannot write the checkpoint" in caplog.text and "nothing is left" in caplog.text
+    assert "cannot write the checkpoint" in caplog.text and "nothing of it is left" in caplog.text
 
 
 def test_closing_and_restarting_wait_for_the_save(engine: rlcore.TrainEngine, gate: Gate, tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_copy_that_does_not_fit_is_refused_with_the_numbers(
     with pytest.raises(
         CheckpointError,
         match=r"needs a copy of this worker's \d+ bytes: .* needs \d+ bytes of host memory more, and host_memory_bytes "
-        r"is 50000 bytes, of which 0 are used; .*save\(blocking=True\) needs none; nothing is left",
+        r"is 50000 bytes, of which 0 are used; .*save\(blocking=True\) needs none; nothing of it is left",
     ):
         engine.save(tmp_path, blocking=False)
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.checkpoints import checkpoint, verify
+from rlcore.engines.checkpoints import checkpoint, loading, verify
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import encode_manifest
 from rlcore.engines.checkpoints.random_states import random_states
 from rlcore.engines.checkpoints.saved_tensor import Part, covers_once, parts_of
 from rlcore.engines.checkpoints.tensor_file import Stamp
-from rlcore.errors import CheckpointError, InvalidInputError
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -403,6 +404,64 @@ def test_a_digest_of_another_kind_is_refused(engine: rlcore.TrainEngine, tmp_pat
         with pytest.raises(InvalidInputError, match=r"takes 'xxh3_128' or 'sha256' as digest, got 'md5'"):
             method(tmp_path / "out", digest=wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_xxhash_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_shares(tmp_path, "1" * 12, algorithm="sha256")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    load_all(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"needs the package 'xxhash'; run: pip install 'rlcore\[hf\]'"):
+        write_shares(tmp_path, "2" * 12)
+
+
+# ----------------------------------------------------------------------------------------------------- together
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_checked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shares(tmp_path, "1" * 12)
+    looked: list[str] = []
+
+    def look(found: checkpoint.Checkpoint) -> str:
+        looked.append(found.manifest.data)
+        if len(looked) == 1:
+            write_shares(tmp_path, "2" * 12)
+        return found.manifest.data
+
+    assert loading.agreed(tmp_path, rlcore.get_device("cpu"), look) == f"data-{'2' * 12}"
+    assert looked == [f"data-{'1' * 12}", f"data-{'2' * 12}"]
+
+
+def test_workers_that_have_opened_different_checkpoints_open_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shares(tmp_path, "1" * 12)
+    others = iter([f"data-{'0' * 12}", "", f"data-{'1' * 12}"])
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding(next(others), "")])
+    looked: list[str] = []
+    assert loading.agreed(tmp_path, None, lambda found: looked.append(found.manifest.data)) is None
+    assert looked == [f"data-{'1' * 12}"] * 3
+
+
+def test_what_another_worker_finds_is_raised_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shares(tmp_path, "1" * 12)
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding("", "weights-1: planted")])
+    with pytest.raises(CheckpointError, match=r"^weights-1: planted$"):
+        loading.agreed(tmp_path, None, lambda found: None)
+
+
+def test_a_failure_of_any_kind_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shares(tmp_path, "1" * 12)
+    told: list[str] = []
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: (told.append(own.error), [own])[1])
+
+    def look(found: checkpoint.Checkpoint) -> None:
+        raise AssertionError("planted \ud800")
+
+    with pytest.raises(AssertionError, match="planted"):
+        loading.agreed(tmp_path, None, look)
+    assert told == ["planted ?"]
 
 
 # ------------------------------------------------------------------------------------------------------- verify

@@ -7,6 +7,9 @@ import torch
 
 from rlcore.engines.executors.sampler import Sampler, sample_keys, uniform
 from rlcore.engines.sampling_params import SamplingParams
+from tests.accuracy import assert_within_rounding
+
+from .plain_sampling import restricted
 
 CPU = torch.device("cpu")
 
@@ -53,6 +56,14 @@ def draw(logits_V: list[float], count: int, **params: float) -> tuple[torch.Tens
     return sampler.sample(torch.tensor(logits_V).expand(count, -1), 0)
 
 
+def assert_logprobs(logprob_B: torch.Tensor, token_B: torch.Tensor, logits_BV: torch.Tensor, **params: float) -> None:
+    """Scaled and shifted logits, their exponentials, the sum and its logarithm: no more roundings than these."""
+    exact_BV = restricted(logits_BV.double(), **params)  # type: ignore[arg-type]
+    size = float((logits_BV / params.get("temperature", 1.0)).abs().max()) + 1
+    exact_B = exact_BV.gather(1, token_B[:, None])[:, 0]
+    assert_within_rounding(logprob_B, exact_B, terms=logits_BV.shape[1] + 12, magnitude=torch.full_like(exact_B, size))
+
+
 @pytest.mark.parametrize(
     "params, probabilities",
     [
@@ -69,7 +80,7 @@ def test_frequencies_are_the_probabilities(params: dict[str, float], probabiliti
     want_V = want_V / want_V.sum()
     logits_V = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04]).log()
     token_B, logprob_B = draw(logits_V.tolist(), count, **params)
-    torch.testing.assert_close(logprob_B.exp(), want_V[token_B])
+    assert_logprobs(logprob_B, token_B, logits_V.expand(count, -1), **params)
     counted_V = token_B.bincount(minlength=5).double()
     assert counted_V[want_V == 0].sum() == 0
     possible = want_V > 0
@@ -80,8 +91,8 @@ def test_frequencies_are_the_probabilities(params: dict[str, float], probabiliti
 
 
 def test_a_masked_token_is_never_drawn_over_a_large_vocabulary() -> None:
-    logits_BV = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler([SamplingParams(top_k=20)] * 64, sample_keys([1], seed=0, n=64), CPU)
+    logits_BV = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler([SamplingParams(top_k=20)] * 16, sample_keys([1], seed=0, n=16), CPU)
     allowed_BK = logits_BV.topk(20).indices
     for position in range(2):
         token_B, logprob_B = sampler.sample(logits_BV, position)
@@ -92,7 +103,7 @@ def test_a_masked_token_is_never_drawn_over_a_large_vocabulary() -> None:
 def test_greedy_takes_the_likeliest_token_with_its_plain_logprob() -> None:
     token_B, logprob_B = draw([1.0, 3.0, 2.0], 1, temperature=0.0)
     assert token_B.tolist() == [1]
-    torch.testing.assert_close(logprob_B, torch.tensor([1.0, 3.0, 2.0]).log_softmax(0)[1:2])
+    assert_logprobs(logprob_B, token_B, torch.tensor([[1.0, 3.0, 2.0]]))
 
 
 def test_each_row_keeps_its_own_parameters_in_a_mixed_batch() -> None:
@@ -108,7 +119,9 @@ def test_each_row_keeps_its_own_parameters_in_a_mixed_batch() -> None:
     for b, row in enumerate(rows):
         alone = Sampler([row], keys[b : b + 1], CPU).sample(logits_BV[b : b + 1], 2)
         assert mixed[0][b] == alone[0][0]
-        torch.testing.assert_close(mixed[1][b], alone[1][0])
+        restriction = {"temperature": row.temperature or 1.0, "top_p": row.top_p, "top_k": row.top_k}
+        for logprob_B in (mixed[1][b : b + 1], alone[1]):
+            assert_logprobs(logprob_B, alone[0], logits_BV[b : b + 1], **restriction)
 
 
 def test_selected_rows_go_on_as_if_alone() -> None:

@@ -59,6 +59,7 @@ print(held, max(peak, anonymous()) - before, module.layers[7].weight.to_local()[
 """
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_own_slices_and_holds_nothing_else(run_python: Any, tmp_path: Path) -> None:
     rows = torch.arange(4098.0)[:, None].expand(4098, 2048).bfloat16().contiguous()
     save_file({f"layers.{index}.weight": rows.clone() for index in range(8)}, tmp_path / "model.safetensors")
@@ -123,6 +124,7 @@ for turned in [], [PermuteForRope(permute_layer_names=attention[:2])]:
 """
 
 
+@pytest.mark.slow
 def test_of_matrices_that_the_file_has_in_one_a_rank_reads_its_own_rows(run_python: Any, tmp_path: Path) -> None:
     script = tmp_path / "read.py"
     script.write_text(READ_JOINED_AS_EACH_RANK)

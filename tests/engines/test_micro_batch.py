@@ -23,6 +23,9 @@ from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
+from .plain_training import assert_metrics
+from .train_policy import truth_of
+
 CPU = torch.device("cpu")
 LENGTHS = (12, 3, 7, 2, 9)
 
@@ -116,29 +119,25 @@ def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_o
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
-def test_no_micro_batch_waits_for_the_device(qwen2_folder: Path) -> None:
-    from transformers import Qwen2ForCausalLM
-
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters())
-
+def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) -> None:
     with rlcore.meta_device():
-        module = Policy.from_pretrained(qwen2_folder)
+        module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as engine:
         engine.build(devices="cuda:0", launcher="inline")
         worker = engine.executors[0].workers[0].worker
         options = StepOptions(max_tokens_per_micro_batch=15, temperature=1.0, with_entropy=True, max_grad_norm=1.0)
         (share,) = shares(batch(), 1, 15)
-        losses = []
         for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 metrics = _accumulate(worker.module, worker.device, share, ppo_clip(), options, reduce_each=False)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            losses.append(float(metrics.joined()["loss"]))
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    whole = batch()
+    weight_T = whole.pop(WEIGHT)
+    truth = truth_of(policy, qwen2_folder, "cuda")
+    step = truth.step(whole | {"loss_mask": weight_T != 0}, ppo_clip(), weight_T=weight_T)
+    assert_metrics({name: float(value) for name, value in metrics.joined().items()}, *step)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -201,6 +200,7 @@ print(after - before, num_threads() - after)
 """
 
 
+@pytest.mark.slow
 def test_cutting_wakes_no_other_thread_of_the_host() -> None:
     """On a busy host each time took 10 ms, and the device waited."""
     found = subprocess.run(

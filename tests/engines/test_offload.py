@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +17,30 @@ from torch import Tensor, nn
 import rlcore
 from rlcore.engines.offload import arena as arena_module
 from rlcore.engines.offload import transfer as transfer_module
-from rlcore.engines.offload.arena import Arena, arena_of
+from rlcore.engines.offload.arena import Arena, Slab, arena_of
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import DeviceError, StateError, UnsupportedError
+from tests.accuracy import assert_same_bits
 
 KIB = 1024
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch, device: Any) -> Iterator[None]:
+def _small_blocks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
+) -> Iterator[None]:
     """So that small sets take many blocks and slabs, and begin with an empty arena."""
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     for module in (arena_module, transfer_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4 * KIB)
     monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 * KIB)
     monkeypatch.setattr(arena_module, "_arenas", {})
     yield
-    gc.collect()
-    arena_of(device).trim()
+    if request.node.get_closest_marker("gpu"):  # what is pinned is scarce
+        gc.collect()
+        arena_of(rlcore.get_device("cuda")).trim()
 
 
 def no_guard(*_: Any) -> None:
@@ -169,6 +176,36 @@ def test_reserved_memory_is_there_before_the_first_move(device: Any) -> None:
     assert arena.free_bytes == 100_032
     assert not arena.reserve(100_000)
     assert not resident_of(device, random_tensors(device, [99_000])).offload().first_use
+
+
+def test_what_is_still_being_allocated_is_given_back_too(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, has_been_trimmed, new_slab = threading.Event(), threading.Event(), Arena._new_slab
+    given_back: list[int] = []
+
+    def late(self: Arena, nbytes: int) -> Any:
+        has_begun.set()
+        assert has_been_trimmed.wait(60)
+        return new_slab(self, nbytes)
+
+    def spied(self: Arena, slab: Slab) -> None:
+        given_back.append(slab.tensor.numel())
+        give_back(self, slab)
+
+    give_back = Arena._give_back
+    monkeypatch.setattr(Arena, "_new_slab", late)
+    monkeypatch.setattr(Arena, "_give_back", spied)
+    arena, others = arena_of(device), threading.enumerate()
+    assert arena.reserve(3 * 16 * KIB)
+    (thread,) = set(threading.enumerate()) - set(others)
+    assert has_begun.wait(60)
+    assert arena.trim() == 0
+    arena.wait()  # nothing is reserved any more
+    assert arena.reserve(KIB), "what was reserved before does not count"
+    has_been_trimmed.set()
+    thread.join(60)
+    assert given_back == [16 * KIB], "the two slabs that were to follow are not allocated"
+    arena.wait()
+    assert arena.total_bytes == arena.free_bytes == KIB
 
 
 def test_too_little_host_memory_is_refused_before_anything_moves(device: Any) -> None:
@@ -348,7 +385,7 @@ def test_device_memory_that_was_freed_in_pieces_is_asked_for_again(
 def test_a_swap_needs_little_more_host_memory_than_the_larger_set(device: Any) -> None:
     first, second = (resident_of(device, random_tensors(device, [2_000] * 200, seed)) for seed in (1, 2))
     first.offload()
-    for out, in_ in ((second, first), (first, second)) * 5:
+    for out, in_ in ((second, first), (first, second)) * 2:
         exchange([out], [in_])
     assert arena_of(device).total_bytes < 1.2 * 400_000
 
@@ -525,7 +562,7 @@ def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arena_module, "BLOCK_BYTES", 4 << 20)
     monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 << 20)
     memory = rlcore.get_device("cpu").memory
-    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(8)])
+    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(4)])
 
     def allocated() -> int:
         memory.empty_cache()
@@ -535,10 +572,10 @@ def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPa
         resident.offload()
         resident.onload()
     before = allocated()
-    for _ in range(20):
+    for _ in range(8):
         resident.offload()
         resident.onload()
-    assert allocated() - before < 16 << 20, "one set has 64 MiB"
+    assert allocated() - before < 16 << 20, "one set has 32 MiB"
 
 
 def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
@@ -551,7 +588,8 @@ def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
     assert module.weight.grad is None
     module(inputs).sum().backward()
     grads.onload()
-    torch.testing.assert_close(module.weight.grad, 2 * once)
+    assert module.weight.grad is not None
+    assert_same_bits(module.weight.grad, 2 * once, "a number and itself are added without rounding")
 
 
 def test_each_use_of_what_is_away_is_refused(device: Any) -> None:

@@ -26,6 +26,8 @@ from tests.engines.ask import ask
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
+pytestmark = pytest.mark.slow  # two processes, each with a model of transformers
+
 VOCAB = 21
 
 
@@ -118,13 +120,13 @@ Make = Callable[..., rlcore.TrainEngine]
 
 
 @pytest.fixture(scope="module")
-def make(policy: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+def make(policy: Any, qwen2_folder: Path, short_runtime_folder: Path) -> Iterator[Make]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(Fsdp2Worker, "owns_process", True)
 
         def build(device: str = "cpu") -> rlcore.TrainEngine:
-            patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+            patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
             with rlcore.meta_device():
                 module = policy.from_pretrained(qwen2_folder)
             return stack.enter_context(rlcore.TrainEngine(module)).build(devices=device, timeout_s=300)

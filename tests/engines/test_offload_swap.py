@@ -82,7 +82,7 @@ def greedy(engine: rlcore.InferenceEngine) -> list[int]:
     return list(output[0].outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
+@pytest.mark.parametrize("launcher", ["inline", pytest.param("process", marks=pytest.mark.slow)], indirect=True)
 def test_trainer_and_sampler_change_places(build_train: Build, build_infer: Build, launcher: str, device: Any) -> None:
     train = build_train(devices=device.name, launcher=launcher)
     infer = build_infer(devices=device.name, launcher=launcher)

@@ -17,7 +17,7 @@ from rlcore.engines.offload.arena import arena_of
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
-CYCLES = 20
+CYCLES = 12
 VOCAB = 21
 
 
@@ -127,6 +127,7 @@ def expected(qwen2_folder: Path) -> Iterator[list[Any]]:
         yield [five.step(number) for number in range(CYCLES)]
 
 
+@pytest.mark.slow
 def test_five_engines_in_turns_do_what_they_do_together(qwen2_folder: Path, arena: Any, expected: list[Any]) -> None:
     arena_bytes, held, anonymous = [], [], []
     with Five(qwen2_folder, in_turns=True) as five:
@@ -138,5 +139,5 @@ def test_five_engines_in_turns_do_what_they_do_together(qwen2_folder: Path, aren
     assert len(set(arena_bytes[2:])) == 1, "the host memory of the first cycles does for the later ones"
     assert max(held[2:]) - min(held[2:]) <= 16 * 4096, "to a block for each tag"
     # What leaks grows in both halves; what else this process does may come once.
-    assert min(anonymous[-1] - anonymous[12], anonymous[12] - anonymous[4]) < 8 << 20, anonymous
+    assert min(anonymous[-1] - anonymous[7], anonymous[7] - anonymous[3]) < 8 << 20, anonymous
     assert arena.total_bytes == 0, "closed engines give it back"

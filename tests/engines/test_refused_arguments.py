@@ -47,6 +47,34 @@ def test_of_a_train_engine(engine: Any) -> None:
             call()
 
 
+def test_weights_that_are_no_numbers_are_refused_and_change_nothing(engine: Any) -> None:
+    state = engine.state_dict()
+    name = list(state)[-1]
+    wrong = {**state, name: state[name].clone()}
+    wrong[name].view(-1)[3] = torch.nan
+    with pytest.raises(InvalidInputError, match=rf"^load_state_dict\(\) got NaN in {name}; give weights that are"):
+        engine.load_state_dict({key: value + 1 if key != name else value for key, value in wrong.items()})
+    assert all(torch.equal(value, state[key]) for key, value in engine.state_dict().items())
+
+
+def test_no_engine_reserves_more_than_the_host_has(policy: Any, qwen2_folder: Any) -> None:
+    told = r"^reserve_host_bytes must be at most \d+, the memory of this host, or None; got 4611686018427387904$"
+    with pytest.raises(InvalidInputError, match=told):
+        rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", reserve_host_bytes=1 << 62)
+
+
+def test_a_batch_whose_mask_numbers_its_sequences_is_refused(engine: Any) -> None:
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "attention_mask": torch.tensor([[1, 1, 2, 2]])}
+    with pytest.raises(InvalidInputError, match=r"attention_mask must be 0 or 1 for each token; got 2 at \[0, 2\]"):
+        engine.forward_logprobs(batch)
+
+
+def test_outputs_that_are_none_are_refused() -> None:
+    for outputs, message in {"x": "takes a list or tuple as outputs, got 'x'", (3,): "got a list that has 3"}.items():
+        with pytest.raises(InvalidInputError, match=rf"^collate\(\) .*{message}$"):
+            rlcore.collate(outputs)  # type: ignore[arg-type]
+
+
 def test_of_offloaded() -> None:
     module: Any = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ import rlcore
 from rlcore.engines.pieces import own_pieces
 from rlcore.engines.sharding import reshard
 from rlcore.nn import HuggingFaceTrainModule
+
+from .plain_training import Truth
+from .train_batches import assert_same_weights
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -83,12 +85,11 @@ class Model:
 
         self.module_class: Any = Policy
 
-    def engine(self, workers: int, device: str = "cpu") -> rlcore.TrainEngine:
+    def engine(self, *devices: str) -> rlcore.TrainEngine:
         with rlcore.meta_device():
             module = self.module_class.from_pretrained(self.folder)
         engine = rlcore.TrainEngine(module)
-        devices = [f"{device}:{index}" for index in range(workers)]
-        return engine.build(devices=devices, data_parallel_size=workers, launcher="process", timeout_s=250)
+        return engine.build(devices=devices, data_parallel_size=len(devices), launcher="process", timeout_s=250)
 
 
 @pytest.fixture(
@@ -99,60 +100,58 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param), tiny_config)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory, qwen2_folder: Path) -> Iterator[None]:
-    """Worker processes that engines of this file share: they end with the last engine on their device."""
-    from transformers import Qwen2ForCausalLM
-
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        pass
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
-        with rlcore.meta_device():
-            module = Policy.from_pretrained(qwen2_folder)
-        with rlcore.TrainEngine(module) as engine:
-            yield engine.build(devices=["cpu:0", "cpu:1", "cpu:2"], data_parallel_size=3, launcher="process")
+@pytest.fixture(autouse=True)
+def _same_runtime(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
 
 
 @pytest.mark.parametrize(
-    "place",
-    [("cpu", 1), ("cpu", 2), ("cpu", 3), pytest.param(("cuda", 2), marks=pytest.mark.multigpu)],
-    ids=lambda place: f"{place[1]} {place[0]}",
+    "devices",
+    [
+        pytest.param((0,), id="1 cpu"),
+        pytest.param((0, 1), id="2 cpu"),
+        pytest.param(("cuda:0", "cuda:1"), id="2 cuda", marks=pytest.mark.multigpu),
+    ],
 )
 def test_weights_are_those_of_the_file(
-    model: Model, place: tuple[str, int], processes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Model,
+    devices: tuple[Any, ...],
+    shared_devices: tuple[str, ...],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device, workers = place
-    with caplog.at_level(logging.WARNING, "rlcore"), model.engine(workers, device) as engine:
+    names = [shared_devices[device] if isinstance(device, int) else device for device in devices]
+    with caplog.at_level(logging.WARNING, "rlcore"), model.engine(*names) as engine:
         found = engine.state_dict()
         assert not caplog.messages, "read by slices"
-        assert found.keys() == model.file.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in model.file.items())
-        assert all(torch.equal(whole, model.file[name]) for name, whole in joined(engine.pieces()).items())
+        assert_same_weights(found, model.file)
+        assert_same_weights(joined(engine.pieces()), {name: model.file[name] for name in engine.pieces()[0]})
         changed = {name: tensor + 1 for name, tensor in found.items()}
         engine.load_state_dict(changed)
-        again = engine.state_dict()
-        assert all(torch.equal(again[name], tensor) for name, tensor in changed.items())
+        assert_same_weights(engine.state_dict(), changed)
         engine.export(tmp_path / "export")
     loaded, report = model.transformers_class.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()), report
-    for name, tensor in model.model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor + 1), name
+    assert_same_weights(loaded.state_dict(), {name: one + 1 for name, one in model.model.state_dict().items()})
 
 
-def test_a_sampler_that_fuses_experts_gets_them(processes: None, tmp_path: Path, tiny_config: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_a_sampler_that_fuses_experts_gets_them(
+    shared_devices: tuple[str, ...], tmp_path: Path, tiny_config: dict[str, Any]
+) -> None:
     model = Model("Mixtral", tmp_path / "model", tiny_config)
-    with model.engine(2) as train, rlcore.InferenceEngine(model.folder, executor="hf") as infer:
-        infer.build(devices=["cpu:0"], launcher="process")
-        changed = {name: tensor * 1.1 for name, tensor in model.file.items()}
-        train.load_state_dict(changed)
+    with model.engine(*shared_devices) as train, rlcore.InferenceEngine(model.folder, executor="hf") as infer:
+        infer.build(devices=shared_devices[:1], launcher="process")
+        train.load_state_dict({name: tensor * 1.1 for name, tensor in model.file.items()})
         assert train.sync_weights(infer).fallback_bytes == 0, "copied into the fused parameters, part by part"
-        output = infer.generate([[1, 2, 3]], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True})[0].outputs[0]
+        output = infer.generate([[1, 2, 3]], {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True})[0].outputs[0]
         ids = torch.tensor([1, 2, 3, *output.token_ids])
-        scored = train.forward_logprobs({"input_ids": ids, "cu_seqlens": torch.tensor([0, len(ids)])})
-    torch.testing.assert_close(scored[3:], torch.tensor(output.logprobs), rtol=1e-4, atol=1e-4)
+        batch = {"input_ids": ids, "cu_seqlens": torch.tensor([0, len(ids)]), "loss_mask": torch.arange(len(ids)) >= 3}
+        scored = train.forward_logprobs(batch)
+        train.export(tmp_path / "changed")
+    truth = Truth(lambda: model.module_class.from_pretrained(tmp_path / "changed"))
+    for found in (scored, torch.cat([torch.zeros(3), torch.tensor(output.logprobs)])):
+        truth.assert_logprobs(found, batch)
 
 
 def joined(ranks: list[dict[str, list[tuple[list[tuple[int, int]], Tensor]]]]) -> dict[str, Tensor]:

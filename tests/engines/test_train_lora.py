@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rlcore
@@ -19,7 +21,9 @@ from rlcore.engines.sync.holding import ModuleHolding
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule, TrainModule
 from rlcore.ops import ppo_clip
+from tests.accuracy import assert_same_bits
 
+from .plain_training import Truth, assert_weights_as_accurate
 from .train_batches import assert_same_weights, packed_batch
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -72,77 +76,87 @@ Build = Callable[..., rlcore.TrainEngine]
 
 
 @pytest.fixture(scope="module")
-def build(dense: Any, qwen2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
-    """``build(module, workers, **options)``; the worker processes are shared, as one engine stays."""
+def build(shared_devices: tuple[str, ...], short_runtime_folder: Path) -> Iterator[Build]:
+    """``build(module, workers, device="cpu", **options)``: engines, until the end of the file."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
 
         def get(module: Any, workers: int, device: str = "cpu", **options: Any) -> rlcore.TrainEngine:
+            patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))  # the settings of tests are taken back after each
             engine = stack.enter_context(rlcore.TrainEngine(module))
-            devices = [f"{device}:{index}" for index in range(workers)]
+            devices = shared_devices[:workers] if device == "cpu" else [f"{device}:{index}" for index in range(workers)]
             return engine.build(devices=devices, data_parallel_size=workers, launcher="process", **options)
 
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
-        get(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
         yield get
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def merged_by_peft(folder: Path, adapters: dict[str, Tensor], scratch: Path, **config: Any) -> dict[str, Tensor]:
+def merged_by_peft(
+    folder: Path, adapters: dict[str, Tensor], scratch: Path, dtype: torch.dtype, **config: Any
+) -> dict[str, Tensor]:
     """Checkpoint names and weights that peft and transformers write for the same adapters."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=4, **config))
     report = peft.set_peft_model_state_dict(model, {f"base_model.model.{name}": w for name, w in adapters.items()})
     assert not report.unexpected_keys, "state_dict(adapters='only') has peft's names"
-    model.merge_and_unload().save_pretrained(scratch / "merged")
-    return load_file(scratch / "merged" / "model.safetensors")
+    model.to(dtype).merge_and_unload().save_pretrained(scratch / str(dtype))
+    return load_file(scratch / str(dtype) / "model.safetensors")
+
+
+def plain_with(adapters: dict[str, Tensor], module_class: Any, folder: Path, **config: Any) -> Any:
+    module = module_class.from_pretrained(folder)
+    module.add_adapter(peft.LoraConfig(r=4, **config))
+    for name, tensor in module.named_weights("only"):
+        tensor.copy_(adapters[name])
+    return module
+
+
+KINDS = [
+    ("dense", "cpu", ()),
+    ("experts", "cpu", pytest.mark.slow),
+    ("dense", "cuda", pytest.mark.multigpu),
+    ("experts", "cuda", [pytest.mark.slow, pytest.mark.multigpu]),
+]
+
+
+@pytest.fixture(params=[pytest.param(kind, id=f"{kind[0]} {kind[1]}", marks=kind[2]) for kind in KINDS])
+def adapted(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The device, the class of the module, its folder, and what peft is told."""
+    from transformers import Qwen3MoeForCausalLM
+
+    kind, device, _ = request.param
+    if kind == "dense":
+        given = request.getfixturevalue("dense"), request.getfixturevalue("qwen2_folder")
+        return SimpleNamespace(device=device, given=given, config={"target_modules": TARGETS})
+    given = policy_of(Qwen3MoeForCausalLM), request.getfixturevalue("moe_folder")
+    return SimpleNamespace(device=device, given=given, config=EXPERTS)
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's", "ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
-def test_only_adapters_train_and_merge_as_in_peft(
-    kind: str, device: str, request: pytest.FixtureRequest, build: Build, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
-
-    is_dense = kind == "dense"
-    folder = request.getfixturevalue("qwen2_folder" if is_dense else "moe_folder")
-    rel = 2e-5 if device == "cpu" else 1e-3
-    module_class = request.getfixturevalue("dense") if is_dense else policy_of(Qwen3MoeForCausalLM)
-    config: dict[str, Any] = {"target_modules": TARGETS} if is_dense else EXPERTS
-    alone, sharded = (build(lora_module(module_class, folder, **config), workers, device) for workers in (1, 2))
-
+def test_only_adapters_train_and_merge_as_in_peft(adapted: SimpleNamespace, build: Build, tmp_path: Path) -> None:
+    (module_class, folder), config = adapted.given, adapted.config
+    alone, sharded = (build(lora_module(*adapted.given, **config), workers, adapted.device) for workers in (1, 2))
     base, fresh = alone.state_dict(adapters="base"), alone.state_dict(adapters="only")
-    assert_equal(alone.state_dict(), base)
-    assert_equal(sharded.state_dict(adapters="only"), fresh)
+    assert_same_weights(alone.state_dict(), base)
+    assert_same_weights(sharded.state_dict(adapters="only"), fresh)
     assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in fresh.items())
-    for _ in range(2):
-        expected = alone.train_batch(packed_batch(), ppo_clip())
-        assert sharded.train_batch(packed_batch(), ppo_clip()) == pytest.approx(expected, rel=rel, abs=rel / 20)
+    for engine in (alone, sharded):
+        truth = Truth(lambda: plain_with(fresh, *adapted.given, **config), device=adapted.device)
+        for _ in range(2):
+            truth.assert_step(engine.train_batch(packed_batch(), ppo_clip()), packed_batch(), ppo_clip())
+        truth.assert_weights(engine.state_dict(adapters="only"), adapters="only")
     for what in sharded.what_trains():
         assert len(what["states"]) == len(fresh) and all("lora_" in name for name in what["states"])
 
     adapters, merged = sharded.state_dict(adapters="only"), sharded.state_dict()
-    assert_same_weights(adapters, alone.state_dict(adapters="only"), atol=rel / 10)
     assert not any(wrapper in name for name in merged for wrapper in WRAPPERS)
-    assert_equal(sharded.state_dict(adapters="base"), base)
+    assert_same_weights(sharded.state_dict(adapters="base"), base)
     assert any(not torch.equal(merged[name], base[name]) for name in base)
-    assert_same_weights(merged, merged_by_peft(folder, adapters, tmp_path, **config))
+    by_peft = (merged_by_peft(folder, adapters, tmp_path, dtype, **config) for dtype in (torch.float32, torch.float64))
+    assert_weights_as_accurate(merged, *by_peft)
 
     sharded.export(tmp_path / "export")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    ids = packed_batch()["input_ids"][None, :12]
-    scored = sharded.forward_logprobs({"input_ids": ids[0], "cu_seqlens": torch.tensor([0, 12])})
-    with torch.no_grad():
-        expected_TV = exported(ids).logits[0, :-1].log_softmax(-1)
-    torch.testing.assert_close(scored[1:], expected_TV.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=rel / 2)
+    exported = Truth(lambda: module_class.from_pretrained(tmp_path / "export"), device=adapted.device)
+    exported.assert_logprobs(sharded.forward_logprobs(packed_batch()), packed_batch())
 
 
 def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
@@ -151,7 +165,7 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
     engine.train_batch(packed_batch(), ppo_clip())
     engine.save(tmp_path / "checkpoint")
-    merged = engine.state_dict()
+    merged, trained = engine.state_dict(), engine.state_dict(adapters="only")
     expected = engine.train_batch(packed_batch(seed=1), ppo_clip())
 
     files = [safe_open(file, framework="pt") for file in (tmp_path / "checkpoint").rglob("*.safetensors")]
@@ -161,12 +175,12 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     engine.meta("weights")
     engine.onload("weights")
     engine.load(tmp_path / "checkpoint")
-    assert_equal(engine.state_dict(), merged)
-    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
+    assert_same_weights(engine.state_dict(), merged)
+    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == expected, "the same operations"
 
     other = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 1)
     other.load(tmp_path / "checkpoint")
-    assert_same_weights(other.state_dict(), merged)
+    assert_same_weights(other.state_dict(adapters="only"), trained)
 
 
 @pytest.mark.slow
@@ -177,8 +191,8 @@ def test_a_restart_goes_on_from_the_checkpoint(dense: Any, qwen2_folder: Path, b
     merged = engine.state_dict()
     expected = engine.train_batch(packed_batch(seed=1), ppo_clip())
     engine.restart()
-    assert_equal(engine.state_dict(), merged)
-    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == pytest.approx(expected, rel=1e-6)
+    assert_same_weights(engine.state_dict(), merged)
+    assert engine.train_batch(packed_batch(seed=1), ppo_clip()) == expected, "the same operations"
 
 
 def test_the_base_is_its_own_reference(dense: Any, qwen2_folder: Path, build: Build) -> None:
@@ -197,7 +211,7 @@ def test_load_state_dict_takes_adapters(dense: Any, qwen2_folder: Path, build: B
     engine = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 2)
     adapters = {name: torch.randn(tensor.shape) for name, tensor in engine.state_dict(adapters="only").items()}
     engine.load_state_dict(adapters)
-    assert_equal(engine.state_dict(adapters="only"), adapters)
+    assert_same_weights(engine.state_dict(adapters="only"), adapters)
     with pytest.raises(InvalidInputError, match=r"needs exactly what state_dict\(adapters='only'\) gives: missing"):
         engine.load_state_dict(engine.state_dict())
 
@@ -209,7 +223,7 @@ def test_the_seed_of_the_program_is_that_of_the_adapters(dense: Any, qwen2_folde
             return build(lora_module(dense, qwen2_folder, target_modules=["q_proj"]), 1).state_dict(adapters="only")
 
     first, again, other = fresh(3), fresh(3), fresh(4)
-    assert_equal(first, again)
+    assert_same_weights(first, again)
     random = [name for name in first if "lora_A" in name]
     assert not any(torch.equal(first[name], other[name]) for name in random)
     assert not torch.equal(first[random[0]], first[random[1]]), "each layer has its own"
@@ -277,4 +291,4 @@ def test_what_is_written_past_version_counters_between_two_passes_is_merged() ->
     (bias,) = holding.compute([1])
     assert torch.equal(bias, torch.full((2,), 5.0)), "what the first pass kept was not used"
     weight, bias = holding.compute([0, 1])
-    torch.testing.assert_close(weight, layer.base_layer.weight.detach() + 6.0)
+    assert_same_bits(weight, layer.base_layer.weight.detach() + 6.0, "2 times 3 is exact, and the sum rounds once")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from rlcore.errors import StateError
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.ops import gae, ppo_clip, token_weights, value_loss
 from rlcore.weights.view import Adapters, WeightView, whole
+from tests.accuracy import assert_as_accurate
 
+from .plain_training import Truth, assert_metrics
 from .train_batches import VOCAB, assert_same_weights, packed_batch
+from .train_policy import truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -32,18 +37,15 @@ Build = Callable[..., rlcore.TrainEngine]
 
 
 @pytest.fixture(scope="module")
-def build(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
-    """``build(module, workers, **options)``; the worker processes are shared, as one engine stays."""
+def build(shared_devices: tuple[str, ...], short_runtime_folder: Path) -> Iterator[Build]:
+    """``build(module, workers, **options)``: engines, until the end of the file."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
 
         def get(module: Any, workers: int, **options: Any) -> rlcore.TrainEngine:
+            patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))  # the settings of tests are taken back after each
             engine = stack.enter_context(rlcore.TrainEngine(module))
-            devices = [f"cpu:{index}" for index in range(workers)]
-            return engine.build(devices=devices, data_parallel_size=workers, launcher="process", **options)
+            return engine.build(devices=shared_devices[:workers], data_parallel_size=workers, **options)
 
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
-        get(own_module(own_folder), 2)
         yield get
 
 
@@ -126,25 +128,36 @@ def own_module(folder: Path) -> Own:
         return Own(folder)
 
 
+def plain_own(folder: Path) -> Own:
+    """With its weights, put where the module has them."""
+    file = load_file(folder / "model.safetensors")
+    module = Own(folder)
+    for index, mixer in enumerate(module.mixers):
+        gate, up, bias = (file.pop(f"policy.mixers.{index}.{leaf}") for leaf in ("gate", "up", "bias"))
+        mixer.gate_up.data = torch.cat([gate, up.T, bias[None]])
+    module.load_state_dict({name.removeprefix("policy."): tensor for name, tensor in file.items()}, strict=False)
+    return module
+
+
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_module_of_ones_own_reads_and_gives_weights_as_its_views_say(
-    own_folder: Path, build: Build, tmp_path: Path
+    own_folder: Path, build: Build, tmp_path: Path, workers: int
 ) -> None:
-    file = load_file(own_folder / "model.safetensors")
-    alone, sharded = build(own_module(own_folder), 1), build(own_module(own_folder), 2)
-    assert sharded.what_is_sharded() == [["", "mixers.0", "mixers.1"]] * 2, "as wrap_classes says"
-    for engine in (alone, sharded):
-        assert_same_weights(engine.state_dict(), file, atol=0)
+    file, truth = load_file(own_folder / "model.safetensors"), Truth(lambda: plain_own(own_folder))
+    engine = build(own_module(own_folder), workers)
+    wrapped = ["", "mixers.0", "mixers.1"] if workers > 1 else []
+    assert engine.what_is_sharded() == [wrapped] * workers, "as wrap_classes says"
+    assert_same_weights(engine.state_dict(), file)
     for step in range(3):
-        expected = alone.train_batch(packed_batch(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
-        found = sharded.train_batch(packed_batch(seed=step), ppo_clip(), max_tokens_per_micro_batch=15)
-        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
-    trained = sharded.state_dict()
-    assert_same_weights(trained, alone.state_dict())
+        batch = packed_batch(seed=step)
+        truth.assert_step(engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=15), batch, ppo_clip())
+    trained = engine.state_dict()
+    truth.assert_weights(trained)
     assert not torch.equal(trained["policy.mixers.0.up"], file["policy.mixers.0.up"])
-    sharded.export(tmp_path / "export")
-    assert_same_weights(load_file(tmp_path / "export" / "model.safetensors"), trained, atol=0)
-    sharded.load_state_dict(file)
-    assert_same_weights(sharded.state_dict(), file, atol=0)
+    engine.export(tmp_path / "export")
+    assert_same_weights(load_file(tmp_path / "export" / "model.safetensors"), trained)
+    engine.load_state_dict(file)
+    assert_same_weights(engine.state_dict(), file)
 
 
 class Changed(Own):
@@ -173,12 +186,15 @@ def test_weights_can_be_changed_on_their_way_in_and_out(own_folder: Path, build:
 # -------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("lengths", [(12, 3, 7, 2, 9), (9,)], ids=["uneven", "one sequence"])
+@pytest.mark.parametrize(
+    ("workers", "lengths"),
+    [(1, (12, 3, 7, 2, 9)), (2, (12, 3, 7, 2, 9)), (2, (15,))],
+    ids=["one", "several", "one sequence for several"],
+)
 def test_eval_batch_is_the_loss_of_train_batch_and_changes_nothing(
     own_folder: Path, build: Build, workers: int, lengths: tuple[int, ...]
 ) -> None:
-    engine = build(own_module(own_folder), workers)
+    engine, truth = build(own_module(own_folder), workers), Truth(lambda: plain_own(own_folder))
     batch, options = packed_batch(lengths), {"max_tokens_per_micro_batch": 15, "temperature": 0.7}
     before, beside = engine.state_dict(), engine.state_beside_weights()
     engine.offload("optimizer", "grads")
@@ -186,10 +202,12 @@ def test_eval_batch_is_the_loss_of_train_batch_and_changes_nothing(
     assert engine.eval_batch(batch, ppo_clip(), **options) == evaluated
     engine.onload()
     assert engine.state_beside_weights() == beside
-    assert_same_weights(engine.state_dict(), before, atol=0)
+    assert_same_weights(engine.state_dict(), before)
     trained = engine.train_batch(batch, ppo_clip(), **options)
     assert evaluated.keys() == trained.keys() - {"grad_norm", "lr/optimizer"}
-    assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-6, abs=1e-7)
+    step = truth.step(batch, ppo_clip(), temperature=0.7)
+    for found in (trained, evaluated):
+        assert_metrics(found, *step)
 
 
 def test_eval_batch_needs_the_weights(own_folder: Path, build: Build) -> None:
@@ -218,14 +236,14 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: dict[st
     return folder
 
 
-def seeing(folder: Path) -> Any:
+def seeing(folder: Path, is_plain: bool) -> Any:
     from transformers import Qwen2VLForConditionalGeneration
 
     class Seeing(HuggingFaceTrainModule, Qwen2VLForConditionalGeneration):
         def on_weights_materialized(self) -> None:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
-        def see(self, ids_NL: Tensor, pixels: Tensor, grid_N3: Tensor) -> float:
+        def look(self, ids_NL: Tensor, pixels: Tensor, grid_N3: Tensor) -> float:
             """One step on captions: the mean over rows, of which each worker has as many."""
             images = (ids_NL == self.config.image_token_id).int()
             logits = self(
@@ -237,30 +255,37 @@ def seeing(folder: Path) -> Any:
             self.optimizer.zero_grad()
             return float(loss.detach())
 
-    with rlcore.meta_device():
+    with nullcontext() if is_plain else rlcore.meta_device():
         return Seeing.from_pretrained(folder)
+
+
+def assert_trains_as_plainly(
+    build: Build, module: Callable[[bool], Any], file: dict[str, Tensor], *rows: Tensor
+) -> None:
+    """Two steps of ``module(is_plain).look(*rows)`` on one worker and on two."""
+    truth = Truth(lambda: module(True))
+    for _ in range(2):
+        truth.both(lambda plain: plain.module.look(*rows))
+    for workers in (1, 2):
+        engine = build(module(False), workers)
+        assert_same_weights(engine.state_dict(), file)
+        for _ in range(2):
+            engine.look(*map(NeedParallel, rows))
+        trained = engine.state_dict()
+        truth.assert_weights(trained)
+        moved = {name for name, tensor in trained.items() if not torch.equal(tensor, file[name])}
+        assert any("vis" in name for name in moved), "gradients reach the vision tower"
 
 
 @pytest.mark.slow
 def test_a_module_that_sees_trains_by_a_method_of_its_own(vision_folder: Path, build: Build) -> None:
-    alone, sharded = build(seeing(vision_folder), 1), build(seeing(vision_folder), 2)
-    file = load_file(vision_folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     grid_N3 = torch.tensor([[1, 4, 4]]).repeat(2, 1)  # patches of each image; four of them are one token
     pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator)
     text = torch.randint(18, (2, 6), generator=generator)
     ids_NL = torch.cat([torch.tensor([[19, 18, 18, 18, 18, 20]] * 2), text], 1)
-    arguments = [NeedParallel(one) for one in (ids_NL, pixels, grid_N3)]
-    for engine in (alone, sharded):
-        assert_same_weights(engine.state_dict(), file, atol=0)
-    for _ in range(2):
-        expected = alone.call("see", *arguments, gather="mean")
-        assert sharded.call("see", *arguments, gather="mean") == pytest.approx(expected, rel=1e-5)
-    trained = sharded.state_dict()
-    assert_same_weights(trained, alone.state_dict())
-    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, file[name])}
-    assert any("visual" in name for name in moved), "gradients reach the vision tower"
-    assert trained.keys() == file.keys()
+    file = load_file(vision_folder / "model.safetensors")
+    assert_trains_as_plainly(build, partial(seeing, vision_folder), file, ids_NL, pixels, grid_N3)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +306,7 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: dict[str
     return folder
 
 
-def looking(folder: Path) -> Any:
+def looking(folder: Path, is_plain: bool) -> Any:
     from transformers import LlavaForConditionalGeneration
 
     class Looking(HuggingFaceTrainModule, LlavaForConditionalGeneration):
@@ -295,31 +320,24 @@ def looking(folder: Path) -> Any:
             self.optimizer.zero_grad()
             return float(loss.detach())
 
-    with rlcore.meta_device():
+    with nullcontext() if is_plain else rlcore.meta_device():
         return Looking.from_pretrained(folder)
 
 
 @pytest.mark.slow
 def test_names_of_a_file_are_tried_before_those_of_the_module(llava_folder: Path, build: Build) -> None:
-    alone, sharded = build(looking(llava_folder), 1), build(looking(llava_folder), 2)
-    file = load_file(llava_folder / "model.safetensors")
-    for engine in (alone, sharded):
-        assert_same_weights(engine.state_dict(), file, atol=0)
     generator = torch.Generator().manual_seed(0)
     ids_NL = torch.cat([torch.full((2, 4), 18), torch.randint(18, (2, 6), generator=generator)], 1)
-    arguments = [NeedParallel(one) for one in (ids_NL, torch.randn(2, 3, 8, 8, generator=generator))]
-    for _ in range(2):
-        expected = alone.call("look", *arguments, gather="mean")
-        assert sharded.call("look", *arguments, gather="mean") == pytest.approx(expected, rel=1e-5)
-    assert_same_weights(sharded.state_dict(), alone.state_dict())
-    assert sharded.state_dict().keys() == file.keys()
+    pixels = torch.randn(2, 3, 8, 8, generator=generator)
+    file = load_file(llava_folder / "model.safetensors")
+    assert_trains_as_plainly(build, partial(looking, llava_folder), file, ids_NL, pixels)
 
 
 # ------------------------------------------------------------------------------------------------------- critics
 
 
-def critic(folder: Path) -> Any:
-    from transformers import Qwen2Config, Qwen2ForTokenClassification
+def critic_class() -> Any:
+    from transformers import Qwen2ForTokenClassification
 
     class Critic(HuggingFaceTrainModule, Qwen2ForTokenClassification):
         new_parameters = ("score",)
@@ -348,38 +366,49 @@ def critic(folder: Path) -> Any:
             value_T = self.score(hidden_TH).squeeze(-1)
             return value_T.new_zeros(mask_NL.shape).masked_scatter(mask_NL.to(value_T.device), value_T)
 
-    config = Qwen2Config.from_pretrained(folder, num_labels=1)
-    with rlcore.meta_device():
-        return Critic.from_pretrained(folder, config=config)
+    return Critic
+
+
+def trained_values(critic: Any, *arguments: Tensor, workers: int = 0) -> tuple[Tensor, Tensor]:
+    """Values before and after four steps; of a module, or of an engine of so many workers."""
+
+    def call(method: str, gather: str, *rows: Tensor) -> Any:
+        return (
+            critic.call(method, *map(NeedParallel, rows), gather=gather) if workers else getattr(critic, method)(*rows)
+        )
+
+    ids_NL, mask_NL, rewards_NL = arguments
+    before_NL = call("values", "cat", ids_NL, mask_NL)
+    _, returns_NL = gae(rewards_NL.to(before_NL), before_NL, mask_NL)
+    # FSDP takes the mean of gradients over workers, and the loss is the sum of their parts
+    weight_NL = token_weights("token-mean", mask_NL) * max(workers, 1)
+    losses = [call("value_step", "mean", ids_NL, mask_NL, returns_NL, weight_NL) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    return before_NL, call("values", "cat", ids_NL, mask_NL)
 
 
 def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> None:
+    from transformers import Qwen2Config
+
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([12, 3, 7, 9, 5])
-    mask_NL = torch.arange(12) < lengths[:, None]
+    mask_NL = torch.arange(12) < torch.tensor([12, 3, 7, 9, 5])[:, None]
     ids_NL = torch.randint(VOCAB, mask_NL.shape, generator=generator)
-    rewards_NL = torch.randn(mask_NL.shape, generator=generator)
-    found = {}
+    rows = ids_NL, mask_NL, torch.randn(mask_NL.shape, generator=generator)
+    config, critic = Qwen2Config.from_pretrained(qwen2_folder, num_labels=1), critic_class()
     for workers in (1, 2):
-        engine = build(critic(qwen2_folder), workers)
-        rows = NeedParallel(ids_NL), NeedParallel(mask_NL)
-        values_NL = engine.call("values", *rows, gather="cat")
-        assert values_NL.shape == mask_NL.shape and (values_NL[~mask_NL] == 0).all() and values_NL.std() > 0
-        _, returns_NL = gae(rewards_NL, values_NL, mask_NL)
-        # FSDP takes the mean of gradients over workers, and the loss is the sum of their parts
-        weight_NL = NeedParallel(token_weights("token-mean", mask_NL) * workers)
-        step = partial_step(engine, *rows, NeedParallel(returns_NL), weight_NL)
-        losses = [step() for _ in range(4)]
-        assert losses[-1] < losses[0]
-        found[workers] = values_NL, losses, engine.state_dict()
-    torch.testing.assert_close(found[2][0], found[1][0])
-    assert found[2][1] == pytest.approx(found[1][1], rel=1e-5)
-    assert_same_weights(found[2][2], found[1][2])
-    assert {"score.weight", "score.bias"} < found[1][2].keys()
-
-
-def partial_step(engine: rlcore.TrainEngine, *arguments: NeedParallel) -> Callable[[], float]:
-    return lambda: engine.call("value_step", *arguments, gather="mean")
+        with rlcore.meta_device():
+            module = critic.from_pretrained(qwen2_folder, config=config)
+        engine = build(module, workers)
+        state = engine.state_dict()
+        assert {"score.weight", "score.bias"} < state.keys()
+        found = trained_values(engine, *rows, workers=workers)
+        truth = truth_of_own(lambda: critic(deepcopy(config)), state)
+        for got, reference, exact in zip(
+            found, *truth.both(lambda plain: trained_values(plain.module, *rows)), strict=True
+        ):
+            assert (got[~mask_NL] == 0).all() and got.std() > 0
+            assert_as_accurate(got[mask_NL], reference[mask_NL], exact[mask_NL])
+        truth.assert_weights(engine.state_dict())
 
 
 # --------------------------------------------------------------------------------------------------------- traces

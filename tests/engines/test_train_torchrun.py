@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from rlcore.ops import ppo_clip
+
+from .plain_training import assert_metrics
+from .train_batches import packed_batch
+from .train_policy import truth_of
 
 PROGRAM = """
     import os, sys
@@ -22,14 +29,7 @@ PROGRAM = """
 
     folder, out = sys.argv[1:]
     size = int(os.environ["WORLD_SIZE"])
-    generator = torch.Generator().manual_seed(0)
-    lengths = [12, 3, 7, 2, 9]
-    batch = {
-        "input_ids": torch.randint(21, (sum(lengths),), generator=generator),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "old_logprobs": -torch.rand(sum(lengths), generator=generator) * 3,
-        "advantages": torch.randn(len(lengths), generator=generator),
-    }
+    batch = torch.load(f"{out}/batch.pt", weights_only=True)
     for workers in (1, size):
         with rlcore.meta_device():
             module = Policy.from_pretrained(folder)
@@ -45,16 +45,21 @@ PROGRAM = """
 
 @pytest.mark.slow
 def test_every_rank_gets_the_results_of_the_whole_batch(
-    qwen2_folder: Path, tmp_path: Path, torchrun: Callable[..., None]
+    policy: Any, qwen2_folder: Path, tmp_path: Path, torchrun: Callable[..., None]
 ) -> None:
+    class Policy(policy):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+    batch = packed_batch((12, 3, 7, 2, 19))
+    torch.save(batch, tmp_path / "batch.pt")
     torchrun(PROGRAM, qwen2_folder, tmp_path)
-    alone = torch.load(tmp_path / "1-0.pt", weights_only=True)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"2-{rank}.pt", weights_only=True)
-        for metrics, expected in zip(found["metrics"], alone["metrics"], strict=True):
-            assert metrics == pytest.approx(expected, rel=2e-5, abs=1e-6)
-        torch.testing.assert_close(found["logprobs"], alone["logprobs"], rtol=1e-5, atol=1e-5)
-        assert found["state"].keys() == alone["state"].keys()
-        for name, tensor in alone["state"].items():
-            torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=2e-6)
+    truth = truth_of(Policy, qwen2_folder)
+    steps = [truth.step(batch, ppo_clip()) for _ in range(2)]
+    for name in ("1-0", "1-1", "2-0", "2-1"):
+        found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        for metrics, step in zip(found["metrics"], steps, strict=True):
+            assert_metrics(metrics, *step)
+        truth.assert_logprobs(found["logprobs"], batch)
+        truth.assert_weights(found["state"])
     assert len(list((tmp_path / "checkpoint-2-all").glob("data-*/weights-*"))) == 2

@@ -1,4 +1,7 @@
-"""Fresh memory is poisoned: an element that an operator leaves unwritten shows up as NaN."""
+"""Fresh memory is poisoned: an element that an operator leaves unwritten shows up as NaN.
+
+Random numbers are the same in each run of a test, whatever ran before.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", poisoning(Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,30 +11,19 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import linear_logprob
+from tests.accuracy import assert_as_accurate, assert_same_bits
+from tests.kernels.plain import (
+    assert_equal_in_float64,
+    assert_scores_as_accurate,
+    gradients,
+    linear_scores,
+)
 
 IMPLEMENTATIONS = ["reference", "chunked"]
-# smallest, one row, odd everywhere, off-block, real vocabularies, more rows than 16 bits count
-SHAPES = [(1, 3, 1), (1, 8, 7), (127, 13, 1000), (70, 20, 4097), (3, 5, 151936), (2, 4, 152064), (1, 3, 262144)]
-SHAPES += [(65537, 3, 7)]
+# one row, odd everywhere, off-block, more rows than 16 bits count
+SHAPES = [(1, 8, 7), (127, 13, 1000), (70, 20, 4097), (65537, 3, 7)]
+REAL_VOCABULARIES = [(16, 5, 151936), (17, 4, 152064), (1, 3, 262144)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def truth(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """In the inputs' dtype (float64), from the formula and nothing else."""
-    logits = hidden @ weight.T + (0 if bias is None else bias)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits * logit_scale / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    p = torch.softmax(logits, -1)
-    return torch.log_softmax(logits, -1)[range(len(p)), targets], -torch.special.xlogy(p, p).sum(-1)
 
 
 def random_inputs(T: int, H: int, V: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,33 +35,41 @@ def random_inputs(T: int, H: int, V: int, dtype: torch.dtype = torch.float32) ->
     return hidden, weight, targets
 
 
-def gradients(outputs: tuple[Tensor, Tensor | None], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    logprob, entropy = outputs
-    weight = torch.linspace(-1, 2, len(logprob), dtype=logprob.dtype)
-    total = (weight * logprob).sum() + (0 if entropy is None else (weight.cos() * entropy).sum())
-    return torch.autograd.grad(total, inputs)
-
-
-def doubled(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+def assert_matches_float64(leaves: Sequence[Tensor], targets: Tensor, implementation: str, **options: Any) -> None:
+    """Leaves: hidden, weight, and bias if there is one."""
+    hidden, weight, *bias = leaves
+    found = linear_logprob(
+        hidden,
+        weight,
+        targets,
+        bias=bias[0] if bias else None,
+        with_entropy=True,
+        implementation=implementation,
+        **options,
+    )
+    assert found.logprob.dtype == torch.float32
+    assert_scores_as_accurate(found, functools.partial(linear_scores, targets=targets, **options), leaves)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T, H, V", SHAPES)
 def test_linear_logprob_matches_float64(T: int, H: int, V: int, dtype: torch.dtype, implementation: str) -> None:
-    hidden, weight, targets = random_inputs(T, H, V, dtype)
-    wide = doubled(hidden, weight)
-    found = linear_logprob(hidden, weight, targets, temperature=1.3, with_entropy=True, implementation=implementation)
-    want = truth(*wide, targets, temperature=1.3)
-    assert found.logprob.dtype == torch.float32
-    for got, expected in zip(found, want, strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    # Some hosts' products sum the V columns one by one, in float32: an error of 7.7e-5 with 151,936.
-    rtol = max(1e-5, 4 * torch.finfo(dtype).eps, V * 1e-9)
-    for got, expected in zip(gradients(found, [hidden, weight]), gradients(want, wide), strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=2e-5)
+    *leaves, targets = random_inputs(T, H, V, dtype)
+    assert_matches_float64(leaves, targets, implementation, temperature=1.3)
+
+
+@pytest.mark.parametrize("T, H, V", REAL_VOCABULARIES)
+def test_real_vocabularies_match_float64(T: int, H: int, V: int) -> None:
+    *leaves, targets = random_inputs(T, H, V)
+    assert_matches_float64(leaves, targets, "chunked", temperature=1.3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_only_token_is_certain(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(1, 3, 1)
+    found = linear_logprob(hidden, weight, targets, with_entropy=True, implementation=implementation)
+    assert not any(x.any() for x in (*found, *gradients(found, [hidden, weight])))
 
 
 OPTIONS = [
@@ -84,19 +84,10 @@ OPTIONS = [
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "scale", "both", "temperatures"])
-def test_every_option_matches_float64(options: dict[str, object], has_bias: bool, implementation: str) -> None:
-    hidden, weight, targets = random_inputs(40, 9, 51)
-    bias = torch.randn(51, requires_grad=True) if has_bias else None
-    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
-    wide = doubled(*inputs)
-    found = linear_logprob(
-        hidden, weight, targets, bias=bias, with_entropy=True, implementation=implementation, **options
-    )
-    want = truth(wide[0], wide[1], targets, bias=wide[2] if has_bias else None, **options)
-    for got, expected in zip(found, want, strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    for got, expected in zip(gradients(found, inputs), gradients(want, wide), strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+def test_every_option_matches_float64(options: dict[str, Any], has_bias: bool, implementation: str) -> None:
+    *leaves, targets = random_inputs(40, 9, 51)
+    bias = [torch.randn(51, requires_grad=True)] if has_bias else []
+    assert_matches_float64([*leaves, *bias], targets, implementation, **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -128,26 +119,19 @@ def test_extreme_logits(size: float, offset: float, implementation: str) -> None
     hidden = torch.eye(16).repeat(4, 1).requires_grad_()
     weight = ((torch.rand(500, 16, generator=generator) * 2 - 1) * size + offset).requires_grad_()
     targets = torch.randint(0, 500, (64,), generator=generator)
-    wide = doubled(hidden, weight)
-    found = linear_logprob(hidden, weight, targets, with_entropy=True, implementation=implementation)
-    want = truth(*wide, targets)
-    torch.testing.assert_close(found.logprob.double(), want[0], rtol=0, atol=2e-5)
-    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-4, atol=1e-5)
-    d_weight = gradients(found, [hidden, weight])[1]
-    torch.testing.assert_close(d_weight.double(), gradients(want, wide)[1], rtol=1e-4, atol=1e-4)
+    assert_matches_float64([hidden, weight], targets, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_bias_of_minus_infinity_takes_columns_out(implementation: str) -> None:
-    hidden, weight, targets = random_inputs(40, 9, 51)
+    hidden, weight, targets = random_inputs(40, 9, 51, torch.float64)
     bias = torch.zeros(51)
     bias[48:] = -math.inf  # rows that only pad the vocabulary
     found = linear_logprob(hidden, weight, targets % 48, bias=bias, with_entropy=True, implementation=implementation)
-    wide = doubled(hidden, weight)
-    want = truth(wide[0], wide[1][:48], targets % 48)
-    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-5, atol=1e-5)
+    want = linear_scores(hidden, weight[:48], targets=targets % 48)
+    assert_equal_in_float64(found, want, terms=51)
     d_hidden, d_weight = gradients(found, [hidden, weight])
-    torch.testing.assert_close(d_hidden.double(), gradients(want, wide)[0], rtol=1e-5, atol=1e-5)
+    assert_equal_in_float64([d_hidden, d_weight], gradients(want, [hidden, weight]), terms=51)
     assert d_weight[48:].count_nonzero() == 0
 
 
@@ -176,15 +160,14 @@ def test_ignored_rows_contribute_exactly_nothing(dtype: torch.dtype, implementat
 
 
 def test_results_do_not_depend_on_the_chunk_size() -> None:
-    hidden, weight, targets = random_inputs(127, 16, 301)
-    one_row = 3 * 301 * 4
+    hidden, weight, targets = random_inputs(127, 16, 301, torch.float64)
+    one_row = 3 * 301 * 8
     runs = []
     for budget in (one_row, 10 * one_row, None):
         found = linear_logprob(hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget)
         runs.append((*found, *gradients(found, [hidden, weight])))
     for run in runs[1:]:
-        for got, expected in zip(run, runs[0], strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert_equal_in_float64(run, runs[0], terms=301)
 
 
 def test_reruns_are_bit_identical() -> None:
@@ -197,16 +180,15 @@ def test_reruns_are_bit_identical() -> None:
 
 
 def test_strided_inputs_give_the_same() -> None:
-    hidden, weight, targets = random_inputs(60, 9, 51)
+    hidden, weight, targets = random_inputs(60, 9, 51, torch.float64)
     strided_hidden = torch.cat((hidden, hidden), 1).detach()[:, 9:].requires_grad_()
     strided_weight = weight.detach().T.contiguous().T.requires_grad_()
     assert not strided_hidden.is_contiguous() and not strided_weight.is_contiguous()
     found = linear_logprob(strided_hidden, strided_weight, torch.stack((targets, targets), 1)[:, 0])
     want = linear_logprob(hidden, weight, targets)
-    torch.testing.assert_close(found.logprob, want.logprob, rtol=0, atol=1e-5)
-    pairs = zip(gradients(found, [strided_hidden, strided_weight]), gradients(want, [hidden, weight]), strict=True)
-    for got, expected in pairs:
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert_equal_in_float64(found.logprob, want.logprob, terms=60)
+    got, expected = gradients(found, [strided_hidden, strided_weight]), gradients(want, [hidden, weight])
+    assert_equal_in_float64(got, expected, terms=60)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
@@ -219,11 +201,11 @@ def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> 
     asked = [x for x in inputs if x.requires_grad]
     if asked:
         found = gradients((logprob, None), asked)
-        assert torch.equal(found[0], everything[needs.index(True)])
+        assert_same_bits(found[0], everything[needs.index(True)])  # the same product
 
 
 def test_a_tied_weight_gets_both_gradients() -> None:
-    _, weight, targets = random_inputs(20, 6, 30)
+    _, weight, targets = random_inputs(20, 6, 30, torch.float64)
     tokens = torch.randint(0, 30, (20,))
 
     def total(weight: Tensor, implementation: str) -> Tensor:
@@ -231,7 +213,7 @@ def test_a_tied_weight_gets_both_gradients() -> None:
         return linear_logprob(hidden, weight, targets, implementation=implementation).logprob.sum()
 
     found, want = (torch.autograd.grad(total(weight, name), weight)[0] for name in ("chunked", "reference"))
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert_equal_in_float64(found, want, terms=30)
     assert (want[tokens] != 0).any()
 
 
@@ -254,8 +236,11 @@ def test_under_autocast_the_operands_are_lowered_as_in_linear_and_the_logits_are
         d_weight = gradients(found, [weight])[0]
     rounded = linear_logprob(hidden.bfloat16(), weight.bfloat16(), targets)
     assert torch.equal(found.logprob, rounded.logprob) and d_weight.dtype == torch.float32
-    want, _ = truth(hidden.bfloat16().double(), weight.bfloat16().double(), targets)
-    torch.testing.assert_close(found.logprob.double(), want, rtol=1e-5, atol=1e-5)
+    plain, exact = (
+        linear_scores(hidden.bfloat16().to(wide), weight.bfloat16().to(wide), targets=targets)
+        for wide in (torch.float32, torch.float64)
+    )
+    assert_as_accurate(found.logprob, plain[0], exact[0])
 
 
 GOOD = {

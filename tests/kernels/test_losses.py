@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.ops import combine, cpgd, entropy_bonus, kl, ppo_clip, token_loss
+from tests.accuracy import assert_within_rounding
+from tests.kernels.plain import assert_equal_in_float64
 
 
 def random_tokens(count: int = 4000) -> tuple[Tensor, dict[str, Tensor]]:
@@ -33,62 +35,6 @@ def value_and_gradient(loss_fn: Any, logprob: Tensor, per_token: dict[str, Tenso
     return value.detach(), torch.autograd.grad(value.sum(), x)[0]
 
 
-def finite_difference(loss_fn: Any, logprob: Tensor, per_token: dict[str, Tensor]) -> Tensor:
-    step = 1e-6
-    up, _ = loss_fn(logprob + step, None, per_token)
-    down, _ = loss_fn(logprob - step, None, per_token)
-    return (up - down) / (2 * step)
-
-
-TERMS: dict[str, Callable[[], Any]] = {
-    "ppo_clip": ppo_clip,
-    "dual clip": lambda: ppo_clip(clip_low=0.1, clip_high=0.4, dual_clip=1.5),
-    "k1": lambda: kl(kind="k1", coef=0.3),
-    "k2": lambda: kl(kind="k2", coef=0.3),
-    "k3": lambda: kl(kind="k3", coef=0.3),
-    "abs": lambda: kl(kind="abs", coef=0.3),
-    "sum": lambda: combine(ppo_clip(dual_clip=3.0), kl(coef=0.1)),
-}
-
-
-@pytest.mark.parametrize("name", TERMS)
-def test_gradients_match_finite_differences(name: str) -> None:
-    logprob, per_token = random_tokens()
-    ratio = (logprob - per_token["old_logprobs"]).exp()
-    kinks = torch.tensor([0.8, 0.9, 1.28, 1.4, 1.5, 3.0], dtype=torch.float64)
-    is_smooth = (ratio[:, None] - kinks).abs().amin(1) > 1e-4
-    is_smooth &= (logprob - per_token["ref_logprobs"]).abs() > 1e-4
-    _, gradient = value_and_gradient(TERMS[name](), logprob, per_token)
-    want = finite_difference(TERMS[name](), logprob, per_token)
-    torch.testing.assert_close(gradient[is_smooth], want[is_smooth], rtol=1e-6, atol=1e-8)
-
-
-def test_ppo_clip_is_the_formula_of_the_paper() -> None:
-    logprob, per_token = random_tokens()
-    value, gradient = value_and_gradient(ppo_clip(clip_low=0.2, clip_high=0.28), logprob, per_token)
-    advantage, ratio = per_token["advantages"], (logprob - per_token["old_logprobs"]).exp()
-    torch.testing.assert_close(value, -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
-    passes = torch.where(advantage > 0, ratio <= 1.28, ratio >= 0.8)
-    torch.testing.assert_close(gradient, -advantage * ratio * passes)
-    assert passes.any() and not passes.all()
-
-
-def test_dual_clip_bounds_only_negative_advantages() -> None:
-    logprob, per_token = random_tokens()
-    plain, _ = value_and_gradient(ppo_clip(), logprob, per_token)
-    dual, gradient = value_and_gradient(ppo_clip(dual_clip=1.5), logprob, per_token)
-    advantage, ratio = per_token["advantages"], (logprob - per_token["old_logprobs"]).exp()
-    is_bounded = (advantage < 0) & (ratio > 1.5)
-    torch.testing.assert_close(dual, torch.where(is_bounded, -1.5 * advantage, plain))
-    assert gradient[is_bounded].count_nonzero() == 0 and is_bounded.any()
-
-
-def test_at_ratio_one_the_loss_is_minus_the_advantage_and_so_is_its_gradient() -> None:
-    logprob, per_token = random_tokens()
-    value, gradient = value_and_gradient(ppo_clip(), logprob, per_token | {"old_logprobs": logprob})
-    assert torch.equal(value, -per_token["advantages"]) and torch.equal(gradient, -per_token["advantages"])
-
-
 def test_ppo_statistics_count_the_tokens_that_each_bound_stopped() -> None:
     ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 4.0])
     advantage = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
@@ -96,15 +42,10 @@ def test_ppo_statistics_count_the_tokens_that_each_bound_stopped() -> None:
     assert stats["clip_low_mean"].tolist() == [False, True, False, False, False, False]
     assert stats["clip_high_mean"].tolist() == [False, False, False, True, False, False]
     assert stats["dual_clip_mean"].tolist() == [False, False, False, False, False, True]
-    torch.testing.assert_close(stats["ratio_max"], ratio)
-    torch.testing.assert_close(stats["approx_kl_mean"], ratio - 1 - ratio.log())
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(advantage: float) -> None:
-    per_token = {"old_logprobs": torch.tensor([-500.0, 0.0]), "advantages": torch.full((2,), advantage)}
-    value, gradient = value_and_gradient(ppo_clip(dual_clip=3.0), torch.tensor([0.0, -500.0]), per_token)
-    assert value.isfinite().all() and gradient.isfinite().all()
+    exact = ratio.double()
+    # Of numbers up to 4: a logarithm, an exponential, and what is taken off.
+    assert_within_rounding(stats["ratio_max"], exact, terms=16)
+    assert_within_rounding(stats["approx_kl_mean"], exact - 1 - exact.log(), terms=16, magnitude=2 * exact + 1)
 
 
 def test_a_log_ratio_counts_up_to_20_and_beyond_has_no_gradient() -> None:
@@ -112,8 +53,8 @@ def test_a_log_ratio_counts_up_to_20_and_beyond_has_no_gradient() -> None:
     per_token = {"old_logprobs": torch.zeros(4), "advantages": torch.tensor([-1.0, -1.0, 1.0, 1.0])}  # none is clipped
     value, gradient = value_and_gradient(ppo_clip(), difference, per_token)
     ratio = difference.clamp(-20, 20).exp()
-    torch.testing.assert_close(value, -ratio * per_token["advantages"])
-    torch.testing.assert_close(gradient, torch.stack([ratio[0], ratio[1] * 0, -ratio[2], ratio[3] * 0]))
+    assert_within_rounding(value, -ratio * per_token["advantages"], terms=16)
+    assert_within_rounding(gradient, torch.stack([ratio[0], ratio[1] * 0, -ratio[2], ratio[3] * 0]), terms=16)
 
 
 def test_kl_estimators_are_zero_at_the_reference_and_k2_k3_abs_are_never_negative() -> None:
@@ -129,8 +70,8 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
     policy, reference = (torch.randn(2, 12, dtype=torch.float64) * 0.7).log_softmax(1)
     value, stats = kl(coef=2.0)(policy, None, {"ref_logprobs": reference})
     exact = (policy.exp() * (policy - reference)).sum()
-    torch.testing.assert_close((policy.exp() * value).sum(), 2 * exact)
-    torch.testing.assert_close((policy.exp() * stats["kl_mean"]).sum(), exact)
+    assert_equal_in_float64((policy.exp() * value).sum(), 2 * exact, terms=12)
+    assert_equal_in_float64((policy.exp() * stats["kl_mean"]).sum(), exact, terms=12)
 
 
 def test_the_entropy_bonus_rewards_entropy_and_needs_it() -> None:

@@ -12,14 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import UnsupportedError
 from rlcore.ops import combine, entropy_bonus, linear_logprob, linear_loss, ppo_clip, token_logprob
+from tests.accuracy import assert_as_accurate
+from tests.kernels.plain import assert_equal_in_float64
 
 T, H, V = 40, 8, 50
 
 
-def random_inputs() -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(T, H, generator=generator, requires_grad=True)
-    weight = torch.randn(V, H, generator=generator, requires_grad=True)
+    hidden, weight = (torch.randn(rows, H, generator=generator).to(dtype).requires_grad_() for rows in (T, V))
     return hidden, weight, torch.randint(0, V, (T,), generator=generator)
 
 
@@ -39,7 +40,7 @@ def from_hidden(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    slope = torch.arange(len(targets)) / T
+    slope = torch.arange(len(targets), dtype=hidden.dtype) / T
     return linear_loss(
         hidden.tanh(),
         weight,
@@ -53,10 +54,15 @@ def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 OPERATORS: list[Callable[..., Tensor]] = [from_logits, from_hidden, loss]
 
 
-def run(function: Callable[..., Tensor]) -> list[Tensor]:
-    hidden, weight, targets = random_inputs()
+def run(function: Callable[..., Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    hidden, weight, targets = random_inputs(dtype)
     value = function(hidden, weight, targets)
     return [value, *torch.autograd.grad(value, (hidden, weight))]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Sums of the same numbers in another order."""
+    assert_equal_in_float64(found, expected, terms=T + V)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -79,7 +85,7 @@ def test_without_gradients(operator: Callable[..., Tensor], context: Any) -> Non
     with context():
         value = operator(*random_inputs())
     assert not value.requires_grad
-    torch.testing.assert_close(value, run(operator)[0], rtol=1e-6, atol=0)
+    assert_same(value, run(operator)[0])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -91,7 +97,7 @@ def test_a_weight_used_twice_gets_both_gradients(operator: Callable[..., Tensor]
         return operator(hidden.flip(0), weight, targets.flip(0))
 
     for both, first, second in zip(run(twice), run(operator), run(again), strict=True):
-        torch.testing.assert_close(both, first + 2 * second, rtol=1e-5, atol=1e-5)
+        assert_same(both, first + 2 * second)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -105,7 +111,7 @@ def test_a_tied_weight_gets_both_gradients(operator: Callable[..., Tensor]) -> N
     (as_embedding,) = torch.autograd.grad(tied(weight, weight.detach()), weight)
     (as_head,) = torch.autograd.grad(tied(weight.detach(), weight), weight)
     assert as_embedding.any() and as_head.any()
-    torch.testing.assert_close(both, as_embedding + as_head, rtol=1e-5, atol=1e-5)
+    assert_same(both, as_embedding + as_head)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -117,18 +123,23 @@ def test_micro_batches_accumulate_into_existing_gradients(operator: Callable[...
     assert weight.grad is before  # added to in place
     parts = (slice(0, 15), slice(15, T))
     sums = [torch.autograd.grad(operator(hidden[part], weight, targets[part]), weight)[0] for part in parts]
-    torch.testing.assert_close(weight.grad, 1 + sums[0] + sums[1], rtol=1e-5, atol=1e-5)
+    assert_same(weight.grad, 1 + sums[0] + sums[1])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_autocast_region_around_the_backward_changes_nothing(operator: Callable[..., Tensor]) -> None:
-    hidden, weight, targets = random_inputs()
+    hidden, weight, targets = random_inputs(torch.float32)
     value = operator(hidden, weight, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = torch.autograd.grad(value, (hidden, weight))
-    tolerance = 2e-2 if operator is from_logits else 0.0  # the backward of its own product is torch's, and lowered
-    for got, want in zip(found, run(operator)[1:], strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    expected = run(operator, torch.float32)[1:]
+    if operator is not from_logits:
+        assert all(map(torch.equal, found, expected)), "the same operations in the same dtype"
+        return
+    # The backward of the product before it is torch's own, and lowered: as where all is.
+    lowered = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    rounded = [x.float() for x in torch.autograd.grad(operator(*lowered, targets), lowered)]
+    assert_as_accurate(found, rounded, run(operator)[1:])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -136,7 +147,7 @@ def test_a_second_derivative_is_refused(operator: Callable[..., Tensor]) -> None
     hidden, weight, targets = random_inputs()
     value = operator(hidden, weight, targets)
     (gradient,) = torch.autograd.grad(value, weight, create_graph=True)
-    torch.testing.assert_close(gradient, run(operator)[2])
+    assert_same(gradient, run(operator)[2])
     with pytest.raises(UnsupportedError, match="a second derivative of a log-probability or loss operator"):
         gradient.square().sum().backward()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from rlcore.ops import (
     token_logprob,
     token_loss,
 )
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
+from tests.kernels.plain import assert_loss_as_accurate, assert_scores_as_accurate, doubled, linear_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -54,28 +57,14 @@ def policy_loss() -> Any:
     return combine(ppo_clip(), kl(coef=0.01), entropy_bonus(coef=0.01))
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators_match_float64(dtype: torch.dtype) -> None:
     hidden, weight, targets, tokens = random_inputs(300, 100, 5003, dtype)
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    leaves = [hidden, weight]
     found = linear_logprob(hidden, weight, targets, with_entropy=True)
-    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
-    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=0)
-    got_loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
-    want_loss = linear_loss(*wide, targets, policy_loss(), implementation="reference", **tokens).loss
-    torch.testing.assert_close(got_loss.double(), want_loss, rtol=1e-4, atol=1e-5)
-    for got, expected in [
-        (found.logprob.sum() + found.entropy.sum(), want.logprob.sum() + want.entropy.sum()),
-        (got_loss, want_loss),
-    ]:
-        pairs = zip(torch.autograd.grad(got, (hidden, weight)), torch.autograd.grad(expected, wide), strict=True)
-        for gradient, truth in pairs:
-            assert relative_error(gradient, truth) < max(torch.finfo(dtype).eps / 2, 1e-5)
+    assert_scores_as_accurate(found, functools.partial(linear_scores, targets=targets), leaves)
+    loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
+    assert_loss_as_accurate(loss, policy_loss(), leaves, targets, tokens)
 
 
 def test_bfloat16_products_are_not_widened_by_a_copy_of_the_weight() -> None:
@@ -102,12 +91,18 @@ def test_a_loss_of_log_probabilities_waits_for_nothing(is_compiled: bool, reques
         found = run(*leaves, tokens)
         gradients = torch.autograd.grad(found[0], leaves)
         request.getfixturevalue("no_waiting")
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    entries = {name: x.double() for name, x in tokens["per_token"].items()}
-    want = evaluated(*wide, {"per_token": entries, "token_weight": tokens["token_weight"].double()})
     torch.cuda.set_sync_debug_mode("default")
-    for got, expected in zip((*found, *gradients), (*want, *torch.autograd.grad(want[0], wide)), strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-6)
+    wide = doubled(*leaves)
+    entries = {name: x.double() for name, x in tokens["per_token"].items()}
+    double = {"per_token": entries, "token_weight": tokens["token_weight"].double()}
+    plain, exact = evaluated(*leaves, tokens), evaluated(*wide, double)
+    sides = gradients, torch.autograd.grad(plain[0], leaves), torch.autograd.grad(exact[0], wide)
+    assert_as_accurate(*sides)
+    # Statistics are sums over all tokens of numbers that an error of a log-probability changes by at most the ratio.
+    ratio = (leaves[0].detach() - old).exp()
+    magnitude = (1 + ratio.max()) * (2 + old.abs().max())
+    for got, expected in zip(found, exact, strict=True):
+        assert_within_rounding(got, expected, terms=len(old) + 32, magnitude=magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -265,7 +260,7 @@ def test_forward_and_backward_are_captured_in_a_graph(dtype: torch.dtype) -> Non
         hidden.copy_(torch.randn_like(hidden))
     graph.replay()
     for got, want in zip(captured, run(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert_same_bits(got, want)  # the same kernels
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it imports inductor
@@ -275,7 +270,8 @@ def test_inductor_calls_what_eager_code_calls(mode: str) -> None:
     hidden, weight, targets, _ = random_inputs(300, 64, 5000, torch.bfloat16)
     compiled = torch.compile(from_both_ends, fullgraph=True, mode=mode)
     want = torch.autograd.grad(from_both_ends(hidden, weight, targets), (hidden, weight))
+    wide = doubled(hidden, weight)
+    exact = torch.autograd.grad(from_both_ends(*wide, targets), wide)
     for _ in range(3):  # "reduce-overhead" warms up, captures, replays
         got = [x.clone() for x in torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))]
-    for one, other in zip(got, want, strict=True):
-        assert relative_error(one, other.double()) < 1e-2
+    assert_as_accurate(got, want, exact)

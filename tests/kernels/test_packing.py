@@ -133,7 +133,11 @@ def test_the_inverse_permutation_restores_the_order() -> None:
         (lambda: pack(padded_batch("left") | {"x": [1.0]}), "pack: x must be a tensor; got list"),  # type: ignore[dict-item]
         (
             lambda: pack({"attention_mask": torch.tensor([[1.0, torch.nan]])}),
-            r"pack: attention_mask must be 0 or another number for each token; got nan at \[0, 1\]",
+            r"pack: attention_mask must be 0 or 1 for each token; got nan at \[0, 1\]",
+        ),
+        (  # numbers of sequences, which would become one
+            lambda: pack({"attention_mask": torch.tensor([[1, 1, 2, 2]])}),
+            r"pack: attention_mask must be 0 or 1 for each token; got 2 at \[0, 2\]",
         ),
         (lambda: unpack({"cu_seqlens": [0, 3]}), "unpack: cu_seqlens must be a tensor; got list"),  # type: ignore[dict-item]
         (

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,19 +9,14 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.ops import token_logprob
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
+from tests.kernels.plain import assert_equal_in_float64, assert_scores_as_accurate, doubled, token_scores
 
 IMPLEMENTATIONS = ["reference", "chunked"]
-# smallest, one row, one column, odd, off-block, real vocabularies, more rows than 16 bits count
-SHAPES = [(1, 1), (1, 7), (127, 1), (127, 1000), (5, 4097), (3, 151936), (2, 152064), (1, 262144), (65537, 7)]
+# one row, odd, off-block, more rows than 16 bits count
+SHAPES = [(1, 17), (127, 1), (127, 1000), (17, 4097), (65537, 7)]
+REAL_VOCABULARIES = [(16, 151936), (17, 152064), (1, 262144)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def truth(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy in float64, written out differently from the operator."""
-    scaled = logits.double() / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
-    p = torch.softmax(scaled, -1)
-    logprob = torch.log(p.gather(-1, targets[..., None]).squeeze(-1))
-    return logprob, -torch.special.xlogy(p, p).sum(-1)
 
 
 def random_inputs(T: int, V: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -38,25 +34,32 @@ def gradient(outputs: tuple[Tensor, Tensor], logits: Tensor) -> Tensor:
     return torch.autograd.grad((weight * logprob).sum() + (weight.cos() * entropy).sum(), logits)[0]
 
 
+def assert_matches_float64(logits: Tensor, targets: Tensor, implementation: str, **options: Any) -> None:
+    def formula(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return token_scores(logits, targets, **options)
+
+    found = token_logprob(logits, targets, with_entropy=True, implementation=implementation, **options)
+    assert found.logprob.dtype == found.entropy.dtype == torch.float32
+    assert_scores_as_accurate(found, formula, [logits])
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T, V", SHAPES)
 def test_token_logprob_matches_float64(T: int, V: int, dtype: torch.dtype, implementation: str) -> None:
-    logits, targets = random_inputs(T, V, dtype)
-    wide = logits.detach().double().requires_grad_()
-    want, want_entropy = truth(wide, targets, 1.3)
-    logprob, entropy = token_logprob(logits, targets, temperature=1.3, with_entropy=True, implementation=implementation)
-    assert logprob.dtype == entropy.dtype == torch.float32
-    # torch.log_softmax, which the reference is made of, adds up real vocabularies less exactly
-    atol = 1e-4 if implementation == "reference" and V > 100_000 else 2e-6
-    torch.testing.assert_close(logprob.double(), want, rtol=1e-6, atol=atol)
-    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-6, atol=atol)
-    torch.testing.assert_close(
-        gradient((logprob, entropy), logits).double(),
-        gradient((want, want_entropy), wide),
-        rtol=2 * torch.finfo(dtype).eps,
-        atol=1e-6,
-    )
+    assert_matches_float64(*random_inputs(T, V, dtype), implementation, temperature=1.3)
+
+
+@pytest.mark.parametrize("T, V", REAL_VOCABULARIES)
+def test_real_vocabularies_match_float64(T: int, V: int) -> None:
+    assert_matches_float64(*random_inputs(T, V), "chunked", temperature=1.3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_only_token_is_certain(implementation: str) -> None:
+    logits = torch.tensor([[-3e4]], requires_grad=True)
+    found = token_logprob(logits, torch.tensor([0]), with_entropy=True, implementation=implementation)
+    assert found.logprob == found.entropy == gradient(found, logits) == 0
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -64,12 +67,7 @@ def test_token_logprob_matches_float64(T: int, V: int, dtype: torch.dtype, imple
 def test_extreme_logits_stay_exact(scale: float, offset: float, implementation: str) -> None:
     noise, targets = random_inputs(64, 1000)
     logits = (noise.detach().clamp(-1, 1) * scale + offset).requires_grad_()
-    wide = logits.detach().double().requires_grad_()
-    found = token_logprob(logits, targets, temperature=0.7, with_entropy=True, implementation=implementation)
-    want = truth(wide, targets, 0.7)
-    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-6, atol=3e-6)
-    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient(found, logits).double(), gradient(want, wide), rtol=1e-4, atol=1e-6)
+    assert_matches_float64(logits, targets, implementation, temperature=0.7)
 
 
 def test_reference_passes_gradcheck() -> None:
@@ -107,23 +105,23 @@ def test_chunked_passes_gradcheck() -> None:
     ids=["column-major", "strided columns", "strided rows", "expanded"],
 )
 def test_strides_do_not_matter(view: object) -> None:
-    base, _ = random_inputs(64, 37)
+    base, _ = random_inputs(64, 37, torch.float64)
     strided = view(base.detach()).requires_grad_()  # type: ignore[operator]
     dense = strided.detach().contiguous().requires_grad_()
     targets = torch.arange(64) % 37
     found = token_logprob(strided, targets, with_entropy=True)
     want = token_logprob(dense, targets, with_entropy=True)
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
-    torch.testing.assert_close(gradient(found, strided), gradient(want, dense), rtol=0, atol=1e-6)
+    assert_equal_in_float64(found, want, terms=37)
+    assert_equal_in_float64(gradient(found, strided), gradient(want, dense), terms=37)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padded_logits_give_padded_results_also_when_shifted(implementation: str) -> None:
-    whole = torch.randn(3, 9, 11, requires_grad=True)
+    whole = torch.randn(3, 9, 11, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (3, 8))
     keep = torch.rand(3, 8, 11) < 0.9
     keep.scatter_(2, targets[..., None], True)
-    temperature = torch.rand(3, 8) + 0.5
+    temperature = torch.rand(3, 8, dtype=torch.float64) + 0.5
     found = token_logprob(
         whole[:, :-1],  # not flattenable: its strides skip a row for each sequence
         targets,
@@ -132,10 +130,11 @@ def test_padded_logits_give_padded_results_also_when_shifted(implementation: str
         keep_mask=keep,
         implementation=implementation,
     )
-    want, want_entropy = truth(whole[:, :-1].masked_fill(~keep, -math.inf), targets, temperature)
-    torch.testing.assert_close(found.logprob.double(), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), want_entropy, rtol=1e-5, atol=1e-5)
-    assert gradient(found, whole)[:, -1].count_nonzero() == 0
+    want = token_scores(whole[:, :-1], targets, temperature=temperature, keep_mask=keep)
+    assert_equal_in_float64(found, want, terms=11)
+    d_whole = gradient(found, whole)
+    assert_equal_in_float64(d_whole, gradient(want, whole), terms=11)
+    assert d_whole[:, -1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -154,20 +153,19 @@ def test_ignored_rows_are_exact_zeros_even_with_nan_logits(dtype: torch.dtype, i
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_columns_of_minus_infinity_have_no_probability_and_no_gradient(implementation: str) -> None:
-    logits, targets = random_inputs(20, 30)
+    logits, targets = random_inputs(20, 30, torch.float64)
     dropped = torch.zeros(30, dtype=torch.bool)
     dropped[[0, 7, 29]] = True
     targets = torch.where(dropped[targets], 1, targets)
     masked = logits.detach().masked_fill(dropped, -math.inf).requires_grad_()
     found = token_logprob(masked, targets, with_entropy=True, implementation=implementation)
-    kept = logits.detach()[:, ~dropped].double().requires_grad_()
+    kept = logits.detach()[:, ~dropped].requires_grad_()
     new_index = (~dropped).cumsum(0) - 1
-    want = truth(kept, new_index[targets])
-    torch.testing.assert_close(found.logprob.double(), want[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), want[1], rtol=1e-5, atol=1e-5)
+    want = token_scores(kept, new_index[targets])
+    assert_equal_in_float64(found, want, terms=30)
     d_logits = gradient(found, masked)
     assert d_logits[:, dropped].count_nonzero() == 0
-    torch.testing.assert_close(d_logits[:, ~dropped].double(), gradient(want, kept), rtol=1e-5, atol=1e-5)
+    assert_equal_in_float64(d_logits[:, ~dropped], gradient(want, kept), terms=30)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -193,7 +191,8 @@ def test_a_chosen_token_outside_the_keep_mask_has_probability_zero(implementatio
 def test_row_gradients_sum_to_zero() -> None:
     logits, targets = random_inputs(50, 4097, scale=5.0)
     d_logits = gradient(token_logprob(logits, targets, with_entropy=True), logits)
-    torch.testing.assert_close(d_logits.sum(1), torch.zeros(50), rtol=0, atol=1e-5)
+    # Each is off by a sum of exponentials, too, and by what makes it of that.
+    assert_within_rounding(d_logits.sum(1), torch.zeros(50), terms=2 * 4097 + 16, magnitude=d_logits.abs().sum(1))
 
 
 def test_reruns_are_bit_identical_and_permuting_tokens_permutes_the_result() -> None:
@@ -204,7 +203,8 @@ def test_reruns_are_bit_identical_and_permuting_tokens_permutes_the_result() -> 
     permuted = token_logprob(logits[order], targets[order], with_entropy=True)
     assert torch.equal(first.logprob, again.logprob) and torch.equal(first.entropy, again.entropy)
     assert torch.equal(gradient(first, logits), gradient(again, logits))
-    torch.testing.assert_close(permuted.logprob, first.logprob[order], rtol=0, atol=1e-6)
+    exact, _ = token_scores(logits.double(), targets)
+    assert_as_accurate(permuted.logprob, first.logprob[order], exact[order])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -219,7 +219,7 @@ def test_inplace_backward_gives_the_same_gradient_in_the_memory_of_the_logits(dt
         grads.append(leaf.grad)
         leaf.grad = None
         assert (seen[0].data_ptr() == logits.data_ptr()) == inplace
-    assert torch.equal(grads[0], grads[1])
+    assert_same_bits(grads[0], grads[1])  # the same operations in another place
 
 
 def test_reading_the_logits_after_an_inplace_backward_raises() -> None:
@@ -234,12 +234,15 @@ def test_reading_the_logits_after_an_inplace_backward_raises() -> None:
 
 def test_only_the_entropy_or_only_the_logprob_may_be_differentiated() -> None:
     logits, targets = random_inputs(9, 20)
-    wide = logits.detach().double().requires_grad_()
+    (wide,) = doubled(logits)
     for index in (0, 1):
-        found = token_logprob(logits, targets, with_entropy=True)[index]
-        want = truth(wide, targets)[index]
-        got = torch.autograd.grad(found.sum(), logits)[0]  # the upstream gradient is expanded: stride 0
-        torch.testing.assert_close(got.double(), torch.autograd.grad(want.sum(), wide)[0], rtol=1e-5, atol=1e-6)
+        sides = (token_logprob(logits, targets, with_entropy=True), logits), (token_scores(logits, targets), logits)
+        # The upstream gradient is expanded: stride 0.
+        got, own, exact = (
+            torch.autograd.grad(scores[index].sum(), of)[0]
+            for scores, of in (*sides, (token_scores(wide, targets), wide))
+        )
+        assert_as_accurate(got, own, exact)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -290,11 +293,12 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
 
 
 def test_rows_do_not_depend_on_what_is_scored_with_them() -> None:
-    logits, targets = random_inputs(127, 1000)
+    """But for the order of sums, which is another for one row than for many."""
+    logits, targets = random_inputs(127, 1000, torch.float64)
     whole = token_logprob(logits, targets, with_entropy=True)
     for part in (slice(0, 1), slice(1, 50), slice(50, 127)):
         found = token_logprob(logits[part], targets[part], with_entropy=True)
-        assert torch.equal(found.logprob, whole.logprob[part]) and torch.equal(found.entropy, whole.entropy[part])
+        assert_equal_in_float64(found, [x[part] for x in whole], terms=1000)
 
 
 def test_a_temperature_of_an_ignored_row_does_not_matter() -> None:

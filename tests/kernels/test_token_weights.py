@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError
 from rlcore.ops import token_weights
+from tests.accuracy import assert_within_rounding
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])  # the last sequence has no token that counts
 VALUE = torch.arange(12.0).view(3, 4)
@@ -29,7 +30,9 @@ def extra(mode: str) -> dict[str, Any]:
 def test_the_weighted_sum_is_the_aggregate_of_that_name(mode: Any) -> None:
     weight = token_weights(mode, MASK, **extra(mode))
     assert weight.dtype == torch.float32 and weight[MASK == 0].count_nonzero() == 0
-    torch.testing.assert_close((weight * VALUE).sum(), EXPECTED[mode])
+    exact, summed = EXPECTED[mode].double(), (weight * VALUE).abs().sum()
+    # 12 products of rounded weights; and the expected number is rounded, too.
+    assert_within_rounding((weight * VALUE).sum(), exact, terms=12 + 4, magnitude=summed)
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
@@ -79,3 +82,12 @@ def test_nothing_that_counts_gives_zeros(mode: Any) -> None:
 def test_bad_input_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         token_weights(**({"mode": "token-mean", "mask": MASK} | arguments))
+
+
+@pytest.mark.parametrize("total", [0, 0.0, torch.tensor(0)])
+def test_a_total_of_nothing_goes_with_a_mask_of_nothing_alone(total: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^token_weights: total must be above 0 where a token of mask counts; got"
+    ):
+        token_weights("token-mean", MASK, total=total)
+    assert token_weights("token-mean", torch.zeros(2, 3), total=total).count_nonzero() == 0

@@ -73,7 +73,12 @@ KERNELS = PORTABLE | TILED | {
         triton_tiles._target_kernel, {"dlogits": "*bf16", "target": "*i64"}, fixed(BT=triton_tiles._TARGET_ROWS)
     ),
 }  # fmt: skip
-CASES = [(name, arch) for name in KERNELS for arch in ((90, 100) if name in TILED else (80, 90, 100))]
+QUICK_ARCH = 90
+CASES = [
+    pytest.param(name, arch, marks=() if arch == QUICK_ARCH else pytest.mark.slow)
+    for name in KERNELS
+    for arch in ((90, 100) if name in TILED else (80, 90, 100))
+]
 
 
 def compiled(name: str, arch: int) -> Any:

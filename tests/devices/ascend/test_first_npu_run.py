@@ -41,6 +41,7 @@ def codes(found: dict[str, bytes]) -> dict[str, int]:
     return {line.partition(":")[0]: int(line.split("exit code ")[1].split(",")[0]) for line in lines if "exit" in line}
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_does_not_lose_the_others_and_no_secret_is_packed(tmp_path: Path) -> None:
     """The path of the model, which its error repeats, has the value of a variable that sounds like a secret."""
     run = start(tmp_path, "npu-smi", "quickstart", "devices", MODEL=f"/nowhere/{SECRET}", HF_TOKEN=SECRET)
@@ -138,6 +139,7 @@ def linear_logprob(*arguments):
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_with_wrong_results_has_failed(tmp_path: Path) -> None:
     """What a plugin offers is tried as ours are. On the CPU."""
     info = tmp_path / "planted-1.0.dist-info"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +13,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from rlcore.engines.launchers import living as living_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.processes import maker_of_shared_memory
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
 StartGroup = Callable[..., AbstractContextManager[WorkerGroup]]
 
@@ -44,11 +49,12 @@ def start_group(runtime_folder: Path) -> StartGroup:
         num_workers: int = 1,
         *,
         first: int = 0,
+        devices: list[str] | None = None,
         engine: str = "the test engine",
         launcher: str = "process",
         timeout_s: float = 100.0,
     ) -> Iterator[WorkerGroup]:
-        names = [f"cpu:{first + index}" for index in range(num_workers)]
+        names = devices or [f"cpu:{first + index}" for index in range(num_workers)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RLCORE_RUNTIME", str(runtime_folder))
             patch.setenv("OMP_NUM_THREADS", "1")
@@ -59,6 +65,23 @@ def start_group(runtime_folder: Path) -> StartGroup:
             group.stop()
 
     return start
+
+
+class Idle:
+    """Keeps its process."""
+
+    def __init__(self, context: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def join_group(start_group: StartGroup) -> Iterator[StartGroup]:
+    """As ``start_group``, on cpu:4 and cpu:5. Their two processes serve all tests that end no process."""
+    with start_group(Idle, 2, first=4, engine="an engine that stays"):
+        yield functools.partial(start_group, first=4)
 
 
 def processes_named_in(text: str) -> list[int]:

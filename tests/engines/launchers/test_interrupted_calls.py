@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,7 +19,7 @@ from rlcore.errors import WorkerTimeoutError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
-LONG_S = 60.0
+LONG_S = 100.0
 
 
 class Worker:
@@ -35,6 +35,10 @@ class Worker:
             time.sleep(0.01)
         self.was_given_up.append(self.context.is_given_up())
         return self.was_given_up[-1]
+
+    def wait_for(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
 
     def told(self) -> list[bool]:
         return self.was_given_up
@@ -54,8 +58,8 @@ def interrupt(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_worker_is_told_that_its_caller_was_interrupted(start_group: Any) -> None:
-    with start_group(Worker, 2) as group:
+def test_a_worker_is_told_that_its_caller_was_interrupted(join_group: Any) -> None:
+    with join_group(Worker, 2) as group:
         assert ask(group, "work", 0.01) == [False, False]
         with pytest.raises(KeyboardInterrupt):
             ask(group, "work", LONG_S, on_event=interrupt)
@@ -65,33 +69,45 @@ def test_a_worker_is_told_that_its_caller_was_interrupted(start_group: Any) -> N
         assert ask(group, "work", 0.01) == [False, False], "it is said of one call"
 
 
-def test_a_call_that_waits_is_given_up_before_it_runs(start_group: Any, wait_until: Any) -> None:
-    with start_group(Worker, engine="the first") as first, start_group(Worker, engine="the second") as second:
-        thread = threading.Thread(target=ask, args=(first, "work", 2.0), kwargs={"looks": False})
-        thread.start()
-        wait_until(lambda: first.workers[0].current)
+def interrupt_next_call(group: WorkerGroup) -> None:
+    """Ctrl-C comes as soon as the call is sent, when its caller waits for answers."""
+    wait = group._results
+
+    def waits(*args: Any) -> list[Any]:
+        del group._results  # type: ignore[method-assign]
+        interrupt(None)
+        return wait(*args)
+
+    group._results = waits  # type: ignore[method-assign]
+
+
+def test_a_call_that_waits_is_given_up_before_it_runs(join_group: Any, tmp_path: Path) -> None:
+    with join_group(Worker, engine="the first") as first, join_group(Worker, engine="the second") as second:
+        answer = first.workers[0].call("wait_for", tmp_path / "word")
+        interrupt_next_call(second)
         with pytest.raises(KeyboardInterrupt):
-            timer = threading.Timer(0.3, interrupt, (None,))
-            timer.start()
             ask(second, "work", LONG_S)
-        thread.join()
-        assert (ask(first, "told"), ask(second, "told")) == ([[False]], [[True]])
+        (tmp_path / "word").touch()
+        answer.result(LONG_S)
+        assert ask(second, "told") == [[True]]
 
 
-def test_what_a_listener_raises_gives_the_call_up_too(start_group: Any) -> None:
+def test_what_a_listener_raises_gives_the_call_up_too(join_group: Any) -> None:
     def fail(_: Any) -> None:
         raise ZeroDivisionError("of the progress bar")
 
-    with start_group(Worker) as group:
+    with join_group(Worker) as group:
         with pytest.raises(ZeroDivisionError):
             ask(group, "work", LONG_S, on_event=fail)
         assert ask(group, "told") == [[True]]
 
 
+@pytest.mark.slow
 def test_an_earlier_call_that_does_not_look_is_named_by_the_one_behind_it(start_group: Any) -> None:
     with start_group(Worker) as group:
+        interrupt_next_call(group)
         with pytest.raises(KeyboardInterrupt):
-            group.call("work", [((LONG_S,), {"looks": False})], interrupt, timeout_s=1.0)
+            group.call("work", [((LONG_S,), {"looks": False})], timeout_s=1.0)
         with pytest.raises(WorkerTimeoutError) as caught:
             ask(group, "work", 0.01)
         assert "it is an earlier call of the test engine; work() of the test engine waited behind it" in (

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -37,6 +38,16 @@ class Maker:
         assert child.stdout and child.stdout.readline()
         return child.pid
 
+    def fork(self, in_own_session: bool) -> int:
+        """Process id of a child that holds this process's socket and output."""
+        child = os.fork()
+        if child == 0:
+            if in_own_session:
+                os.setsid()
+            time.sleep(600)
+            os._exit(0)
+        return child
+
     def make(self) -> list[str]:
         """As vLLM has them, when those that had them open were killed."""
         self.lock: Any = multiprocessing.get_context("spawn").Lock()
@@ -50,28 +61,29 @@ class Maker:
         return boot._file(SHARED / name) in boot._shared_memory([os.getpid()])
 
 
-@pytest.mark.parametrize("how", ["stop", "SIGKILL"])
-def test_nothing_stays(how: str, start_group: Callable[..., Any], wait_until: Any, capfd: Any) -> None:
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "SIGKILL"])
+def test_nothing_stays_of_a_worker_and_its_descendants(
+    how: str, start_group: Callable[..., Any], wait_until: Any, capfd: Any
+) -> None:
     with start_group(Maker) as group:
-        names = group.workers[0].call("make").result()
+        (worker,) = group.workers
+        names = worker.call("make").result()
         assert all((SHARED / name).exists() for name in names)
+        unmarked = worker.call("start_child").result()
+        assert boot.MARK not in Path(f"/proc/{unmarked}/environ").read_text()
+        descendants = [unmarked, *(worker.call("fork", in_own_session).result() for in_own_session in (False, True))]
+        assert None not in map(session_of, descendants)
         if how == "SIGKILL":
-            os.kill(group.workers[0].process_id, signal.SIGKILL)
+            os.kill(worker.process_id, signal.SIGKILL)
+            wait_until(lambda: set(map(session_of, descendants)) == {None})
+    wait_until(lambda: set(map(session_of, descendants)) == {None})
     wait_until(lambda: not any((SHARED / name).exists() for name in names))
     assert "resource_tracker" not in "".join(capfd.readouterr())
 
 
-def test_a_child_that_wrote_over_its_environment_ends_too(start_group: Callable[..., Any], wait_until: Any) -> None:
-    with start_group(Maker) as group:
-        child = group.workers[0].call("start_child").result()
-        assert boot.MARK not in Path(f"/proc/{child}/environ").read_text()
-        os.kill(group.workers[0].process_id, signal.SIGKILL)
-        wait_until(lambda: session_of(child) is None)
-
-
-def test_a_semaphore_is_found_in_the_process_that_made_it(start_group: Callable[..., Any]) -> None:
+def test_a_semaphore_is_found_in_the_process_that_made_it(join_group: Callable[..., Any]) -> None:
     """Which sees it under a name that it had for a moment."""
-    with start_group(Maker) as group:
+    with join_group(Maker) as group:
         semaphore, ring, _ = group.workers[0].call("make").result()
         assert group.workers[0].call("has_open", semaphore).result()
         assert not group.workers[0].call("has_open", ring).result()

@@ -164,6 +164,7 @@ def engines(qwen2_folder: Path, other_python: str) -> Iterator[tuple[rlcore.Infe
         yield there.build(devices="cpu", python=other_python, timeout_s=100), here.build(devices="cpu")
 
 
+@pytest.mark.slow
 def test_a_sampler_of_another_interpreter_gives_the_same(engines: Any, other_python: str) -> None:
     there, here = engines
     (worker,) = there.executors[0].workers
@@ -176,6 +177,7 @@ def test_a_sampler_of_another_interpreter_gives_the_same(engines: Any, other_pyt
     assert there.generate(PROMPTS, SamplingParams(**GREEDY))[0].outputs[0].text == found[0].outputs[0].text
 
 
+@pytest.mark.slow
 def test_weights_arrive_from_this_interpreter(engines: Any, qwen2_folder: Path) -> None:
     from transformers import Qwen2ForCausalLM
 

@@ -58,6 +58,7 @@ def build(executor: str, **options: Any) -> rlcore.InferenceEngine:
     return rlcore.InferenceEngine("nowhere", executor=executor).build(launcher="process", timeout_s=100, **options)
 
 
+@pytest.mark.slow
 def test_one_worker_drives_each_replica_in_a_process_that_it_shares_with_nobody() -> None:
     devices = [f"cpu:{index}" for index in range(4)]
     with (
@@ -80,6 +81,7 @@ def test_one_worker_drives_each_replica_in_a_process_that_it_shares_with_nobody(
         assert [one["devices"] for one in ask(engine.restart(), "where")] == [devices[:2], devices[2:]]
 
 
+@pytest.mark.slow
 def test_its_devices_are_its_processs_first_and_the_others_stay_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

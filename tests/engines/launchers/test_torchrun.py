@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
 
 PROGRAM = """
@@ -17,7 +19,6 @@ PROGRAM = """
     from pathlib import Path
     import torch
     from rlcore.engines.launchers.launch import start_workers
-    from rlcore.errors import InvalidInputError
 
     class Worker:
         def __init__(self, context):
@@ -42,14 +43,11 @@ PROGRAM = """
     group.stop()
     found["left as it is"] = torch.distributed.is_initialized()
     torch.distributed.destroy_process_group()
-    try:
-        start_workers(Worker, "the engine", ["cpu:0", "cpu:1", "cpu:2"], launcher="torchrun", timeout_s=100)
-    except InvalidInputError as error:
-        found["error"] = str(error)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found | {"pid": os.getpid()}))
 """
 
 
+@pytest.mark.slow
 def test_each_rank_joins_as_one_worker(tmp_path: Path, torchrun: Callable[..., None]) -> None:
     torchrun(PROGRAM, tmp_path)
     for rank in range(2):
@@ -59,16 +57,36 @@ def test_each_rank_joins_as_one_worker(tmp_path: Path, torchrun: Callable[..., N
         assert found["alone"] == [[rank + 1.0, 0, 1, f"cpu:{rank}", pid]] * 2
         assert found["user's own"] == [[3.0, rank, 2, f"cpu:{rank}", pid]]
         assert found["left as it is"]
-        assert found["error"] == (
-            "launcher 'torchrun' runs one worker a rank: the engine has 3 workers, this world has 2 ranks"
-        )
+
+
+class Worker:
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def where(self) -> list[Any]:
+        return [self.context.rank, self.context.world_size, self.context.device_name, os.getpid()]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_is_the_worker_of_its_number_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    found = {}
+    for devices in (["cpu:4", "cpu:5", "cpu:4", "cpu:5"], ["cpu:0"]):
+        group = start_workers(Worker, "the engine", devices, launcher="torchrun", timeout_s=1)
+        (found[len(devices)],) = group.call("where", [((), {})])
+        group.stop()
+    assert found == {4: [3, 4, "cpu:5", os.getpid()], 1: [0, 1, "cpu:1", os.getpid()]}
+    with pytest.raises(
+        InvalidInputError,
+        match="launcher 'torchrun' runs one worker a rank: the engine has 3 workers, this world has 4 ranks",
+    ):
+        start_workers(Worker, "the engine", ["cpu:0", "cpu:1", "cpu:2"], launcher="torchrun", timeout_s=1)
 
 
 def test_without_torchrun_the_absent_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Worker:
-        def __init__(self, context: Any) -> None:
-            pass
-
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")

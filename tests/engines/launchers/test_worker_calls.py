@@ -21,6 +21,7 @@ from torch import Tensor
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext, describe, raised
 from rlcore.errors import DeviceError, InvalidInputError, WorkerError
+from tests.accuracy import assert_same_bits
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -171,8 +172,8 @@ Start = Any
 
 
 @pytest.fixture(scope="module")
-def pair(start_group: Start) -> Iterator[WorkerGroup]:
-    with start_group(Worker, 2) as group:
+def pair(join_group: Start) -> Iterator[WorkerGroup]:
+    with join_group(Worker, 2) as group:
         yield group
 
 
@@ -190,14 +191,14 @@ def ask_all(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> list[
 
 def test_each_worker_has_a_process_and_a_device_of_its_own(pair: WorkerGroup) -> None:
     first, second = ask_all(pair, "who")
-    assert (first[0], first[2], second[0], second[2]) == (0, "cpu:0", 1, "cpu:1")
+    assert (first[0], first[2], second[0], second[2]) == (0, "cpu:4", 1, "cpu:5")
     assert len({first[1], second[1], os.getpid()}) == 3
     assert [worker.process_id for worker in pair.workers] == [first[1], second[1]]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_reduce_over_a_group_without_a_port_open_to_the_network(start_group: Start, num_workers: int) -> None:
-    with start_group(Worker, num_workers) as group:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_reduce_over_a_group_without_a_port_open_to_the_network(join_group: Start, num_workers: int) -> None:
+    with join_group(Worker, num_workers) as group:
         calls = [((float(rank + 1),), {}) for rank in range(num_workers)]
         for _ in range(3):
             assert group.call("add_up", calls) == [num_workers * (num_workers + 1) / 2] * num_workers
@@ -240,8 +241,8 @@ def test_a_progress_callback_may_call_the_engine(pair: WorkerGroup) -> None:
     assert len(answers) == 2
 
 
-def test_a_handle_arrives_as_the_worker_itself(start_group: Start) -> None:
-    with start_group(Worker, engine="engine A") as one, start_group(Worker, engine="engine B") as other:
+def test_a_handle_arrives_as_the_worker_itself(join_group: Start) -> None:
+    with join_group(Worker, engine="engine A") as one, join_group(Worker, engine="engine B") as other:
         assert one.workers[0].process_id == other.workers[0].process_id, "one process a device"
         assert ask(one, "is_same_as", one.workers[0])
         assert not ask(one, "is_same_as", other.workers[0])
@@ -249,20 +250,20 @@ def test_a_handle_arrives_as_the_worker_itself(start_group: Start) -> None:
         assert ask(one, "value_of", other.workers[0]) == 17
 
 
-def test_one_engine_leaves_a_shared_process_and_the_other_stays(start_group: Start) -> None:
-    with start_group(Worker, 2, engine="engine A") as one:
-        with start_group(Worker, 2, engine="engine B") as other:
+def test_one_engine_leaves_a_shared_process_and_the_other_stays(join_group: Start) -> None:
+    with join_group(Worker, 2, engine="engine A") as one:
+        with join_group(Worker, 2, engine="engine B") as other:
             assert ask_all(other, "add_up", 1.0) == [2.0, 2.0]
             assert ask_all(one, "add_up", 2.0) == [4.0, 4.0]
         assert ask_all(one, "add_up", 3.0) == [6.0, 6.0]
 
 
-def test_two_engines_called_at_once_from_two_threads_do_not_cross(start_group: Start) -> None:
+def test_two_engines_called_at_once_from_two_threads_do_not_cross(join_group: Start) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with (
-        start_group(Worker, 2, engine="A") as one,
-        start_group(Worker, 2, engine="B") as other,
+        join_group(Worker, 2, engine="A") as one,
+        join_group(Worker, 2, engine="B") as other,
         ThreadPoolExecutor(2) as pool,
     ):
         ours = pool.submit(lambda: [ask_all(one, "add_up", 1.0) for _ in range(15)])
@@ -271,7 +272,7 @@ def test_two_engines_called_at_once_from_two_threads_do_not_cross(start_group: S
         assert theirs.result(60) == [[20.0, 20.0]] * 15
 
 
-def test_workers_share_the_processors(start_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_processors(join_group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlcore.engines.launchers.process import worker_environment
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -280,7 +281,7 @@ def test_workers_share_the_processors(start_group: Start, monkeypatch: pytest.Mo
     assert worker_environment(["cpu:0", "cpu:1"], owns_process=True)["OMP_NUM_THREADS"] == half
     assert worker_environment(["cuda:0", "cuda:1"], owns_process=False)["OMP_NUM_THREADS"] == half
     assert "OMP_NUM_THREADS" not in worker_environment(["cuda:0"], owns_process=True), "vLLM decides"
-    with start_group(Worker) as group:
+    with join_group(Worker) as group:
         assert ask(group, "threads") == 1, "the user's own setting wins"
 
 
@@ -366,7 +367,7 @@ def test_tensors_of_every_form_go_and_come_back(pair: WorkerGroup) -> None:
     assert back.keys() == forms.keys()
     for name, tensor in forms.items():
         assert back[name].shape == tensor.shape, name
-        torch.testing.assert_close(back[name], tensor.detach().resolve_conj(), rtol=0, atol=0)
+        assert_same_bits(back[name], tensor.detach().resolve_conj(), name)
         assert not back[name].requires_grad
 
 
@@ -435,8 +436,8 @@ def test_memory_that_the_user_keeps_is_not_used_again(pair: WorkerGroup) -> None
     assert [view.unique().tolist() for view in views] == [[float(value)] for value in range(6)]
 
 
-def test_a_result_outlives_its_worker(start_group: Start) -> None:
-    with start_group(Worker) as group:
+def test_a_result_outlives_its_worker(join_group: Start) -> None:
+    with join_group(Worker) as group:
         result = ask(group, "module.echo", torch.arange(100_000))
     assert torch.equal(result, torch.arange(100_000))
 
@@ -457,10 +458,10 @@ def test_a_result_outlives_its_worker(start_group: Start) -> None:
 )
 def test_whatever_a_worker_raises_is_one_error_and_it_goes_on(pair: WorkerGroup, how: str, text: str) -> None:
     before = ask_all(pair, "who")
-    with pytest.raises(WorkerError, match=rf"fail\(\) failed on rank 0 \(cpu:0\): .*{text}") as caught:
+    with pytest.raises(WorkerError, match=rf"fail\(\) failed on rank 0 \(cpu:4\): .*{text}") as caught:
         ask(pair, "fail", how)
     assert "in fail" in caught.value.traceback
-    assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:0", "fail")
+    assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:4", "fail")
     assert ask_all(pair, "who") == before
 
 
@@ -483,12 +484,13 @@ def test_a_huge_error_is_cut_in_the_middle(pair: WorkerGroup) -> None:
 def test_our_own_errors_keep_their_class_and_say_where(pair: WorkerGroup) -> None:
     with pytest.raises(DeviceError, match=r"^the device is on fire\n") as caught:
         ask(pair, "fail", "ours")
-    assert r"raised by fail() on rank 0 (cpu:0) of the test engine" in caught.value.__notes__[0]
+    assert r"raised by fail() on rank 0 (cpu:4) of the test engine" in caught.value.__notes__[0]
     assert 'raise DeviceError("the device is on fire")' in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_class_that_cannot_start_is_an_error_and_leaves_nothing(
-    start_group: Start, holdings: Any, wait_until: Any
+    join_group: Start, holdings: Any, wait_until: Any
 ) -> None:
     class Broken(Worker):
         def __init__(self, context: WorkerContext) -> None:
@@ -496,24 +498,23 @@ def test_a_class_that_cannot_start_is_an_error_and_leaves_nothing(
             if context.rank == 1:
                 raise ValueError("no such thing")
 
-    wait_until(lambda: len(holdings()["processes"]) <= 4)  # those of the shared pair and their guards
-    before = holdings()
+    before = holdings()  # with the process of the first worker, which stays
     with (
-        pytest.raises(WorkerError, match=r"start\(\) failed on rank 1 \(cpu:4\): ValueError: no such thing"),
-        start_group(Broken, 2, first=3),
+        pytest.raises(WorkerError, match=r"start\(\) failed on rank 1 \(cpu:3\): ValueError: no such thing"),
+        join_group(Broken, devices=["cpu:4", "cpu:3"]),
     ):
         pass
     wait_until(lambda: holdings() == before)
 
 
-def test_a_failed_start_spares_the_other_engine_of_the_device(start_group: Start) -> None:
+def test_a_failed_start_spares_the_other_engine_of_the_device(join_group: Start) -> None:
     class Broken(Worker):
         def __init__(self, context: WorkerContext) -> None:
             raise ValueError("no such thing")
 
-    with start_group(Worker, engine="healthy") as healthy:
+    with join_group(Worker, engine="healthy") as healthy:
         process = healthy.workers[0].process_id
-        with pytest.raises(WorkerError, match="no such thing"), start_group(Broken, engine="broken"):
+        with pytest.raises(WorkerError, match="no such thing"), join_group(Broken, engine="broken"):
             pass
         assert ask(healthy, "who")[1] == process
 
@@ -546,32 +547,31 @@ FACTOR = 2
 '''
 _USE = """
 from rlcore.engines.launchers.launch import start_workers
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
-print(group.call("double", [((21,), {}), (("ab",), {})]))
-group.stop()
+group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=100)
+print(group.call("double", [(("ab",), {})]))
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_starts_workers_of_its_own_class(tmp_path: Path) -> None:
     script = tmp_path / "algorithm.py"
-    script.write_text(_WORKER.format(place="a script") + _USE)
+    script.write_text(_WORKER.format(place="a script") + _USE + "group.stop()\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout == "[42, 'abab']\n", done.stderr
-    assert done.stderr == ""
+    assert (done.stdout, done.stderr) == ("['abab']\n", "")
 
 
-def test_a_class_made_by_exec_as_in_a_notebook_works(run_python: Any) -> None:
-    cells = [_WORKER.format(place="a cell"), _USE]
-    code = f"space = {{'__name__': '__main__'}}\nfor cell in {cells!r}:\n    exec(cell, space)\n"
-    done = run_python(code)
-    assert done.stdout == "[42, 'abab']\n", done.stderr
-    assert done.stderr == ""
+def test_a_class_made_by_exec_as_in_a_notebook_works(join_group: Start) -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(_WORKER.format(place="a cell"), space)
+    with join_group(space["Worker"]) as group:
+        assert ask(group, "double", 21) == 42
 
 
+@pytest.mark.slow
 def test_workers_that_nobody_closed_end_with_the_program(
     run_python: Any, tmp_path: Path, living: Any, wait_until: Any
 ) -> None:
-    code = _WORKER.format(place="a script") + _USE.replace("group.stop()", "")
-    done = run_python(code, env={"RLCORE_RUNTIME": str(tmp_path)})
-    assert (done.stdout, done.stderr, done.returncode) == ("[42, 'abab']\n", "", 0)
+    done = run_python(_WORKER.format(place="a script") + _USE, env={"RLCORE_RUNTIME": str(tmp_path)})
+    assert (done.stdout, done.stderr, done.returncode) == ("['abab']\n", "", 0)
     wait_until(lambda: living(str(tmp_path)) == [])  # their guards are the last
+    assert list(tmp_path.iterdir()) == []

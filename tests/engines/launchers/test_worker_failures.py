@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from rlcore.engines.launchers import group as group_module
+from rlcore.engines.launchers.endings import how_it_ended
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.traces import record_of
 from rlcore.engines.launchers.worker import WorkerContext
@@ -29,7 +30,7 @@ from rlcore.processes import maker_of_shared_memory, state_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
-DEADLINE_S = 2.0
+DEADLINE_S = 4.0
 """Of a call that is to miss it: a worker that is there has begun with it by then, and answered one of no work."""
 SOON_S = 25.0
 """On however busy a machine, and before any other deadline: a group's call has 100 s, a collective 60."""
@@ -47,18 +48,18 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "SIGSEGV":
             ctypes.string_at(0)
-        if how == "SIGABRT":
-            os.abort()
         if how == "exit":
             os._exit(3)
-        if how == "real-time signal":
-            os.kill(os.getpid(), 40)
         time.sleep(300)
 
     def fill_memory(self) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
-        self.filled = bytearray(1 << 30)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+        try:
+            self.filled = bytearray(1 << 30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
 
     def sleep_in_a_function(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -91,12 +92,10 @@ class Worker:
             time.sleep(0.01)
         raise StateError("ended early")
 
-    def spawn(self, in_own_session: bool = False) -> int:
+    def spawn(self) -> int:
         """Process id of a descendant that holds this process's socket and output."""
         child = os.fork()
         if child == 0:
-            if in_own_session:
-                os.setsid()
             time.sleep(300)
             os._exit(0)
         return child
@@ -145,31 +144,43 @@ def _endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     ("how", "text"),
     [
         ("SIGKILL", r"was killed by SIGKILL \(sent by somebody, or by the kernel for want of memory\)"),
-        ("SIGSEGV", "was killed by SIGSEGV"),
-        ("SIGABRT", "was killed by SIGABRT"),
-        ("exit", "ended with exit code 3"),
-        ("real-time signal", "was killed by signal 40"),
+        pytest.param("SIGSEGV", "was killed by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("exit", "ended with exit code 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_death_is_noticed_and_named(start_group: Start, how: str, text: str) -> None:
-    with start_group(Worker, 2) as group:
+    hows = [how, "sleep"] if how == "SIGKILL" else [how]  # of one that is not alone
+    with start_group(Worker, len(hows)) as group:
         died = rf"^the worker of rank 0 \(cpu:0\) {text} during die\(\)"
         with ending_soon(), pytest.raises(WorkerDiedError, match=died) as caught:
-            group.call("die", [((how,), {}), (("sleep",), {})])
+            group.call("die", [((one,), {}) for one in hows])
         assert (caught.value.rank, caught.value.device, caught.value.method) == (0, "cpu:0", "die")
-        if how in ("SIGSEGV", "SIGABRT"):
+        if how == "SIGSEGV":
             assert "in die" in caught.value.traceback, "the stack at the crash"
         with pytest.raises(StateError, match=r"rank\(\) is refused: the workers were ended .* call restart\(\)"):
             call_all(group, "rank")
 
 
-def test_want_of_memory_is_an_error_and_the_worker_goes_on(start_group: Start) -> None:
-    with start_group(Worker) as group:
-        with pytest.raises(WorkerError, match=r"fill_memory\(\) failed on rank 0 \(cpu:0\): MemoryError"):
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "ended with exit code 0"),
+        (-signal.SIGABRT, "was killed by SIGABRT"),
+        (-40, "was killed by signal 40"),  # a real-time signal
+    ],
+)
+def test_an_end_is_told_by_its_code(code: int, text: str) -> None:
+    assert how_it_ended(code) == text
+
+
+def test_want_of_memory_is_an_error_and_the_worker_goes_on(join_group: Start) -> None:
+    with join_group(Worker) as group:
+        with pytest.raises(WorkerError, match=r"fill_memory\(\) failed on rank 0 \(cpu:4\): MemoryError"):
             call_all(group, "fill_memory")
         assert call_all(group, "rank") == [0]
 
 
+@pytest.mark.slow
 def test_a_death_between_calls_is_named_by_the_next(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
         process = group.workers[0].process_id
@@ -179,6 +190,7 @@ def test_a_death_between_calls_is_named_by_the_next(start_group: Start, wait_unt
             call_all(group, "rank")
 
 
+@pytest.mark.slow
 def test_a_death_is_noticed_though_a_descendant_holds_the_socket(start_group: Start, wait_until: Any) -> None:
     with start_group(Worker) as group:
         (descendant,) = call_all(group, "spawn")
@@ -194,11 +206,11 @@ def is_running(pid: int) -> bool:
 # ----------------------------------------------------------------------------------------------------- hanging
 
 
-@pytest.mark.parametrize("method", ["sleep_in_a_function", "loop_in_c"])
+@pytest.mark.parametrize("method", ["sleep_in_a_function", pytest.param("loop_in_c", marks=pytest.mark.slow)])
 def test_a_hang_meets_its_deadline_with_the_stack(start_group: Start, method: str) -> None:
     with start_group(Worker) as group:
         group._timeout_s = DEADLINE_S
-        late = rf"^{method}\(\) did not end within 2 s on rank 0"
+        late = rf"^{method}\(\) did not end within 4 s on rank 0"
         with ending_soon(), pytest.raises(WorkerTimeoutError, match=late) as caught:
             call_all(group, method, *([300] if method == "sleep_in_a_function" else []))
         assert f"in {method}" in str(caught.value)
@@ -207,6 +219,7 @@ def test_a_hang_meets_its_deadline_with_the_stack(start_group: Start, method: st
             call_all(group, "rank")
 
 
+@pytest.mark.slow
 def test_of_two_workers_the_one_that_hangs_is_named(start_group: Start) -> None:
     with start_group(Worker, 2) as group:
         group._timeout_s = DEADLINE_S
@@ -221,14 +234,7 @@ def stop(process: int, wait_until: Any) -> None:
     wait_until(lambda: state_of(process) == "T")
 
 
-def test_a_stopped_worker_is_said_to_be_stopped(start_group: Start, wait_until: Any) -> None:
-    with start_group(Worker) as group:
-        group._timeout_s = 0.5
-        stop(group.workers[0].process_id, wait_until)
-        with pytest.raises(WorkerTimeoutError, match=r"the process is stopped \(SIGSTOP\)"):
-            call_all(group, "rank")
-
-
+@pytest.mark.slow
 def test_a_worker_that_hangs_in_its_start_shows_its_stack(start_group: Start) -> None:
     class Slow(Worker):
         def __init__(self, context: WorkerContext) -> None:
@@ -236,21 +242,23 @@ def test_a_worker_that_hangs_in_its_start_shows_its_stack(start_group: Start) ->
 
     with (
         start_group(Worker),  # the process is there, and has imported what takes long
-        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 2 s on rank 0") as caught,
+        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 4 s on rank 0") as caught,
         start_group(Slow, timeout_s=DEADLINE_S),
     ):
         pass
     assert "in __init__" in str(caught.value)
 
 
-def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Start, wait_until: Any) -> None:
+def test_a_stopped_worker_is_said_to_be_stopped_and_who_sends_to_it_does_not_wait(
+    start_group: Start, wait_until: Any
+) -> None:
     with start_group(Worker) as group:
         group._timeout_s = 1.0
         stop(group.workers[0].process_id, wait_until)
         arguments = [torch.zeros(1_000_000), "x" * 10_000_000]
         with ending_soon():
             futures = [group.workers[0].prepare("rank", [arguments], {}, timeout_s=1.0)() for _ in range(3)]
-            with pytest.raises(WorkerTimeoutError):
+            with pytest.raises(WorkerTimeoutError, match=r"the process is stopped \(SIGSTOP\)"):
                 call_all(group, "rank")
         assert all(isinstance(future.exception(60), WorkerDiedError) for future in futures)
 
@@ -258,13 +266,12 @@ def test_sending_to_a_stopped_worker_does_not_block_its_caller(start_group: Star
 # -------------------------------------------------------------------------------------------------- collectives
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_grace")
-@pytest.mark.parametrize(("how", "kind"), [("SIGKILL", WorkerDiedError), ("exit", WorkerDiedError)])
-def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(
-    start_group: Start, how: str, kind: type[Exception]
-) -> None:
-    with start_group(Worker, 2) as group, ending_soon(), pytest.raises(kind, match=r"the worker of rank 1 \(cpu:1\)"):
-        call_all(group, "reduce_but", 1, how)
+def test_a_death_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start) -> None:
+    died = r"the worker of rank 1 \(cpu:1\)"
+    with start_group(Worker, 2) as group, ending_soon(), pytest.raises(WorkerDiedError, match=died):
+        call_all(group, "reduce_but", 1, "SIGKILL")
 
 
 @pytest.fixture
@@ -275,12 +282,14 @@ def grace_s(monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 @pytest.mark.usefixtures("grace_s")
+@pytest.mark.slow
 def test_an_exception_in_a_collective_is_the_error_and_not_what_the_others_saw(start_group: Start) -> None:
     failed = r"failed on rank 1 \(cpu:1\): KeyError: 'planted'"
     with start_group(Worker, 2) as group, ending_soon(), pytest.raises(WorkerError, match=failed):
         call_all(group, "reduce_but", 1, "raise")
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_group: Start, grace_s: float) -> None:
     with start_group(Worker, 2) as group:
         started = time.monotonic()
@@ -294,9 +303,9 @@ def test_workers_that_wait_for_one_that_failed_are_ended_after_the_grace(start_g
 
 @pytest.mark.usefixtures("_endless_grace")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_call_that_failed_on_one_rank_is_given_up_on_the_others(start_group: Start, rank: int) -> None:
-    with start_group(Worker, 2) as group:
-        failed = rf"failed on rank {rank} \(cpu:{rank}\): KeyError: 'planted'"
+def test_a_call_that_failed_on_one_rank_is_given_up_on_the_others(join_group: Start, rank: int) -> None:
+    with join_group(Worker, 2) as group:
+        failed = rf"failed on rank {rank} \(cpu:{4 + rank}\): KeyError: 'planted'"
         with ending_soon(), pytest.raises(WorkerError, match=failed) as caught:
             call_all(group, "fail_on", rank)
         assert caught.value.__notes__ == [f"rank {1 - rank} failed too: ended early"]
@@ -306,32 +315,31 @@ def test_a_call_that_failed_on_one_rank_is_given_up_on_the_others(start_group: S
 # ------------------------------------------------------------------------------------------------------- ending
 
 
-def test_an_ended_group_leaves_nothing(start_group: Start, holdings: Any, wait_until: Any) -> None:
-    with start_group(Worker, 2) as warm:
-        call_all(warm, "rank")
-    wait_until(lambda: holdings()["processes"] == [])
+@pytest.fixture
+def _patient_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is killed because the machine is busy."""
+    monkeypatch.setattr(group_module, "STOP_S", 60.0)
+
+
+@pytest.mark.parametrize("end", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("_patient_stop", "join_group")  # what this process makes once for all workers is there
+def test_an_ended_group_leaves_nothing_and_a_failing_close_is_logged(
+    start_group: Start, holdings: Any, wait_until: Any, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
     before = holdings()
-    for end in ("stop", "kill"):
-        with start_group(Worker, 2) as group:
-            call_all(group, "rank")
-            during = holdings()
-            assert len(during["processes"]) >= 2 and len(during["files"]) == 3
-            getattr(group, end)(*(["the test says so"] if end == "kill" else []))
-        wait_until(lambda: holdings() == before)
+    with start_group(Failing) as group:
+        call_all(group, "rank")
+        during = holdings()
+        assert len(during["processes"]) - len(before["processes"]) >= 1
+        assert len(during["files"]) - len(before["files"]) == 2, "a record and a store"
+        if end == "kill":
+            group.kill("the test says so")
+    wait_until(lambda: holdings() == before)
+    told = "close() failed on rank 0 (cpu:0) of the test engine: "
+    assert (told in caplog.text and "OSError: the disk is full" in caplog.text) == (end == "stop")
 
 
-@pytest.mark.parametrize("in_own_session", [False, True])
-@pytest.mark.parametrize("how", ["close", "SIGKILL"])
-def test_descendants_end_with_their_worker(start_group: Start, how: str, in_own_session: bool, wait_until: Any) -> None:
-    with start_group(Worker) as group:
-        (descendant,) = call_all(group, "spawn", in_own_session)
-        assert is_running(descendant)
-        if how == "SIGKILL":
-            os.kill(group.workers[0].process_id, signal.SIGKILL)
-            wait_until(lambda: not is_running(descendant))
-    wait_until(lambda: not is_running(descendant))
-
-
+@pytest.mark.slow
 def test_an_engine_that_loses_its_process_to_another_is_told_why(start_group: Start) -> None:
     with start_group(Worker, engine="the reader") as reader, start_group(Worker, engine="the culprit") as culprit:
         with pytest.raises(WorkerDiedError):
@@ -346,6 +354,7 @@ def test_an_engine_that_loses_its_process_to_another_is_told_why(start_group: St
             call_all(reader, "rank")
 
 
+@pytest.mark.slow
 def test_the_record_of_a_process_that_died_is_not_written_again(start_group: Start, wait_until: Any) -> None:
     """By the first of two engines to leave it."""
     with start_group(Worker, engine="the reader") as reader, start_group(Worker, engine="the writer"):
@@ -359,6 +368,7 @@ def test_the_record_of_a_process_that_died_is_not_written_again(start_group: Sta
     assert not record.exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_close_is_killed(
     start_group: Start, monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
@@ -368,23 +378,14 @@ def test_a_worker_that_does_not_close_is_killed(
     wait_until(lambda: not is_running(process))
 
 
-def test_a_failing_close_is_logged(
-    start_group: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_module, "STOP_S", 60.0)
-    with start_group(Failing):
-        pass
-    assert "close() failed on rank 0 (cpu:0) of the test engine" in caplog.text
-    assert "OSError: the disk is full" in caplog.text
-
-
+@pytest.mark.slow
 def test_a_new_engine_can_follow_at_once_on_the_same_device(start_group: Start) -> None:
     processes = set()
-    for _ in range(3):
+    for _ in range(2):
         with start_group(Worker) as group:
             processes.add(group.workers[0].process_id)
             assert call_all(group, "rank") == [0]
-    assert len(processes) == 3, "each ended with its last worker"
+    assert len(processes) == 2, "each ended with its last worker"
 
 
 # -------------------------------------------------------------------------------------- the user's process ends
@@ -426,16 +427,17 @@ class Worker:
 def all_of(method, *args):
     return [worker.call(method, *args) for worker in group.workers]
 
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
+devices = [f"cpu:{index}" for index in range(int(sys.argv[1]))]
+group = start_workers(Worker, "the engine", devices, launcher="process", timeout_s=100)
 [future.result() for future in all_of("start_child")]
 [future.result() for future in all_of("keep", torch.zeros(1_000_000))]
 print(*[worker.process_id for worker in group.workers], flush=True)
 """
 
 
-def run_parent(code: str, runtime: Any) -> tuple[subprocess.Popen[str], list[int]]:
+def run_parent(code: str, runtime: Any, num_workers: int = 1) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT + code],
+        [sys.executable, "-c", PARENT + code, str(num_workers)],
         env=os.environ | {"RLCORE_RUNTIME": str(runtime), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -455,9 +457,10 @@ def read_until_busy(process: subprocess.Popen[str]) -> None:
         assert line, "it ended"
 
 
+@pytest.mark.slow
 def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait_until: Any) -> None:
     process, workers = run_parent(
-        "print(*[one.result() for one in all_of('share')], flush=True); time.sleep(300)", tmp_path
+        "print(*[one.result() for one in all_of('share')], flush=True); time.sleep(300)", tmp_path, num_workers=2
     )
     with process:
         assert process.stdout is not None
@@ -470,7 +473,9 @@ def test_memory_shared_by_name_goes_with_those_who_share_it(tmp_path: Path, wait
         wait_until(lambda: not second.exists())
 
 
-@pytest.mark.parametrize("state", ["idle", "busy", "loop in C", "stopped"])
+@pytest.mark.parametrize(
+    "state", ["busy", *(pytest.param(one, marks=pytest.mark.slow) for one in ("idle", "loop in C", "stopped"))]
+)
 def test_all_ends_after_a_kill_of_the_users_process(state: str, tmp_path: Any, living: Any, wait_until: Any) -> None:
     before = set(os.listdir("/dev/shm"))  # perhaps of an ended process of the same number
     busy = "" if state in ("idle", "stopped") else f"all_of('wait', {state!r}); "
@@ -479,7 +484,7 @@ def test_all_ends_after_a_kill_of_the_users_process(state: str, tmp_path: Any, l
         if busy:
             read_until_busy(process)
         everybody = living(str(tmp_path))
-        assert len(everybody) == 7, "parent, and of each worker itself, its guard and its child"
+        assert len(everybody) == 4, "parent, worker, its guard and its child"
         if state == "stopped":
             for worker in workers:
                 stop(worker, wait_until)
@@ -489,6 +494,7 @@ def test_all_ends_after_a_kill_of_the_users_process(state: str, tmp_path: Any, l
     assert not [name for name in {*os.listdir("/dev/shm")} - before if maker_of_shared_memory(name) in everybody]
 
 
+@pytest.mark.slow
 def test_what_even_the_guards_could_not_remove_the_next_look_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, living: Any, wait_until: Any
 ) -> None:
@@ -502,7 +508,7 @@ def test_what_even_the_guards_could_not_remove_the_next_look_does(
         for pid in everybody:
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: living(str(tmp_path)) == [])
-    assert len(list(tmp_path.iterdir())) == 3, "two records and a store"
+    assert len(list(tmp_path.iterdir())) == 2, "a record and a store"
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
     wait_until(lambda: living_processes() == [])
     assert list(tmp_path.iterdir()) == []
@@ -513,7 +519,7 @@ from rlcore.engines.launchers import group as group_module
 group_module.STOP_S = {stop_s}
 def interrupted():
     try:
-        group.call("wait", [(("sleep",), {{}})] * 2)
+        group.call("wait", [(("sleep",), {{}})])
     finally:
         print("stopping", flush=True)
         group.stop()
@@ -522,6 +528,7 @@ interrupted()
 """
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_stops_in_order_and_two_at_once(tmp_path: Any, living: Any, wait_until: Any) -> None:
     for num_presses, stop_s in ((1, 2.0), (2, 100.0)):  # the workers do not close
         process, _ = run_parent(ENGINE.format(stop_s=stop_s), tmp_path)
@@ -542,6 +549,7 @@ def test_one_ctrl_c_stops_in_order_and_two_at_once(tmp_path: Any, living: Any, w
         wait_until(lambda: living(str(tmp_path)) == [])
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_users_process_alone(tmp_path: Any, living: Any) -> None:
     code = """
 try:
@@ -559,28 +567,10 @@ group.stop()
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, process.stderr
-        assert re.fullmatch(r"\[\d cpu:\d\] closed\n", process.stderr.read()), "once for both"
+        assert process.stderr.read() == "[0 cpu:0] closed\n"
 
 
-def test_a_fork_of_the_users_process_ends_no_workers(start_group: Start) -> None:
-    code = """
-if os.fork() == 0:
-    sys.exit(0)
-os.wait()
-[future.result(60) for future in all_of("keep", None)]
-print("alive")
-group.stop()
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PARENT + code],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.stdout.splitlines()[1:] == ["alive"], done.stderr
-
-
+@pytest.mark.slow
 def test_threads_of_the_user_can_start_workers_and_end(start_group: Start) -> None:
     """What ends a worker with its parent speaks of the process, not of the thread that started it."""
     groups: list[WorkerGroup] = []

@@ -3,82 +3,92 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
+import logging
 import re
-import subprocess
 import sys
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from rlcore.engines.launchers import logs
 from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.launchers.logs import LogMerger
+from rlcore.engines.launchers.worker import WorkerContext
 
-PROGRAM = """
-import logging, sys, time
-from rlcore.engines.launchers.launch import start_workers
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
+
 
 class Worker:
-    def __init__(self, context):
+    def __init__(self, context: WorkerContext) -> None:
         self.context = context
-    def speak(self):
+
+    def speak(self) -> None:
         print("the same on all ranks")
         print(f"rank {self.context.rank} has {'a' if self.context.rank else 'no'} friend")
         logging.getLogger("rlcore.test").info("loaded the model")
+        logging.getLogger("rlcore.test").warning("the model is old")
         logging.getLogger("another.library").info("not asked for")
         for percent in (10, 50, 100):
-            print(f"\\r{percent}%", end="", file=sys.stderr, flush=True)
-            time.sleep(0.02)
+            print(f"\r{percent}%", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
+        print("this is all")
+
+    def say_last_words(self) -> None:
         sys.stdout.write("the end, without a newline")
-    def close(self):
+
+    def close(self) -> None:
         pass
 
-group = start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="process", timeout_s=100)
-for worker in group.workers:
-    worker.call("speak").result()
-group.stop()
-"""
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def speak(terminal: bool = False, **variables: str) -> str:
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=theirs, env=os.environ | variables) as process:
-        os.close(theirs)
-        said = b""
-        while True:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # a terminal's end
-                break
-            if not data:
-                break
-            said += data
-    os.close(ours)
-    assert process.returncode == 0, said
-    return said.decode()
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> io.StringIO:
+    """Stands for the user's stderr, a file unless the test says otherwise."""
+    out: io.StringIO = getattr(request, "param", io.StringIO)()
+    monkeypatch.setattr(logs, "_merger", LogMerger(lambda: out))  # which has heard nothing yet
+    return out
 
 
-def test_lines_carry_rank_and_device_and_the_same_of_many_ranks_comes_once() -> None:
-    said = speak(RLCORE_LOG_LEVEL="INFO").splitlines()
-    by_all = [re.sub(r"^\[(0 cpu:0|1 cpu:1)\] ", "", line) for line in said]  # by whichever is read first
+def test_lines_carry_rank_and_device_and_the_same_of_many_ranks_comes_once(
+    join_group: Any, errors: io.StringIO, wait_until: Any
+) -> None:
+    with join_group(Worker, 2) as group:
+        group.call("speak", [((), {})] * 2)
+        wait_until(lambda: errors.getvalue().count(" friend\n") == 2 and "this is all" in errors.getvalue())
+    said = errors.getvalue().splitlines()
+    by_all = [re.sub(r"^\[(0 cpu:4|1 cpu:5)\] ", "", line) for line in said]  # by whichever is read first
     assert by_all.count("the same on all ranks") == 1
-    assert "[0 cpu:0] rank 0 has no friend" in said and "[1 cpu:1] rank 1 has a friend" in said
-    assert by_all.count("rlcore.test INFO loaded the model") == 1
-    assert [line for line in said if line.endswith("the end, without a newline")], "the last words are not lost"
-    assert not [line for line in said if "not asked for" in line], "the level is rlcore's"
+    assert "[0 cpu:4] rank 0 has no friend" in said and "[1 cpu:5] rank 1 has a friend" in said
+    assert by_all.count("rlcore.test WARNING the model is old") == 1
+    assert not [line for line in said if "loaded the model" in line], "by default there are warnings"
     assert [line for line in by_all if "%" in line] == ["100%"], "in a file a progress bar is its last state"
 
 
-def test_the_log_level_reaches_workers() -> None:
-    assert "loaded the model" not in speak(RLCORE_LOG_LEVEL="WARNING")
+@pytest.mark.parametrize("errors", [Terminal], indirect=True)
+def test_progress_bars_survive_on_a_terminal(join_group: Any, errors: io.StringIO, wait_until: Any) -> None:
+    with join_group(Worker) as group:
+        group.call("speak", [((), {})])
+        wait_until(lambda: "this is all\n" in errors.getvalue())
+    assert "[0 cpu:4] 10%\r[0 cpu:4] 50%\r[0 cpu:4] 100%\n" in errors.getvalue()
 
 
-def test_progress_bars_survive_on_a_terminal() -> None:
-    said = speak(terminal=True)
-    assert re.search(r"\[(0 cpu:0|1 cpu:1)\] 10%\r\[\1\] 50%\r\[\1\] 100%", said)
+@pytest.mark.slow
+def test_the_log_level_reaches_workers_and_their_last_words_are_not_lost(
+    start_group: Any, errors: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCORE_LOG_LEVEL", "INFO")
+    with start_group(Worker) as group:
+        group.call("speak", [((), {})])
+        group.call("say_last_words", [((), {})])
+    said = errors.getvalue().splitlines()
+    assert "[0 cpu:0] rlcore.test INFO loaded the model" in said
+    assert not [line for line in said if "not asked for" in line], "the level is rlcore's"
+    assert said[-1] == "[0 cpu:0] the end, without a newline"
 
 
 def test_a_line_is_swallowed_only_when_another_rank_repeats_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:

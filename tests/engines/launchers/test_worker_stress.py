@@ -22,7 +22,7 @@ from rlcore.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
-MISSED_S = 3.0
+MISSED_S = 6.0
 """The deadline of a call that is to miss it."""
 KEPT_S = 100.0
 """The deadline of others, on however busy a machine."""
@@ -104,11 +104,13 @@ def one_accident(rng: random.Random, num_workers: int) -> tuple[str, str]:
     """Something happens during start, call or stop; returns what, and the name of the error."""
     what, when = rng.choice(["kill", "stop", "raise"]), rng.choice(["start", "call", "close"])
     number = signal.SIGKILL if what == "kill" else signal.SIGSTOP
-    names = [f"cpu:{index}" for index in range(num_workers)]
+    timeout_s = KEPT_S
     kind: Any = FailsToStart if (what, when) == ("raise", "start") else Worker
     kind = FailsToClose if (what, when) == ("raise", "close") else kind
-    # A worker that is stopped while it starts is only missed at the deadline. The others are to start in that time.
-    timeout_s = 8.0 if (what, when) == ("stop", "start") else KEPT_S
+    # A worker that is stopped while it starts is only missed at the deadline, by which no other must be late.
+    if (what, when) == ("stop", "start"):
+        num_workers, timeout_s = 1, 8.0
+    names = [f"cpu:{index}" for index in range(num_workers)]
     accident: threading.Thread | None = None
     outcome, group = "", None
     try:
@@ -148,48 +150,40 @@ def left_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
-LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+NUM_ACCIDENTS = 40
 
 
-@pytest.mark.parametrize(
-    ("num_accidents", "seed"),
-    [
-        pytest.param(12, 0, id="short", marks=pytest.mark.timeout(900)),
-        *(pytest.param(125, seed, id=f"long {seed}", marks=LONG) for seed in (1, 2, 3, 4)),
-    ],
-)
-def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(
-    num_accidents: int, seed: int, holdings: Any, wait_until: Any
-) -> None:
-    rng = random.Random(seed)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_accidents_at_random_moments_leave_nothing_and_are_named_rightly(holdings: Any, wait_until: Any) -> None:
+    rng = random.Random(1)
     one_accident(rng, 2)
     wait_until(lambda: holdings()["processes"] == [])
     before = holdings()
     seen: dict[str, set[str]] = {}
-    for index in range(num_accidents):
+    for index in range(NUM_ACCIDENTS):
         what, outcome = one_accident(rng, 1 + index % 3)
         seen.setdefault(what, set()).add(outcome)
         try:
             wait_until(lambda: holdings() == before)
         except AssertionError:
             raise AssertionError(f"left after {what}: {left_of(before, holdings())}") from None
-    if num_accidents > 100:
-        named = {name for outcomes in seen.values() for name in outcomes}
-        assert named == {"", *(kind.__name__ for kind in RIGHT.values())}
-        assert len(seen) == 9
+    named = {name for outcomes in seen.values() for name in outcomes}
+    assert named == {"", *(kind.__name__ for kind in RIGHT.values())}
+    assert len(seen) == 9
 
 
-@pytest.mark.parametrize(
-    "num_calls", [pytest.param(2_000, id="short"), pytest.param(10_000, id="long", marks=pytest.mark.slow)]
-)
-def test_calls_do_not_grow_memory_or_descriptors(num_calls: int, start_group: Any) -> None:
+NUM_CALLS = 1_000
+
+
+def test_calls_do_not_grow_memory_or_descriptors(join_group: Any) -> None:
     def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def descriptors(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/fd"))
 
-    with start_group(Worker) as group:
+    with join_group(Worker) as group:
         pids = [os.getpid(), group.workers[0].process_id]
         small, large = torch.ones(10), torch.ones(200_000)
 
@@ -202,10 +196,10 @@ def test_calls_do_not_grow_memory_or_descriptors(num_calls: int, start_group: An
         call(500)  # allocators and pools fill
         for _ in range(3):  # what leaks grows every time; what else this process does may come once
             before = [(resident(pid), descriptors(pid)) for pid in pids]
-            call(num_calls)
+            call(NUM_CALLS)
             now = [(resident(pid), descriptors(pid)) for pid in pids]
             grown = [(one[0] - was[0], one[1] - was[1]) for one, was in zip(now, before, strict=True)]
             if all(memory < 16 << 20 and files <= 0 for memory, files in grown):
                 break
         else:
-            pytest.fail(f"each {num_calls} calls left (bytes, descriptors) in this process and the worker: {grown}")
+            pytest.fail(f"each {NUM_CALLS} calls left (bytes, descriptors) in this process and the worker: {grown}")

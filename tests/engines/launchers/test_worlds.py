@@ -56,10 +56,10 @@ def ask(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
 
 
 @pytest.fixture
-def two_engines(start_group: Start) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
-    """One over cpu:0 and cpu:1, the other over cpu:1 and cpu:2: they share a process, with another rank in each."""
-    with start_group(Worker, 2) as low, start_group(Worker, 2, first=1) as high:
-        yield low, high
+def two_engines(join_group: Start) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    """They share both processes, and in each have another rank."""
+    with join_group(Worker, 2) as one, join_group(Worker, devices=["cpu:5", "cpu:4"]) as other:
+        yield one, other
 
 
 def test_a_worker_has_no_group_until_it_asks_for_one(two_engines: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -90,15 +90,15 @@ def test_collectives_of_engines_that_share_a_process_do_not_cross(two_engines: t
         assert ask(high, "add_up_in_subgroups", 5.0) == [[10.0, 20.0]] * 2
 
 
-def test_an_engine_that_closes_destroys_its_own_groups_only(start_group: Start) -> None:
-    with start_group(Worker, 2) as stays:
-        with start_group(Worker, 2) as leaves:
+def test_an_engine_that_closes_destroys_its_own_groups_only(join_group: Start) -> None:
+    with join_group(Worker, 2) as stays:
+        with join_group(Worker, 2) as leaves:
             for engine in (stays, leaves):
                 ask(engine, "join")
                 ask(engine, "make_subgroups")
         assert ask(stays, "add_up", 1.0) == [2.0, 2.0]
         assert ask(stays, "add_up_in_subgroups", 1.0) == [[2.0, 4.0]] * 2
-        with start_group(Worker, 2) as follows:
+        with join_group(Worker, 2) as follows:
             assert ask(follows, "world") == [None, None]
             ask(follows, "join")
             assert ask(follows, "add_up", 2.0) == [4.0, 4.0]

@@ -18,34 +18,39 @@ import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
 from tests.engines.ask import ask
 
-# 37 rows over 3 ranks are 13, 13 and 11; the 4 of A_log are 2, 2 and none.
+# 37 rows over 2 ranks are 19 and 18; over 3 they are 13, 13 and 11, and the 4 of A_log are 2, 2 and none.
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("sync")
+def folder(tmp_path_factory: pytest.TempPathFactory, short_runtime_folder: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, registered():
-        patch.setenv("RLCORE_RUNTIME", str(folder / "runtime"))
+        patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield folder
+        yield tmp_path_factory.mktemp("sync")
 
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """Three shards."""
+    """In this process."""
     with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as engine:
-        yield engine.build(data_parallel_size=3, devices=["cpu:0", "cpu:1", "cpu:2"])
+        yield engine.build(devices="cpu:0")
 
 
 @pytest.fixture(scope="module")
-def grid(folder: Path, trainer: rlcore.TrainEngine) -> Iterator[rlcore.InferenceEngine]:
-    """Two replicas of two shards in bfloat16; one shares a process with a trainer rank."""
-    path = write(checkpoint(SIZES), folder / "grid.safetensors")
+def sharded(folder: Path, pair: rlcore.InferenceEngine) -> Iterator[rlcore.TrainEngine]:
+    """Two shards; one shares a process with a shard of ``pair``."""
+    with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as engine:
+        yield engine.build(data_parallel_size=2, devices=["cpu:0", "cpu:1"])
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[rlcore.InferenceEngine]:
+    """Two shards in bfloat16."""
+    path = write(checkpoint(SIZES), folder / "pair.safetensors")
     with rlcore.InferenceEngine(path, executor="small") as engine:
-        devices = ["cpu:2", "cpu:3", "cpu:4", "cpu:5"]
         options = {"sizes": tuple(SIZES), "shards": 2, "dtype": "bfloat16"}
-        yield engine.build(tensor_parallel_size=2, data_parallel_size=2, devices=devices, **options)
+        yield engine.build(tensor_parallel_size=2, devices=["cpu:1", "cpu:2"], **options)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ def apart(folder: Path) -> Iterator[rlcore.InferenceEngine]:
     """One worker, on a device of its own."""
     path = write(checkpoint(SIZES), folder / "apart.safetensors")
     with rlcore.InferenceEngine(path, executor="small") as engine:
-        yield engine.build(devices="cpu:6", launcher="process", sizes=tuple(SIZES))
+        yield engine.build(devices="cpu:3", launcher="process", sizes=tuple(SIZES))
 
 
 def held(engine: rlcore.InferenceEngine) -> list[dict[str, Tensor]]:
@@ -68,96 +73,99 @@ def check(trainer: Any, engine: rlcore.InferenceEngine, shards: int, dtype: torc
             assert torch.equal(own[name], tensor), (rank, name)
 
 
-def test_shards_to_a_grid_of_receivers_through_slabs(trainer: Any, grid: rlcore.InferenceEngine) -> None:
-    report = trainer.sync_weights(grid, slab_bytes=4096, checksums="always")
+def test_shards_to_shards_through_slabs(trainer: Any, pair: rlcore.InferenceEngine) -> None:
+    report = trainer.sync_weights(pair, slab_bytes=4096, checksums="always")
     assert report.route == "packed"
-    assert report.handles_opened == 3 * 4, "the slabs of each rank, by each receiver"
+    assert report.handles_opened == 2, "the slabs, by each receiver"
     assert report.fallback_bytes > 0, "A_log is changed by the loader"
-    check(trainer, grid, 2, torch.bfloat16)
+    check(trainer, pair, 2, torch.bfloat16)
     trainer.add(0.25)
-    report = trainer.sync_weights(grid, slab_bytes=4096)
+    report = trainer.sync_weights(pair, slab_bytes=4096)
     assert report.handles_opened == 0, "they stay open"
     assert report.moved_bytes <= 1.05 * report.needed_bytes
-    check(trainer, grid, 2, torch.bfloat16)
-    for versions in ask(grid, "committed_versions"):
+    check(trainer, pair, 2, torch.bfloat16)
+    for versions in ask(pair, "committed_versions"):
         assert versions[-2:] == [report.version - 1, report.version]
 
 
-def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, pair: rlcore.InferenceEngine) -> None:
     trainer.add(1.0)
-    assert trainer.sync_weights(grid).moved_bytes > 0
-    report = trainer.sync_weights(grid)
-    assert (report.moved_bytes, report.version) == (0, grid.version)
-    check(trainer, grid, 2, torch.bfloat16)
-    grid.meta()
-    grid.onload("weights")
-    assert trainer.sync_weights(grid).moved_bytes > 0, "what the receivers held is gone"
-    grid.onload()
-    check(trainer, grid, 2, torch.bfloat16)
+    assert trainer.sync_weights(pair).moved_bytes > 0
+    report = trainer.sync_weights(pair)
+    assert (report.moved_bytes, report.version) == (0, pair.version)
+    check(trainer, pair, 2, torch.bfloat16)
+    pair.meta()
+    pair.onload("weights")
+    assert trainer.sync_weights(pair).moved_bytes > 0, "what the receivers held is gone"
+    pair.onload()
+    check(trainer, pair, 2, torch.bfloat16)
 
 
-def test_slabs_stay_open_when_the_trainer_is_offloaded(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+def test_slabs_stay_open_when_the_trainer_is_offloaded(trainer: Any, pair: rlcore.InferenceEngine) -> None:
     trainer.add(0.5)
-    trainer.sync_weights(grid)
+    trainer.sync_weights(pair)
     trainer.offload()
     with pytest.raises(StateError, match=r"needs the weights of the train engine, .* offloaded"):
-        trainer.sync_weights(grid)
+        trainer.sync_weights(pair)
     trainer.onload()
     trainer.add(0.5)
-    assert trainer.sync_weights(grid).handles_opened == 0
-    check(trainer, grid, 2, torch.bfloat16)
+    assert trainer.sync_weights(pair).handles_opened == 0
+    check(trainer, pair, 2, torch.bfloat16)
 
 
-def test_verify_compares_with_the_engines_own_loader(trainer: Any, grid: rlcore.InferenceEngine) -> None:
+def test_verify_compares_with_the_engines_own_loader(trainer: Any, pair: rlcore.InferenceEngine) -> None:
     trainer.add(-0.5)
-    trainer.sync_weights(grid, verify=True)
-    check(trainer, grid, 2, torch.bfloat16)
+    trainer.sync_weights(pair, verify=True)
+    check(trainer, pair, 2, torch.bfloat16)
 
 
-def test_through_a_group_of_all(trainer: Any, apart: rlcore.InferenceEngine, grid: rlcore.InferenceEngine) -> None:
+@pytest.mark.slow
+def test_through_a_group_of_all(sharded: Any, apart: rlcore.InferenceEngine, pair: rlcore.InferenceEngine) -> None:
     for _ in range(2):
-        trainer.add(0.125)
-        report = trainer.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=100)
+        sharded.add(0.125)
+        report = sharded.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=100)
         assert (report.route, report.handles_opened) == ("collective", 0)
-        check(trainer, apart, 1, torch.float32)
+        check(sharded, apart, 1, torch.float32)
     with pytest.raises(UnsupportedError, match="it takes a process for each, and 1 hold both a trainer rank and"):
-        trainer.sync_weights(grid, route="collective")
-    assert grid.sync_state == "serving", "nothing was written"
+        sharded.sync_weights(pair, route="collective")
+    assert pair.sync_state == "serving", "nothing was written"
 
 
+@pytest.mark.slow
 def test_several_engines_commit_together(
-    trainer: Any, apart: rlcore.InferenceEngine, grid: rlcore.InferenceEngine
+    sharded: Any, apart: rlcore.InferenceEngine, pair: rlcore.InferenceEngine
 ) -> None:
-    trainer.add(0.5)
-    trainer.sync_weights([apart, grid], version=100)
-    assert apart.version == grid.version == 100
-    check(trainer, apart, 1, torch.float32)
-    check(trainer, grid, 2, torch.bfloat16)
+    sharded.add(0.5)
+    sharded.sync_weights([apart, pair], version=100)
+    assert apart.version == pair.version == 100
+    check(sharded, apart, 1, torch.float32)
+    check(sharded, pair, 2, torch.bfloat16)
 
 
-def test_weights_that_are_loaded_by_the_engine_cannot_be_staged(trainer: Any, apart: rlcore.InferenceEngine) -> None:
+def test_weights_that_are_loaded_by_the_engine_cannot_be_staged(trainer: Any, pair: rlcore.InferenceEngine) -> None:
     trainer.add(0.5)
     with pytest.raises(UnsupportedError, match=r"staged=True is not supported: .* go through the engine's own loader"):
-        trainer.sync_weights(apart, staged=True)
-    assert apart.sync_state == "serving"
+        trainer.sync_weights(pair, staged=True)
+    assert pair.sync_state == "serving"
 
 
-def test_offloading_the_trainer_takes_its_exports_back(trainer: Any, apart: rlcore.InferenceEngine) -> None:
-    """Last, as the host's weights cannot be offloaded once they are shared."""
-    trainer.add(0.5)
-    first = trainer.sync_weights(apart, route="direct", timeout_s=100)
+@pytest.mark.slow
+def test_offloading_the_trainer_takes_its_exports_back(sharded: Any, apart: rlcore.InferenceEngine) -> None:
+    sharded.add(0.5)
+    first = sharded.sync_weights(apart, route="direct", timeout_s=100)
     assert first.route == "direct"
     assert first.handles_opened > 0
-    check(trainer, apart, 1, torch.float32)
-    trainer.add(0.5)
-    assert trainer.sync_weights(apart, route="direct").handles_opened == 0, "they stay open"
-    check(trainer, apart, 1, torch.float32)
+    check(sharded, apart, 1, torch.float32)
+    sharded.add(0.5)
+    assert sharded.sync_weights(apart, route="direct").handles_opened == 0, "they stay open"
+    check(sharded, apart, 1, torch.float32)
     with pytest.raises(UnsupportedError, match="in shared memory of the host, as after export_ipc"):
-        trainer.offload("weights")
-    trainer.add(0.5)
-    again = trainer.sync_weights(apart, route="direct")
+        sharded.offload("weights")
+    sharded.add(0.5)
+    again = sharded.sync_weights(apart, route="direct")
     assert again.handles_opened == first.handles_opened, "offload had taken them back"
-    check(trainer, apart, 1, torch.float32)
+    check(sharded, apart, 1, torch.float32)
+    sharded.restart()  # the host's weights cannot be offloaded once they are shared
 
 
 @pytest.mark.parametrize(
@@ -170,42 +178,52 @@ def test_offloading_the_trainer_takes_its_exports_back(trainer: Any, apart: rlco
     ids=["width", "more", "fewer"],
 )
 def test_another_model_is_refused_before_anything_is_written(
-    trainer: Any, apart: rlcore.InferenceEngine, other: Sizes, reason: str
+    trainer: Any, pair: rlcore.InferenceEngine, other: Sizes, reason: str
 ) -> None:
-    before = held(apart)
+    before = held(pair)
     with rlcore.TrainEngine(Checkpoint(checkpoint(other))) as engine:
-        engine.build(devices="cpu:7")
+        engine.build(devices="cpu:4")
         with pytest.raises(SyncError, match=f"is not the engine's, which still serves its old weights: {reason}"):
-            engine.sync_weights(apart)
-    assert apart.sync_state == "serving"
-    for name, tensor in held(apart)[0].items():
+            engine.sync_weights(pair)
+    assert pair.sync_state == "serving"
+    for name, tensor in held(pair)[0].items():
         assert torch.equal(tensor, before[0][name])
 
 
 def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
-    folder: Path, trainer: Any, apart: rlcore.InferenceEngine
+    folder: Path, trainer: Any, pair: rlcore.InferenceEngine
 ) -> None:
     """It objects to values alone, which are not known before."""
     weights = checkpoint(SIZES)
     weights["layers.1.A_log"][0] = torch.nan
     with rlcore.TrainEngine(Checkpoint(weights)) as engine:
-        engine.build(devices="cpu:7")
+        engine.build(devices="cpu:4")
         with pytest.raises(SyncError, match=r"stopped midway: .* holds a mixture and refuses to generate"):
-            engine.sync_weights(apart)
-    assert apart.sync_state == "poisoned"
+            engine.sync_weights(pair)
+    assert pair.sync_state == "poisoned"
     with pytest.raises(StateError, match=r"generate\(\) is refused: a weight sync stopped midway"):
-        apart.generate([[1]])
-    trainer.sync_weights(apart)
-    assert apart.sync_state == "serving"
-    check(trainer, apart, 1, torch.float32)
+        pair.generate([[1]])
+    trainer.sync_weights(pair)
+    assert pair.sync_state == "serving"
+    check(trainer, pair, 2, torch.bfloat16)
 
 
 @pytest.mark.slow
-def test_replicas_of_shards_each_give_a_part(folder: Path, grid: rlcore.InferenceEngine) -> None:
-    """HSDP: two copies of two shards."""
-    with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=3))) as engine:
-        engine.build(replicas=2, data_parallel_size=2, devices=["cpu:0", "cpu:1", "cpu:6", "cpu:7"])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2)], ids=["a rank with no rows", "HSDP"])
+@pytest.mark.usefixtures("sharded", "pair", "apart")  # whose processes serve here too
+def test_a_grid_takes_from_any_shards(folder: Path, replicas: int, shards: int) -> None:
+    """Each of two copies of two shards in bfloat16."""
+    path = write(checkpoint(SIZES), folder / "grid.safetensors")
+    with (
+        rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=3))) as engine,
+        rlcore.InferenceEngine(path, executor="small") as grid,
+    ):
+        devices = [f"cpu:{index}" for index in range(4)]
+        options = {"sizes": tuple(SIZES), "shards": 2, "dtype": "bfloat16"}
+        grid.build(tensor_parallel_size=2, data_parallel_size=2, devices=devices, **options)
+        engine.build(replicas=replicas, data_parallel_size=shards, devices=devices[: replicas * shards])
         for _ in range(2):
             engine.call("add", 0.5)
-            assert engine.sync_weights(grid).route == "packed"
+            report = engine.sync_weights(grid, slab_bytes=4096)
+            assert report.route == "packed"
             check(engine, grid, 2, torch.bfloat16)

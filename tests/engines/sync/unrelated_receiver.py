@@ -1,11 +1,13 @@
-"""A process of nobody's: it takes weights into a module until its channel closes, and says what it has."""
+"""A process of nobody's, or a thread: it takes weights into a module until its channel closes, and says what it has."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from channel import SocketControl
@@ -15,22 +17,27 @@ import rlcore
 from rlcore.errors import SyncError
 
 
-def main(path: str, device: str = "cpu") -> None:
+def receive(path: str, say: Callable[[dict[str, Any]], None], device: str = "cpu") -> None:
+    deadline = time.monotonic() + 100
     while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody listens at {path}")
         time.sleep(0.01)
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 3, bias=False)).to(device, torch.bfloat16)
-    receiver = rlcore.WeightReceiver(model, SocketControl.connect(Path(path)))
+    control = SocketControl.connect(Path(path))
+    receiver = rlcore.WeightReceiver(model, control)
     while True:
         try:
             version = receiver.receive(timeout_s=100)
         except SyncError as error:
-            print(json.dumps({"error": str(error), "is_whole": receiver.is_whole}), flush=True)
+            say({"error": str(error), "is_whole": receiver.is_whole})
             if "is gone" in str(error):
+                control.close()
                 return
             continue
-        sums = [float(parameter.double().sum()) for parameter in model.parameters()]
-        print(json.dumps({"version": version, "sums": sums, "is_whole": receiver.is_whole}), flush=True)
+        sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
+        say({"version": version, "sums": sums, "is_whole": receiver.is_whole})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    receive(sys.argv[1], lambda said: print(json.dumps(said), flush=True), *sys.argv[2:])

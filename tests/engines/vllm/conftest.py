@@ -44,10 +44,15 @@ def model_folder(write_model: WriteModel) -> Path:
     return write_model()
 
 
+@pytest.fixture(autouse=True)
+def _runtime(_no_settings_from_outside: None, short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+
+
 @pytest.fixture(scope="session")
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _quick(short_runtime_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(
             "TORCH_COMPILE_DISABLE", "1"

@@ -131,9 +131,13 @@ def test_only_two_files_import_vllm() -> None:
     assert importing == {"versions.py", "meta_model.py"}
 
 
-def test_the_extensions_names_are_prefixed_and_it_needs_neither_vllm_nor_ray(run_python: Any) -> None:
+def test_the_extensions_names_are_prefixed() -> None:
     own = [name for name in vars(RlcoreWorkerExtension) if not name.startswith("__")]
     assert own and all(name.startswith("rlcore_") for name in own)
+
+
+@pytest.mark.slow  # where there is no vLLM, every import of it here shows it
+def test_the_extension_needs_neither_vllm_nor_ray(run_python: Any) -> None:
     code = "import sys, rlcore.engines.executors.vllm.extension; print({'vllm', 'ray'} & sys.modules.keys())"
     assert run_python(code).stdout == "set()\n"
 

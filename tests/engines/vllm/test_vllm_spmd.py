@@ -96,7 +96,6 @@ def test_the_same_verbs_under_torchrun(
 ) -> None:
     """A replica on each of two ranks, and one of both."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
     torchrun(PROGRAM, model_folder, tmp_path, KIND, workers)
     between = "packed" if KIND == "cpu" else "direct"
     for rank in range(2):

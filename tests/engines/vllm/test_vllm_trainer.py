@@ -93,8 +93,8 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def info(tmp_path: Path) -> RlcoreTrainerInitInfo:
-    return RlcoreTrainerInitInfo(str(tmp_path / "weights"), num_workers=2, timeout_s=20)
+def info(short_folder: Path) -> RlcoreTrainerInitInfo:
+    return RlcoreTrainerInitInfo(str(short_folder / "weights"), num_workers=2, timeout_s=60)
 
 
 def check(policy: nn.Module, client: Client) -> None:
@@ -161,7 +161,7 @@ def test_all_ranks_go_through_a_source_once_a_round(policy: nn.Module, client: C
 
     def passes(rank: int) -> list[int]:
         seen.clear()
-        own = RlcoreTrainerInitInfo(info.address, num_workers=2, timeout_s=20, rank=rank)
+        own = RlcoreTrainerInitInfo(info.address, num_workers=2, timeout_s=60, rank=rank)
         engine = RlcoreTrainerWeightTransferEngine.trainer_init(own, client=client, source=Counted(policy))
         counts = []
         for _ in range(3):
@@ -177,11 +177,11 @@ def test_all_ranks_go_through_a_source_once_a_round(policy: nn.Module, client: C
 
 @pytest.mark.parametrize("step", ["init", "start", "update"])
 def test_what_vllm_refuses_is_told(
-    step: str, policy: nn.Module, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, policy: nn.Module, client: Client, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlcore.engines.sync.round._GRACE_S", 0.5)
     client.refuses = step
-    info = RlcoreTrainerInitInfo(str(tmp_path / "w"), num_workers=2, timeout_s=0.5)
+    info = RlcoreTrainerInitInfo(str(short_folder / "w"), num_workers=2, timeout_s=4.0)
     engine = None
     with pytest.raises((SyncError, RuntimeError)) as caught:
         engine = RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source(policy))
@@ -192,9 +192,11 @@ def test_what_vllm_refuses_is_told(
     assert "vLLM says no" in str(told)
 
 
-def test_nobody_waits_for_the_workers_of_a_vllm_that_refuses(policy: nn.Module, client: Client, tmp_path: Path) -> None:
+def test_nobody_waits_for_the_workers_of_a_vllm_that_refuses(
+    policy: nn.Module, client: Client, short_folder: Path
+) -> None:
     client.refuses = "init"
-    info = RlcoreTrainerInitInfo(str(tmp_path / "w"), num_workers=2, timeout_s=3600)
+    info = RlcoreTrainerInitInfo(str(short_folder / "w"), num_workers=2, timeout_s=3600)
     with pytest.raises(SyncError, match=r"0 of 2 receivers have connected to .*/w, and no more will") as caught:
         RlcoreTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source(policy))
     assert "vLLM says no" in str(caught.value.__cause__)

@@ -1,0 +1,107 @@
+"""Which implementation of an operator would run, and why each other would not: what ``rlcore ops explain`` says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from rlcore.errors import InvalidInputError, MissingDependencyError
+from rlcore.kernels.advantages import MODES
+from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.operands import FLOATS
+from rlcore.registry import get_device, registry
+from rlcore.tensor_data import dtype_name
+
+_PACKED, _NORM, _COPY = "packed_attention", "rms_norm", "strided_copy"
+_OF_HEADS = frozenset({"bias", "entropy", "softcap", "memory_budget", "group"})
+OPTIONS = {
+    "token_logprob": frozenset({"entropy", "keep_mask", "inplace_backward"}),
+    "linear_logprob": _OF_HEADS,
+    "linear_loss": _OF_HEADS | {"sequence_level"},
+    "group_advantage": frozenset({*MODES, "irregular", "long"}),
+    "gae": frozenset(),
+    "discounted_return": frozenset(),
+    _COPY: frozenset(),
+    _NORM: frozenset(),
+    _PACKED: frozenset({"window", "softcap", "sinks", "dropout"}),
+}
+"""What an operator of rlcore puts into ``Query.options``; those of plugins may put anything there."""
+
+
+class Explanation(NamedTuple):
+    implementation: str
+    refused: tuple[tuple[str, str], ...]
+    """(implementation, reason)."""
+
+
+def explain(
+    op: str,
+    *,
+    device: str | None,
+    dtype: str,
+    hidden_size: int,
+    vocab_size: int,
+    options: Collection[str],
+    implementation: str | None,
+) -> Explanation:
+    """Ask as the operator does.
+
+    Raises:
+        InvalidInputError: no such operator, implementation, dtype of numbers with a fraction, or option of it.
+        UnsupportedError: nothing runs here, or not what was asked for; says why.
+    """
+    _check_options(op, options)
+    found = next((one for one in FLOATS if dtype_name(one) == dtype), None)
+    if found is None:
+        raise InvalidInputError(f"--dtype must be one of {', '.join(map(dtype_name, FLOATS))}, got {dtype!r}")
+    at = get_device(device).torch_device
+    if op == _PACKED:
+        return _of_packed_attention(at, found, options, implementation)
+    if op == _NORM and implementation is None and (others := _for_other_devices(at.type)) is not None:
+        return Explanation("the module's own forward", others)
+    query = Query(at.type, torch.uint8 if op == _COPY else found, hidden_size, vocab_size, frozenset(options))
+    choice = choose(op, query, implementation)
+    return Explanation(choice.implementation, choice.refused)
+
+
+def _check_options(op: str, options: Collection[str]) -> None:
+    known = OPTIONS.get(op)
+    unknown = [] if known is None else [option for option in options if option not in known]
+    if unknown and known is not None:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        accepted = f"one of {', '.join(sorted(known))}" if known else "left out"
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidInputError(f"--option must be {accepted} for {op}, got {unknown[0]!r}{meant}")
+
+
+def _for_other_devices(device_type: str) -> tuple[tuple[str, str], ...] | None:
+    """The norms that plugins registered, if all are for other devices; None if one is for this."""
+    entries = registry().ops.get(_NORM, ())
+    if any(entry.device_type in ("*", device_type) for entry in entries):
+        return None
+    return tuple((one.name, f"it is for device type {one.device_type!r}, not {device_type!r}") for one in entries)
+
+
+def _of_packed_attention(
+    device: torch.device, dtype: torch.dtype, options: Collection[str], implementation: str | None
+) -> Explanation:
+    """For a layer of usual heads. What a model asks for, ``rlcore.packed.attention.explain`` finds out."""
+    try:
+        from rlcore.packed.choice import AttentionCall
+        from rlcore.packed.choice import choose as choose_attention
+    except ImportError as error:
+        raise MissingDependencyError("transformers", needed_for=_PACKED, extra="hf") from error
+    call = AttentionCall(
+        query_heads=16,
+        kv_heads=8,
+        head_dim=128,
+        value_dim=128,
+        window=4096 if "window" in options else None,
+        softcap=50.0 if "softcap" in options else None,
+        has_sinks="sinks" in options,
+        has_dropout="dropout" in options,
+    )
+    return Explanation(*choose_attention(frozenset({call}), device, dtype, implementation))
