@@ -24,6 +24,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.quickstart.model import quickstart_model
+from tests.quickstart.conftest import OF_OTHERS
 from tests.warm import warm
 
 SMALL = """
@@ -44,14 +45,6 @@ def call(*arguments, original={function}, number=itertools.count(1)):
     return original(*arguments)
 {function} = call
 """
-IMPORTED = (  # of others, by every run
-    "matplotlib.pyplot",
-    "matplotlib.backends.backend_agg",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "transformers.models.qwen2.modeling_qwen2",
-)
 STEPS = 8
 TIMINGS = re.compile(r"_s$")  # seconds of each phase, and tokens_per_s
 
@@ -77,7 +70,7 @@ def start(cache: Path) -> Iterator[Start]:
     def start(*arguments: str | Path, code: str | None = SMALL, **env: str) -> subprocess.Popen[str]:
         program = ["-m", "rlcore"] if code is None else ["-c", code]
         process = subprocess.Popen(
-            [*warm(*IMPORTED), *program, "quickstart", *map(str, arguments)],
+            [*warm(*OF_OTHERS), *program, "quickstart", *map(str, arguments)],
             # one thread: sums are taken in one order, and nothing waits when other tests have the cores
             env=os.environ | {"RLCORE_CACHE": str(cache), "OMP_NUM_THREADS": "1"} | env,
             stdout=subprocess.PIPE,
