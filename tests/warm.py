@@ -30,10 +30,10 @@ def warm(*modules: str, python: str | Path = sys.executable) -> list[str]:
 
 
 def run_warm(
-    code: str | list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
+    code: str | list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None, modules: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run code, or ``["-m", "module", ...]``, with ``env`` added to the environment, as the fixture run_python does."""
-    command = [*warm(), *(["-c", code] if isinstance(code, str) else code)]
+    command = [*warm(*modules), *(["-c", code] if isinstance(code, str) else code)]
     everything = os.environ | (env or {})
     return subprocess.run(command, env=everything, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
 

@@ -15,7 +15,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,8 @@ import pytest
 
 from rlcore import cli
 from rlcore.quickstart.model import quickstart_model
+from tests.quickstart.conftest import OF_OTHERS
+from tests.warm import warm
 
 SMALL = """
 import sys
@@ -69,7 +70,7 @@ def start(cache: Path) -> Iterator[Start]:
     def start(*arguments: str | Path, code: str | None = SMALL, **env: str) -> subprocess.Popen[str]:
         program = ["-m", "rlcore"] if code is None else ["-c", code]
         process = subprocess.Popen(
-            [sys.executable, *program, "quickstart", *map(str, arguments)],
+            [*warm(*OF_OTHERS), *program, "quickstart", *map(str, arguments)],
             # one thread: sums are taken in one order, and nothing waits when other tests have the cores
             env=os.environ | {"RLCORE_CACHE": str(cache), "OMP_NUM_THREADS": "1"} | env,
             stdout=subprocess.PIPE,
