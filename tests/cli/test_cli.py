@@ -221,7 +221,6 @@ def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, argum
         (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
-        (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
         (["bench", "run", "kernel"], "no benchmark case 'kernel'; did you mean kernels "),
         (["bench", "run", "dispatch", "-o", "/tmp"], "cannot write the benchmark record /tmp: it is a folder"),
         (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
