@@ -165,10 +165,9 @@ class HuggingFaceTrainModule(TrainModule):
         head = self.get_output_embeddings()  # type: ignore[operator]
         if adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
-        # The three ways transformers models scale their logits: Gemma, Cohere, Granite.
-        scale = getattr(self.config, "logit_scale", None) or 1.0 / getattr(self.config, "logits_scaling", 1.0)
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        return OutputHead(head.weight, head.bias, softcap, scale)
+        config = self.config.get_text_config(decoder=True)  # of a model that takes images too, the part for text
+        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        return OutputHead(head.weight, head.bias, softcap, _logit_scale(config))
 
     def wrap_classes(self) -> Collection[str]:
         return tuple(self._no_split_modules or ())
@@ -242,6 +241,14 @@ class HuggingFaceTrainModule(TrainModule):
             self.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
         for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):
             shutil.copy(file, folder)
+
+
+def _logit_scale(config: Any) -> float:
+    """Return the factor of the logits, which each family of transformers models names in its own way."""
+    # Cohere has the first, Falcon-H1 the second. Granite divides by the third, and HyperCLOVA X multiplies by it.
+    factor: float = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+    scaling: float = getattr(config, "logits_scaling", 1.0)
+    return factor * scaling if config.model_type.startswith("hyperclovax") else factor / scaling
 
 
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:

@@ -116,6 +116,9 @@ def order_keys_otherwise(rank: Any) -> None:
     for got in containers.all_gather(mine, rank.group("cpu", 2)):
         assert list(got) == list(mine)
         assert_same(dict(sorted(got.items())), tree)
+    total = containers.all_reduce(mine, rank.group("cpu", 2))
+    assert list(total) == list(mine)
+    assert_same(dict(sorted(total.items())), {"a": torch.full((1,), 2.0), "b": torch.zeros(2)})
 
 
 def test_dicts_in_another_order_are_the_same_tree(on_ranks: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -46,6 +47,7 @@ class FakeLibrary(types.ModuleType):
         self.errors: dict[str, Exception] = {}
         self.open = 0
         self.bits = 0
+        self.peers = {0: 0, 2: 5}
 
     def nvmlInit(self) -> None:  # noqa: N802
         self.open += 1
@@ -86,7 +88,7 @@ class FakeLibrary(types.ModuleType):
             "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: self.bits,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x8,
             "nvmlDeviceGetNvLinkState": self._link_state,
-            "nvmlDeviceGetP2PStatus": lambda first, second, what: {0: 0, 2: 5}[what],
+            "nvmlDeviceGetP2PStatus": lambda first, second, what: self.peers[what],
             "nvmlDeviceGetTopologyCommonAncestor": lambda first, second: 30,
             "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [
                 types.SimpleNamespace(pid=7, usedGpuMemory=100),
@@ -207,6 +209,17 @@ def test_processes_and_links(nvml: Any) -> None:
     (link,) = nvml.links()
     assert (link.first, link.second, link.pcie_path) == (0, 1, "a host bridge")
     assert (link.has_peer_access, link.has_nvlink) == (True, False)
+
+
+def test_of_all_that_nvml_answers_about_peers_only_ok_is_access(nvml: Any, library: FakeLibrary) -> None:
+    """NVML_P2P_STATUS_*: 0 is OK; 1 to 6 say what is missing, the last that it is not known."""
+    for read, nvlink in itertools.product(range(7), repeat=2):
+        library.peers = {0: read, 2: nvlink}
+        (link,) = nvml.links()
+        assert (link.has_peer_access, link.has_nvlink) == (read == 0, nvlink == 0)
+    library.errors["nvmlDeviceGetP2PStatus"] = FakeNVMLError(NOT_SUPPORTED)
+    (link,) = nvml.links()
+    assert (link.has_peer_access, link.has_nvlink) == (False, False)
 
 
 def test_a_lost_gpu_is_an_error_and_not_none(nvml: Any, library: FakeLibrary) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any
 
 import pytest
 import torch
 
+from rlcore.devices.cpu import streams as cpu_streams
 from rlcore.devices.cuda.device import CudaDevice
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.processes import boot_id
@@ -102,6 +104,15 @@ def test_two_timing_events_measure_what_is_between(device: Any) -> None:
     assert kept is not None
     if device.type != "cpu":
         assert start.elapsed_time(end) > 1
+
+
+def test_a_cpu_event_measures_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1000.0, 1002.5])
+    monkeypatch.setattr(cpu_streams, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
+    start, end = (get_device("cpu").streams.event(timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) == 2500.0
 
 
 def test_an_event_waits_in_a_stream(device: Any) -> None:

@@ -103,6 +103,16 @@ def test_every_byte_by_every_route(make: Make, route: Route, shards: int) -> Non
     assert [worker.versions for worker in world.workers] == [[0, 1]] * shards
 
 
+def test_weights_changed_in_place_are_sent_though_nobody_says_so(make: Make) -> None:
+    """``is_same`` says that no step of the engines has changed them; a user's own code may have."""
+    world = make(Sizes(layers=1))
+    assert world.sync(is_same=True).moved_bytes > 0, "the first round"
+    world.module.add(0.5)
+    assert world.sync(is_same=True).moved_bytes > 0
+    check(world, Sizes(layers=1))
+    assert world.sync(is_same=True).moved_bytes == 0
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> None:
     first, second, other = make(Sizes(), 2), make(Sizes(), 2), make(Sizes(hidden=5))
