@@ -28,7 +28,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_rank")
 def test_the_code_of_the_page_runs() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)

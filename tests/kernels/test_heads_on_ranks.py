@@ -29,6 +29,6 @@ def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
-    outputs = [output.read_text() for output in sorted(tmp_path.glob("rank*"))]
+    outputs = [output.read_text("utf-8") for output in sorted(tmp_path.glob("rank*"))]
     assert ranks.returncode == 0, "\n".join([said, *outputs])
     assert len(outputs) == size and all(" passed" in output for output in outputs)

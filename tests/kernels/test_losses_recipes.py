@@ -229,7 +229,7 @@ PEERS: dict[str, Callable[[Batch], Tensor]] = {
 
 def documented() -> dict[str, tuple[list[str], str, str]]:
     """The first code of each cell of the table of recipes, all of the loss cell's, by recipe."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "losses.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+?) \| ([^|]+) \| ([^|]+) \| `([\w-]+)` \|$", text, re.MULTILINE)
     return {
         name: (re.findall(r"`([^`]+)`", loss), re.findall(r"`([^`]+)`", advantage)[0], mode)

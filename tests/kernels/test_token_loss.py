@@ -249,7 +249,7 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
 @inductor
 def test_the_code_of_the_page_runs() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(compile(block, str(page), "exec"), names)
     assert names["logits"].grad.any() and names["stats"]["ratio_mean"] > 0

@@ -110,7 +110,7 @@ def launched(folder: Path = KERNELS) -> dict[str, set[str]]:
     """Of each file, the names of the kernels that it launches."""
     found = {}
     for path in sorted(folder.glob("*.py")):
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
         names = {ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)}
         if names := {name for name in names if name.endswith("_kernel")}:
             found[path.stem] = names
@@ -134,7 +134,7 @@ def reached_files(entry: str, folder: Path = KERNELS) -> set[str]:
 
 
 def _imports(path: Path) -> list[str]:
-    nodes = ast.walk(ast.parse(path.read_text()))
+    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     ours = [module.removeprefix("rlcore.kernels.") for module in modules if module.startswith("rlcore.kernels.")]
     return [name for name in ours if (path.parent / f"{name}.py").exists()]
