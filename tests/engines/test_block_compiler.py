@@ -140,6 +140,7 @@ NEEDED = 2 * TOKENS * SIZE * (1 + 4 + 4) * 2
 """Bytes of two blocks' inputs, gates and ups in bfloat16."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 def test_a_graph_keeps_what_products_gave_and_no_more(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     """Neither norms, nor the activation, nor weights in the compute dtype: the backward makes them again."""

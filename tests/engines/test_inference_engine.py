@@ -33,6 +33,9 @@ PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
 
 
 on_both_launchers = pytest.mark.parametrize("launcher", ["inline", "process"], indirect=True)
+on_both_slowly = pytest.mark.parametrize(
+    "launcher", ["inline", pytest.param("process", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture
@@ -200,7 +203,7 @@ def test_only_a_sync_changes_what_is_generated(train: rlcore.TrainEngine, infer:
     assert train.p2p_weight_sync(infer, version=7).version == infer.version == 7
 
 
-@on_both_launchers
+@on_both_slowly
 def test_a_synced_engine_equals_a_fresh_one_of_the_export(
     train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, tmp_path: Path
 ) -> None:
@@ -258,7 +261,7 @@ def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer:
     assert infer.sync_state == "serving"
 
 
-@on_both_launchers
+@on_both_slowly
 def test_a_sync_of_another_model_is_refused_before_the_first_byte(
     train: rlcore.TrainEngine, llama_folder: Path, launcher: str, device: str
 ) -> None:

@@ -24,7 +24,7 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
 from .plain_training import assert_metrics
-from .train_policy import truth_of
+from .train_policy import policy_gradient, truth_of
 
 CPU = torch.device("cpu")
 LENGTHS = (12, 3, 7, 2, 9)
@@ -130,13 +130,13 @@ def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) ->
         for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                metrics = _accumulate(worker.module, worker.device, share, ppo_clip(), options, reduce_each=False)
+                metrics = _accumulate(worker.module, worker.device, share, policy_gradient, options, reduce_each=False)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     whole = batch()
     weight_T = whole.pop(WEIGHT)
     truth = truth_of(policy, qwen2_folder, "cuda")
-    step = truth.step(whole | {"loss_mask": weight_T != 0}, ppo_clip(), weight_T=weight_T)
+    step = truth.step(whole | {"loss_mask": weight_T != 0}, policy_gradient, weight_T=weight_T)
     assert_metrics({name: float(value) for name, value in metrics.joined().items()}, *step)
 
 

@@ -93,20 +93,16 @@ def test_what_json_cannot_hold_is_refused_before_writing(engine: rlcore.TrainEng
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_save_refuses_options_of_a_wrong_kind(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"blocking": None}, "takes True or False as blocking, got None"),
         ({"blocking": "no"}, "takes True or False as blocking, got 'no'"),
         ({"extra": "abc"}, "takes a dict, or None as extra, got 'abc'"),
         ({"extra": [1]}, r"takes a dict, or None as extra, got \[1\]"),
-    ],
-)
-def test_save_refuses_options_of_a_wrong_kind(
-    engine: rlcore.TrainEngine, tmp_path: Path, given: Any, message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=rf"save\(\) {message}"):
-        engine.save(tmp_path, **given)
+    ]
+    for given, message in cases:
+        with pytest.raises(InvalidInputError, match=rf"save\(\) {message}"):
+            engine.save(tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
 
 

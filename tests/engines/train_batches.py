@@ -13,8 +13,12 @@ VOCAB = 21
 """Token ids of the tiny models."""
 
 
-def packed_batch(lengths: tuple[int, ...] = (12, 3, 7, 2, 9, 5, 14), seed: int = 0) -> dict[str, Tensor]:
-    """Packed sequences of these lengths, of which all but the first two tokens are trained on."""
+def packed_batch(lengths: tuple[int, ...] = (12, 3, 7, 2, 9, 5, 14), seed: int = 5) -> dict[str, Tensor]:
+    """Packed sequences of these lengths, of which all but the first two tokens are trained on.
+
+    With this seed and the tiny models' weights no ratio of probabilities comes nearer than 3 % to an edge of
+    ``ppo_clip``'s, where TF32 products might put it on the other side.
+    """
     place_T = torch.cat([torch.arange(length) for length in lengths])
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return {"cu_seqlens": cu_seqlens} | _contents(place_T >= 2, len(lengths), seed)
