@@ -16,7 +16,7 @@ import torch
 
 from rlcore.devices.ascend.simulation import counted
 from rlcore.types import Simulation
-from tests.accuracy import AS_ACCURATE, assert_as_accurate
+from tests.accuracy import assert_within_rounding
 from tests.devices.ascend.uses import uses
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(1200)]
@@ -167,10 +167,9 @@ def told(run_simulated_in: Any, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def test_sharded_training_over_hccl_learns_what_the_host_does(run_simulated: Any, tmp_path: Path) -> None:
     found = answers(run_simulated(str(TASKS), "sharded_training"))["sharded_training"]
-    tensors = {name: torch.tensor(one["logprobs"], dtype=torch.float64) for name, one in found.items()}
-    # Two ranks round their parts of each gradient apart, and the vendor's operators go another way than the module's.
-    numbers = tensors["npu"].float(), tensors["cpu"].float(), tensors["exact"]
-    assert_as_accurate(*numbers, factor=4 * AS_ACCURATE, what="log-probabilities after training")
+    there, here = (torch.tensor(found[kind]["weight"], dtype=torch.float64) for kind in ("npu", "cpu"))
+    # Each of four steps moves a weight by up to 0.01, by a gradient that went through some thousand roundings.
+    assert_within_rounding(there, here, terms=1000, magnitude=0.04, dtype=torch.float32, what="weights after training")
     losses = found["npu"]["losses"]
     assert losses[-1] < losses[0]
     asked = operators(tmp_path)

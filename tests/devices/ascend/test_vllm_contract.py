@@ -16,7 +16,7 @@ import pytest
 import rlcore
 from rlcore.engines.executors.vllm import ascend, regions
 from rlcore.engines.executors.vllm.worker import VllmWorker
-from rlcore.engines.launchers import launch
+from rlcore.engines.launchers import process
 from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
 from rlcore.registry import registry
 from rlcore.types import DeviceSpec
@@ -190,7 +190,7 @@ def test_a_replica_sees_its_own_devices_where_numbers_have_to_rise(monkeypatch: 
     """npu:1 cannot be put before npu:0; and an NPU's memory is opened on that NPU only, so the others are no loss."""
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2,5,6")
     device = SimpleNamespace(index=0, count=lambda: 3)
-    monkeypatch.setattr(launch, "get_device", lambda name: SimpleNamespace(index=int(name[-1]), count=device.count))
-    assert launch._in_front(("npu:1", "npu:2")) == ("npu:0", {"ASCEND_RT_VISIBLE_DEVICES": "5,6"})
+    monkeypatch.setattr(process, "get_device", lambda name: SimpleNamespace(index=int(name[-1]), count=device.count))
+    assert process._in_front(("npu:1", "npu:2")) == ("npu:0", {"ASCEND_RT_VISIBLE_DEVICES": "5,6"})
     with pytest.raises(InvalidInputError, match=r"takes rising numbers, and these indices give \['6', '5'\]"):
-        launch._in_front(("npu:2", "npu:1"))
+        process._in_front(("npu:2", "npu:1"))
