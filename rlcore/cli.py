@@ -92,30 +92,37 @@ def configure(
 def quickstart(
     model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
     device: DeviceName = None,
-    executor: Annotated[str, typer.Option(help="What samples: hf, or vllm.")] = "hf",
-    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
-    steps: Annotated[int, typer.Option(help="Training steps in all, those before --resume included.")] = 100,
+    executor: Annotated[str | None, typer.Option(help="What samples: hf, or vllm.", show_default="hf")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of everything drawn.", show_default="0")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training steps in all, those before --resume included.", show_default="100"),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("outputs/quickstart"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
-    shuffle_rewards: Annotated[
-        bool, typer.Option("--shuffle-rewards", help="The control that learns nothing.")
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder, with the options that it has.")
     ] = False,
+    shuffle_rewards: Annotated[
+        bool | None, typer.Option("--shuffle-rewards", help="The control that learns nothing.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a small language model by reinforcement learning, end to end."""
     import_torch()
     from rlcore.quickstart.config import QuickstartConfig
     from rlcore.quickstart.run import run
 
-    config = QuickstartConfig(
-        model=model,
-        device=device,
-        executor=executor,
-        seed=seed,
-        steps=steps,
-        output=output,
-        resume=resume,
-        shuffle_rewards=shuffle_rewards,
-    )
+    options = {
+        "model": model and model.absolute(),
+        "device": device,
+        "executor": executor,
+        "seed": seed,
+        "steps": steps,
+        "shuffle_rewards": shuffle_rewards,
+    }
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    config = QuickstartConfig.resuming(output, **given) if resume else QuickstartConfig(output=output, **given)
     raise typer.Exit(run(config))
 
 
@@ -185,9 +192,19 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json(asdict(report))
     else:
-        rows = [[check.check, check.status, check.found, check.fix] for check in report.checks]
-        print_table(["check", "", "found", "what to do"], rows)
+        _print_findings([[check.check, check.status, check.found, check.fix] for check in report.checks])
     raise typer.Exit(int(report.status == "FAIL"))
+
+
+def _print_findings(rows: list[list[str]]) -> None:
+    """On a terminal the commands stand by themselves: one that a column folds cannot be pasted."""
+    if not sys.stdout.isatty():
+        print_table(["check", "", "found", "what to do"], rows)
+        return
+    print_table(["check", "", "found"], [row[:3] for row in rows])
+    for check, status, _, fix in rows:
+        if fix:
+            print(f"\n{status} {check}: what to do\n{fix}")
 
 
 @app.command()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlcore.console import print_table
+from rlcore.console import console_of, print_table, print_text
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
@@ -28,12 +29,11 @@ class _Shown(NamedTuple):
 @contextlib.contextmanager
 def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_Shown]:
     """A bar with the time left on a terminal; elsewhere a line for each step of a case, and when it first ends."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     seen: set[str] = set()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = console_of(sys.stderr)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("starting", total=sum(map(durations.of, cases)))
 
@@ -63,10 +63,10 @@ def print_results(record: Record) -> None:
     header = ["case", "implementation", "sizes", "status", "median", "n", "share", "marks"]
     print_table(header, [row for results in by_case.values() for row in _rows(results, record.calibration)])
     if record.calibration and record.calibration.marks:
-        print(f"limits may be too low: {'; '.join(record.calibration.marks)}")
+        print_text(f"limits may be too low: {'; '.join(record.calibration.marks)}")
     skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
     for reason, number in skipped.items():
-        print(f"{number} cases skipped: {reason}")
+        print_text(f"{number} cases skipped: {reason}")
     if bars := [verdict.cells() for verdict in verdicts(record)]:
         print_table(list(HEADER), bars)
 
@@ -106,7 +106,7 @@ def print_comparison(found: Comparison) -> None:
     """What differs between two runs, a line for each result, and how many of each verdict."""
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
-    print(found.statement + "\n")
+    print_text(found.statement + "\n")
     both = {row.case for row in found.rows if not row.is_of_one}
     by_case: dict[str, list[Row]] = {}
     for row in found.rows:
@@ -124,15 +124,17 @@ def print_comparison(found: Comparison) -> None:
     counts = Counter(row.verdict for row in found.rows)
     told = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print(", ".join(dict.fromkeys(told)) + mean)
+    print_text(", ".join(dict.fromkeys(told)) + mean)
     if left_out := [row.case for row in found.rows if row.case not in both]:
         folders = ", ".join(dict.fromkeys(case.partition("/")[0] for case in left_out))
-        print(f"Not shown: {len(left_out)} results of cases, or of sizes, that one run alone has ({folders}).")
+        print_text(f"Not shown: {len(left_out)} results of cases, or of sizes, that one run alone has ({folders}).")
     turns = [row.difference.turns for row in found.compared if row.difference and row.difference.turns]
     if turns:
-        print(f"Both took turns at {len(turns)} results ({min(turns)} or more): the ratio is the mean of each turn's.")
+        print_text(
+            f"Both took turns at {len(turns)} results ({min(turns)} or more): the ratio is the mean of each turn's."
+        )
     if noises := [row.difference.noise for row in found.compared if row.difference]:
-        print(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
+        print_text(f"What is less than the noise was not seen: {min(noises):.1%} at best, {max(noises):.1%} at worst.")
 
 
 def _noise(share: float) -> str:

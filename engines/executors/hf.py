@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -224,15 +225,16 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for="the hf executor", extra="hf") from error
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            folder.path,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _without_bars():
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder.path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # many types; the user sees the original as the cause
         raise CheckpointError(
             f"transformers cannot load {folder.path} as a causal language model: {one_line(error)}"
@@ -244,6 +246,20 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
         )
     _check_can_decode(module)
     return module.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """A program has its own display, and weights of a disk load in seconds."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _check_can_decode(module: Any) -> None:

@@ -14,6 +14,8 @@ import msgspec
 from rlcore.errors import CheckpointError, InvalidInputError
 
 _MAX_SEED = 2**63 - 1  # what the sampler takes
+RECORD = "run.json"
+_OUTPUT = "outputs/quickstart"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class QuickstartConfig:
     """Of the splits, the model's first weights and everything drawn; in [0, 2**63)."""
     steps: int = 100
     """GRPO steps in all, those before a resume included; at least 1."""
-    output: Path = Path("outputs/quickstart")
+    output: Path = Path(_OUTPUT)
     """Folder of the run: metrics, picture and checkpoint."""
     resume: bool = False
     """Continue the run that ``output`` holds."""
@@ -70,14 +72,31 @@ class QuickstartConfig:
         except (msgspec.DecodeError, InvalidInputError) as error:
             raise CheckpointError(str(error)) from error
 
+    @classmethod
+    def resuming(cls, output: Path, **given: Any) -> QuickstartConfig:
+        """Return what the run in ``output`` was asked to do, but for what is given now; if there is one.
+
+        Raises:
+            CheckpointError: run.json is damaged.
+        """
+        record = output / RECORD
+        if not record.exists():
+            return cls(output=output, resume=True, **given)
+        return dataclasses.replace(cls.read(record), output=output, resume=True, **given)
+
+    @classmethod
+    def read(cls, record: Path) -> QuickstartConfig:
+        """Raises CheckpointError that names the file."""
+        try:
+            return cls.from_json(record.read_bytes())
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"{record} cannot be read: {error}; use another --output") from error
+
     def resume_command(self) -> str:
         """What to type in a shell to continue this run, in the same directory."""
         command = [*_program(), "quickstart", "--resume"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "resume" and value != field.default:
-                option = f"--{field.name.replace('_', '-')}"
-                command += [option] if value is True else [option, str(value)]
+        if self.output != Path(_OUTPUT):
+            command += ["--output", str(self.output)]
         return shlex.join(command)
 
     def differences(self, other: QuickstartConfig) -> list[str]:

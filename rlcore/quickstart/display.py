@@ -5,6 +5,7 @@ All of it goes to stderr but the last table, so that stdout can be JSON.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,9 +19,33 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlcore.console import console_of
 from rlcore.quickstart.output import PHASES, RunFolder
 
 _LINE_EVERY, _IMITATION_LINE_EVERY = 10, 50  # steps, where there is no terminal
+_LONG_S = 180
+_ECHO = len("^C")
+"""Columns that a terminal writes where the cursor is: a line that it pushes over the edge would stay behind."""
+
+
+class _Pace:
+    """Of steps of one kind, in this process."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None  # step, and when it was done
+        self._last = (0.0, 0.0)
+
+    def at(self, step: float) -> None:
+        self._last = step, time.monotonic()
+        self._first = self._first or self._last
+
+    def left(self, end: float) -> str:
+        """Such as "35 s" until step ``end``; "" as long as one step is all there was."""
+        (first, began), (last, now) = self._first or self._last, self._last
+        if last == first:
+            return ""
+        seconds = max(0.0, end - last) * (now - began) / (last - first)
+        return f"{seconds:.0f} s" if seconds < _LONG_S else f"{seconds / 60:.0f} min"
 
 
 @final
@@ -35,10 +60,11 @@ class Display:
     def __init__(self, *, steps: int, stream: TextIO | None = None) -> None:
         self._steps = steps
         self._latest: dict[str, float] = {"step": 0}
-        self._imitation = ""
+        self._doing, self._stopping = ["starting"], ""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._started = time.monotonic()
-        self._console = _console(sys.stderr if stream is None else stream)
+        self._imitation, self._learning = _Pace(), _Pace()
+        self._console = console_of(sys.stderr if stream is None else stream)
         self._live = Live(console=self._console, get_renderable=self._panel) if _is_live(self._console) else None
 
     def __enter__(self) -> Self:
@@ -57,13 +83,30 @@ class Display:
         """One line that stays: what the run does besides steps."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def imitating(self, step: int, accuracy: float, *, wanted: float) -> None:
-        """Show how far the warm-start is: the share of sampled answers that are right, and at which it ends."""
-        self._imitation = f"warm-start step {step}  sampled accuracy {accuracy:.1%} of {wanted:.0%} wanted"
-        if self._live:
-            self._live.refresh()
-        elif step % _IMITATION_LINE_EVERY == 0 or accuracy >= wanted:
-            self.note(self._imitation)
+    def doing(self, what: str) -> None:
+        """Show on a terminal what goes on until the next step."""
+        self._doing = [what]
+        self._refresh()
+
+    def stopping(self, text: str) -> None:
+        """Show that the run is about to stop. A signal handler may call it amid anything: on a terminal it only says so
+        in the next picture."""
+        self._stopping = text
+        if not self._live:
+            with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to
+                self.note(text)
+
+    def imitating(self, step: int, accuracy: float, *, wanted: float, usual: tuple[int, int]) -> None:
+        """Show how far the warm-start is: the share of sampled answers that were right when last measured, at which it
+        ends, and between which numbers of steps that usually is."""
+        told = f"sampled accuracy {accuracy:.1%} of {wanted:.0%} wanted"
+        self._imitation.at(step)
+        soonest, latest = map(self._imitation.left, usual)
+        estimate = f", {f'{soonest} to' if step < usual[0] else 'up to'} {latest} left" if latest else ""
+        self._doing = [f"warm-start step {step} of {usual[0]} to {usual[1]}{estimate}", told]
+        if not self._live and (step % _IMITATION_LINE_EVERY == 0 or accuracy >= wanted):
+            self.note(f"warm-start step {step}  {told}")
+        self._refresh()
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Show a step that is done; its metrics are those of ``RunFolder.append``.
@@ -71,13 +114,17 @@ class Display:
         A metric that is not measured in every step, such as "accuracy", keeps its last value.
         """
         self._latest |= metrics
-        self._imitation = ""
+        self._learning.at(self._latest["step"])
+        self._doing = []
         for phase in PHASES:
             self._seconds[phase] += metrics.get(f"{phase}_s", 0.0)
+        self._refresh()
+        if not self._live and (self._latest["step"] % _LINE_EVERY == 0 or self._latest["step"] == self._steps):
+            self.note(self._line())
+
+    def _refresh(self) -> None:
         if self._live:
             self._live.refresh()
-        elif self._latest["step"] % _LINE_EVERY == 0 or self._latest["step"] == self._steps:
-            self.note(self._line())
 
     def _line(self) -> str:
         spent = "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self._seconds.items())
@@ -93,35 +140,37 @@ class Display:
         return [text.format(self._latest[name]) for name, text in shown if name in self._latest]
 
     def _panel(self) -> RenderableType:
-        if self._imitation:
-            return Text(f"{self._imitation}  {time.monotonic() - self._started:.0f} s")
-        step = self._latest["step"]
-        bar = Table.grid(padding=(0, 1))
+        width = self._console.width - _ECHO - 1
+        lines = [*self._doing, *([self._stopping] if self._stopping else [])]
+        if self._doing:
+            lines[0] += f"  {time.monotonic() - self._started:.0f} s"
+            return Group(*(_one_line(line, width) for line in lines))
+        total = sum(self._seconds.values()) or 1.0
+        spent = "  ".join(f"{name} {part:.0f} s ({part / total:.0%})" for name, part in self._seconds.items())
+        return Group(self._bar(), *(_one_line(line, width) for line in ["  ".join(self._figures()), spent, *lines]))
+
+    def _bar(self) -> RenderableType:
+        step, bar = self._latest["step"], Table.grid(padding=(0, 1))
+        left = self._learning.left(self._steps)
         bar.add_row(
             f"step {step:.0f}/{self._steps}",
-            ProgressBar(total=self._steps, completed=step, width=40),
-            f"{time.monotonic() - self._started:.0f} s",
+            ProgressBar(total=self._steps, completed=step, width=30),
+            f"{time.monotonic() - self._started:.0f} s" + (f", about {left} left" if left else ""),
         )
-        figures = Table.grid(padding=(0, 3))
-        figures.add_row(*self._figures())
-        total = sum(self._seconds.values()) or 1.0
-        spent = Table.grid(padding=(0, 3))
-        spent.add_row(*(f"{name} {part:.1f} s ({part / total:.0%})" for name, part in self._seconds.items()))
-        return Group(bar, figures, spent)
+        return bar
+
+
+def _one_line(text: str, width: int) -> Text:
+    found = Text(text, no_wrap=True)
+    found.truncate(width, overflow="ellipsis")
+    return found
 
 
 def print_table(title: str, rows: Mapping[str, str], *, stream: TextIO | None = None) -> None:
-    """Print two columns to ``stream`` (None: stdout), framed on a terminal, aligned plain text elsewhere."""
-    console = _console(sys.stdout if stream is None else stream)
-    if not _is_live(console):
-        width = max(map(len, rows), default=0)
-        lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows.items())
-        console.print("\n".join([title, *lines]), markup=False, highlight=False, soft_wrap=True)
-        return
-    table = Table(title=title, show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table, markup=False)
+    """Print two columns to ``stream`` (None: stdout): plain text, in which the terminal folds no path."""
+    width = max(map(len, rows), default=0)
+    lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows.items())
+    print("\n".join([title, *lines]), file=stream)
 
 
 def summary(folder: RunFolder) -> dict[str, str]:
@@ -139,10 +188,6 @@ def summary(folder: RunFolder) -> dict[str, str]:
         "checkpoint": str(folder.checkpoint),
         "model": str(folder.model),
     }
-
-
-def _console(stream: TextIO) -> Console:
-    return Console(file=stream)
 
 
 def _is_live(console: Console) -> bool:

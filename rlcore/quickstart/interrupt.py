@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -33,5 +32,4 @@ class Interrupt:
         if self.is_requested or not self.has_begun:
             raise KeyboardInterrupt
         self.is_requested = True
-        with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to
-            self._say("stopping after this step; press Ctrl-C again to stop at once")
+        self._say("stopping after this step; press Ctrl-C again to stop at once")

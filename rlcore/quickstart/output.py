@@ -27,7 +27,7 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
-from rlcore.quickstart.config import QuickstartConfig
+from rlcore.quickstart.config import RECORD, QuickstartConfig
 
 PHASES = ("generate", "train", "sync", "offload")
 """What a step spends its time on; "<phase>_s" is the metric, in seconds."""
@@ -57,7 +57,7 @@ class RunFolder:
         self.model = config.output / "model"
         self.picture = config.output / "reward.png"
         self.metrics = config.output / "metrics.jsonl"
-        self._record = config.output / "run.json"
+        self._record = config.output / RECORD
         self._config = config
         _figure()
         if config.resume:
@@ -200,20 +200,14 @@ class RunFolder:
             is_free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
             advice = "leave out --resume to start one there" if is_free else "give the --output of a run"
             raise CheckpointError(f"{self.path} holds no run to resume: it has no run.json; {advice}")
-        if different := self._remembered().differences(config):
+        if different := QuickstartConfig.read(self._record).differences(config):
             raise InvalidInputError(
                 f"cannot resume {self.path}: it holds a run with {'; '.join(different)}; "
                 "give the same options, or another --output without --resume"
             )
 
-    def _remembered(self) -> QuickstartConfig:
-        try:
-            return QuickstartConfig.from_json(self._record.read_bytes())
-        except (OSError, CheckpointError) as error:
-            raise CheckpointError(f"{self._record} cannot be read: {error}; use another --output") from error
-
     def _described(self) -> str:
-        config = self._remembered()
+        config = QuickstartConfig.read(self._record)
         model = "its own model" if config.model is None else str(config.model)
         return f"{model}, seed {config.seed}, {self._num_done()} of {config.steps} steps done"
 

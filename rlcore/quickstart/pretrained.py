@@ -31,7 +31,6 @@ def model_class(path: Path) -> Any:
         CheckpointError: it is not a causal language model, or not one that transformers knows.
     """
     transformers = load_transformers()
-    transformers.utils.logging.disable_progress_bar()  # it would write over the display
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many types

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,8 @@ def _read_or_end(fd: int) -> bytes:
         ["devices", "--jsn"],
         ["bench", "run", "--output"],
         ["quickstart", "--steps", "many"],
+        ["quickstart", "--steps", "0"],
+        ["quickstart", "--seed", "-1"],
         ["ops", "explain"],
     ],
 )
@@ -196,6 +198,8 @@ def test_wrong_usage_exits_with_2(rlcore_command: Run, arguments: list[str]) -> 
     assert result.stdout == ""
     assert "Error" in result.stderr
     assert "Traceback" not in result.stderr
+    if option := next((argument for argument in arguments if argument.startswith("--")), None):
+        assert option in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,6 @@ def test_error_of_rlcore_is_one_line_and_exits_with_1(rlcore_command: Run, argum
         (["ops", "explain", "linear_loss", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
         (["ops", "explain", "linear_loss", "--device", "tpu"], "no device 'tpu'; registered: cpu, cuda"),
         (["ops", "explain", "linear_loss", "--implementation", "magic"], "linear_loss has no implementation 'magic'"),
-        (["quickstart", "--steps", "0"], "QuickstartConfig.steps must be a whole number of at least 1, got 0"),
         (["bench", "run", "kernel"], "no benchmark case 'kernel'; did you mean kernels "),
         (["bench", "run", "dispatch", "-o", "/tmp"], "cannot write the benchmark record /tmp: it is a folder"),
         (["bench", "run", "dispatch", "-o", "/nowhere/x.json"], "cannot write the benchmark record /nowhere/x.json"),
@@ -245,6 +248,7 @@ def test_help_names_every_command(rlcore_command: Run) -> None:
     text = rlcore_command("--help").stdout
     commands = ("quickstart", "devices", "doctor", "ps", "version", "bench", "checkpoint", "ops")
     assert [name for name in commands if name not in text] == []
+    assert text.isascii() and "\x1b" not in text, "a pipe gets no boxes"
 
 
 # ------------------------------------------------------------------------------------------------------- bench
@@ -373,8 +377,27 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: P
 def test_quickstart_options_are_the_fields_of_its_config() -> None:
     from rlcore.quickstart.config import QuickstartConfig
 
-    parameters = inspect.signature(cli.quickstart).parameters
-    assert {name: p.default for name, p in parameters.items()} == {f.name: f.default for f in fields(QuickstartConfig)}
+    parameters = inspect.signature(cli.quickstart, eval_str=True).parameters
+    usual = {field.name: field.default for field in fields(QuickstartConfig)}
+    assert parameters.keys() == usual.keys()
+    for name, parameter in parameters.items():
+        (option,) = parameter.annotation.__metadata__
+        told = option.show_default if isinstance(option.show_default, str) else parameter.default
+        assert told in (str(usual[name]), usual[name] or None, usual[name]), name
+
+
+def test_quickstart_resumes_with_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rlcore.quickstart.config import QuickstartConfig
+
+    asked: list[QuickstartConfig] = []
+    monkeypatch.setattr("rlcore.quickstart.run.run", lambda config: asked.append(config) or 0)
+    model = QuickstartConfig(model=Path("/m"), device="cpu", seed=3, steps=7, output=tmp_path, shuffle_rewards=True)
+    (tmp_path / "run.json").write_bytes(model.to_json())
+    for options in ([], ["--steps", "9"], ["--model", "m", "--seed", "0"]):
+        command = ["quickstart", "--resume", "--output", str(tmp_path), *options]
+        assert CliRunner().invoke(cli.app, command).exit_code == 0
+    first = replace(model, resume=True)
+    assert asked == [first, replace(first, steps=9), replace(first, model=Path.cwd() / "m", seed=0)]
 
 
 def test_quickstart_exits_with_the_code_of_its_run(run_python: Any, tmp_path: Path) -> None:

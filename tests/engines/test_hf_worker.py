@@ -116,7 +116,6 @@ def test_prompts_longer_than_one_prefill_pass_give_the_same(worker: HfWorker, mo
     [
         {},
         {"temperature": 0.0, "n": 1},
-        {"temperature": 0.3},
         {"top_k": 4},
         {"temperature": 1.5, "top_k": 12, "top_p": 0.8},
     ],
@@ -419,3 +418,23 @@ def test_an_architecture_without_positions_is_refused(write_checkpoint: Callable
     config = BloomConfig(vocab_size=21, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
     with pytest.raises(UnsupportedError, match=r"BloomForCausalLM in the hf executor is not supported: .*position_ids"):
         build(write_checkpoint(config))
+
+
+def test_loading_shows_no_bar_of_transformers_and_leaves_its_bars_as_they_were(
+    qwen2_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would stand amid the program's own display, and in its log."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        build(qwen2_folder)
+        assert capfd.readouterr().err == ""
+        assert logging.is_progress_bar_enabled()
+        AutoModelForCausalLM.from_pretrained(qwen2_folder)
+        assert "Loading weights" in capfd.readouterr().err, "or else this test shows nothing"
+    finally:
+        if not was_enabled:
+            logging.disable_progress_bar()

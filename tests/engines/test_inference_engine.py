@@ -94,7 +94,6 @@ def assert_log_probs(outputs: Any, folder: Path, *, and_of: rlcore.TrainEngine |
     [
         ("qwen2_folder", {}),
         ("qwen2_folder", {"temperature": 1.4, "top_p": 0.8}),
-        ("llama_folder", {"top_k": 4}),
         ("llama_folder", {"temperature": 0.9, "top_p": 0.7, "top_k": 6}),
     ],
     ids=str,

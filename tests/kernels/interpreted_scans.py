@@ -19,6 +19,8 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 from rlcore.errors import InvalidInputError
 from rlcore.kernels import advantages, operands, triton_returns, triton_rows
 from rlcore.ops import discounted_return, gae, group_advantage, token_logprob
+from tests.accuracy import assert_as_accurate
+from tests.kernels.plain import assert_advantages_as_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
@@ -48,13 +50,16 @@ def test_scans_match_float64(kind: str, lam: float) -> None:
     values, rewards, mask = random_tokens()
     mask = {"bool": mask, "none": None, "int64": mask.long()}[kind]
     options: dict[str, Any] = {"gamma": GAMMA, "cu_seqlens": EDGES.int() if kind == "none" else EDGES}
-    found = gae(values, rewards, mask, lam=lam, implementation="triton", **options)
-    want = gae(values.double(), rewards.double(), mask, lam=lam, implementation="reference", **options)
-    for got, true in zip(found, want, strict=True):
-        torch.testing.assert_close(got.double(), true, rtol=1e-6, atol=1e-5)
-    returned = discounted_return(rewards, mask, implementation="triton", **options)
-    true = discounted_return(rewards.double(), mask, implementation="reference", **options)
-    torch.testing.assert_close(returned.double(), true, rtol=1e-6, atol=1e-5)
+    sides = [
+        (
+            *gae(values.to(dtype), rewards.to(dtype), mask, lam=lam, implementation=name, **options),
+            discounted_return(rewards.to(dtype), mask, implementation=name, **options),
+        )
+        for name, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64))
+    ]
+    for found, plain, exact in zip(*sides, strict=True):
+        assert_as_accurate(found, plain, exact)
+    returned = sides[0][2]
     if mask is not None:
         assert not returned[mask == 0].any()
 
@@ -62,10 +67,13 @@ def test_scans_match_float64(kind: str, lam: float) -> None:
 def test_scans_of_strided_half_precision_and_of_padded_batches() -> None:
     values, rewards = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(6)).bfloat16()
     mask = torch.arange(150) < torch.tensor([150, 3, 0, 1, 70])[:, None]
-    found = gae(values[:, ::2], rewards[:, 1::2], mask, gamma=GAMMA, lam=LAM, implementation="triton")
-    want = gae(values[:, ::2], rewards[:, 1::2], mask, gamma=GAMMA, lam=LAM, implementation="reference")
-    for got, true in zip(found, want, strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-5)
+    values, rewards = values[:, ::2], rewards[:, 1::2]
+    sides = [
+        gae(values.to(dtype), rewards.to(dtype), mask, gamma=GAMMA, lam=LAM, implementation=name)
+        for name, dtype in (("triton", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64))
+    ]
+    for found, plain, exact in zip(*sides, strict=True):
+        assert_as_accurate(found, plain, exact)
 
 
 def test_what_masked_tokens_hold_has_no_influence_on_a_scan() -> None:
@@ -88,13 +96,16 @@ def test_edges_that_are_one_are_not_walked_one_by_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
     _, rewards, _ = random_tokens()
     counts = []
-    for repeats in (1, 3000):  # of an edge inside, and of the last, as where cu_seqlens is padded
+    for repeats in (1, 1000):  # of an edge inside, and of the last, as where cu_seqlens is padded
         edges = torch.cat((EDGES[:-1], EDGES[5:6].repeat(repeats), EDGES[-1:].repeat(repeats))).sort().values
         num_loads = 0
         found = discounted_return(rewards, gamma=GAMMA, cu_seqlens=edges, implementation="triton")
         counts.append(num_loads)
-        want = discounted_return(rewards, gamma=GAMMA, cu_seqlens=edges, implementation="reference")
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        plain, exact = (
+            discounted_return(x, gamma=GAMMA, cu_seqlens=edges, implementation="scan")
+            for x in (rewards, rewards.double())
+        )
+        assert_as_accurate(found, plain, exact)
     # The check of the edges reads each twice, 8 at a time; a walk would be a load for each.
     assert 0 < counts[0] < counts[1] < counts[0] + len(edges) / 2
 
@@ -136,7 +147,7 @@ def test_the_kernels_find_bad_input_by_themselves(
 def assert_triton_matches(rewards: torch.Tensor, mode: Any, options: dict[str, Any]) -> None:
     found = group_advantage(rewards, mode=mode, implementation="triton", **options)
     want = group_advantage(rewards, mode=mode, implementation="reference", **options)
-    torch.testing.assert_close(found, want, rtol=5e-7, atol=1e-9)
+    assert_advantages_as_exact(found, want, rewards)
 
 
 @pytest.mark.parametrize("mode", ["grpo", "rloo", "dr_grpo", "opo"])

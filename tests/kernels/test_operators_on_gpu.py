@@ -25,8 +25,15 @@ from rlcore.ops import (
     token_logprob,
     token_loss,
 )
-from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
-from tests.kernels.plain import assert_loss_as_accurate, assert_scores_as_accurate, doubled, linear_scores
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding, rounding
+from tests.kernels.plain import (
+    assert_loss_as_accurate,
+    assert_loss_within_rounding,
+    assert_scores_as_accurate,
+    doubled,
+    in_bfloat16,
+    linear_scores,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -61,10 +68,14 @@ def policy_loss() -> Any:
 def test_operators_match_float64(dtype: torch.dtype) -> None:
     hidden, weight, targets, tokens = random_inputs(300, 100, 5003, dtype)
     leaves = [hidden, weight]
-    found = linear_logprob(hidden, weight, targets, with_entropy=True)
-    assert_scores_as_accurate(found, functools.partial(linear_scores, targets=targets), leaves)
-    loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss
-    assert_loss_as_accurate(loss, policy_loss(), leaves, targets, tokens)
+    rounded = in_bfloat16 if dtype == torch.bfloat16 else None
+    found, formula = (
+        linear_logprob(*leaves, targets, with_entropy=True),
+        functools.partial(linear_scores, targets=targets),
+    )
+    assert_scores_as_accurate(found, formula, leaves, reference=functools.partial(formula, rounded=rounded))
+    loss = linear_loss(*leaves, targets, policy_loss(), **tokens).loss
+    assert_loss_as_accurate(loss, policy_loss(), leaves, targets, tokens, rounded=rounded)
 
 
 def test_bfloat16_products_are_not_widened_by_a_copy_of_the_weight() -> None:
@@ -98,11 +109,13 @@ def test_a_loss_of_log_probabilities_waits_for_nothing(is_compiled: bool, reques
     plain, exact = evaluated(*leaves, tokens), evaluated(*wide, double)
     sides = gradients, torch.autograd.grad(plain[0], leaves), torch.autograd.grad(exact[0], wide)
     assert_as_accurate(*sides)
-    # Statistics are sums over all tokens of numbers that an error of a log-probability changes by at most the ratio.
-    ratio = (leaves[0].detach() - old).exp()
-    magnitude = (1 + ratio.max()) * (2 + old.abs().max())
-    for got, expected in zip(found, exact, strict=True):
-        assert_within_rounding(got, expected, terms=len(old) + 32, magnitude=magnitude)
+    targets, largest = torch.zeros_like(old, dtype=torch.int64), float(old.abs().max())
+    assert_loss_within_rounding(found[0], policy_loss(), wide, targets, tokens, terms=32, reach=largest)
+    # A statistic is a mean of numbers of one sign, each off by some roundings of a log-probability times the ratio.
+    each = rounding(32) * (1 + float((leaves[0].detach() - old).exp().max())) * (2 + largest)
+    for got, expected in zip(found[1:], exact[1:], strict=True):
+        magnitude = expected.abs() + each / rounding(len(old))
+        assert_within_rounding(got, expected, terms=len(old), magnitude=magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

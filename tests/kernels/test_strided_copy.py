@@ -112,7 +112,7 @@ def test_every_piece_arrives_and_nothing_else_changes(
     assert copies.implementation == implementation
     copies.run()
     for got, true in zip(destinations, want, strict=True):
-        if rounds_as_torch or source == destination:
+        if rounds_as_torch or source == destination or not destination.is_floating_point:
             assert torch.equal(got, true)
         else:
             assert_within_rounding(got, true, terms=2)  # cut off: up to two half units

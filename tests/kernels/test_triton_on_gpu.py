@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
+from tests.kernels.plain import (
+    Scores,
+    assert_loss_as_accurate,
+    assert_loss_within_rounding,
+    assert_scores_as_accurate,
+    doubled,
+    in_bfloat16,
+    linear_scores,
+    token_scores,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +45,23 @@ def random_head(T: int, H: int, V: int, *, scale: float = 1.0) -> tuple[Tensor, 
     return hidden, weight, targets
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Scores:
+    """In plain torch, with the products of bfloat16 that the device's library has."""
+    found = linear_logprob(hidden, weight, targets, bias=bias, with_entropy=True, implementation="chunked")
+    assert found.entropy is not None
+    return found.logprob, found.entropy
+
+
+def assert_tiles_as_accurate(
+    leaves: Sequence[Tensor], found: tuple[Tensor, Tensor | None], targets: Tensor, bias: Tensor | None = None
+) -> list[Tensor]:
+    """As the products of the device's library: its matrix units may cut off where float32 rounds."""
+
+    def of_library(hidden: Tensor, weight: Tensor) -> Scores:
+        return chunked(hidden.bfloat16(), weight.bfloat16(), targets, bias)
+
+    formula = functools.partial(linear_scores, targets=targets, bias=bias)
+    return assert_scores_as_accurate(found, formula, leaves, reference=of_library)
 
 
 # ----------------------------------------------------------------------------------------------- from logits
@@ -53,31 +80,18 @@ def test_rows_match_float64(V: int, dtype: torch.dtype) -> None:
     logits[5] = math.nan
     if V > 1:
         logits[6, ::2], targets[6] = -math.inf, 1
-    g, g_bar = torch.randn(2, 127, device="cuda")
-    narrow, wide = logits.requires_grad_(), logits.detach().double().requires_grad_()
-    found = token_logprob(narrow, targets, with_entropy=True, implementation="triton")
-    want = token_logprob(wide, targets, with_entropy=True, implementation="reference")
-    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=1e-5)
-    (got,) = torch.autograd.grad([found.logprob, found.entropy], narrow, [g, g_bar])
-    (truth,) = torch.autograd.grad([want.logprob, want.entropy], wide, [g.double(), g_bar.double()])
-    torch.testing.assert_close(got.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    found = token_logprob(logits.requires_grad_(), targets, with_entropy=True, implementation="triton")
+    (got,) = assert_scores_as_accurate(found, functools.partial(token_scores, targets=targets), [logits])
     assert not got[5].any()
 
 
 @pytest.mark.parametrize("T", [1, 65537])
 def test_any_number_of_rows_matches_float64(T: int) -> None:
     torch.manual_seed(0)
-    narrow = torch.randn(T, 1000, device="cuda").bfloat16().requires_grad_()
-    wide = narrow.detach().double().requires_grad_()
+    logits = torch.randn(T, 1000, device="cuda").bfloat16().requires_grad_()
     targets = torch.randint(0, 1000, (T,), device="cuda", dtype=torch.int32)
-    found = token_logprob(narrow, targets, with_entropy=True, implementation="triton")
-    want = token_logprob(wide, targets, with_entropy=True, implementation="reference")
-    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=1e-5)
-    (got,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), narrow)
-    (truth,) = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
-    torch.testing.assert_close(got.double(), truth, rtol=2**-7, atol=1e-6)
+    found = token_logprob(logits, targets, with_entropy=True, implementation="triton")
+    assert_scores_as_accurate(found, functools.partial(token_scores, targets=targets), [logits])
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
@@ -90,11 +104,14 @@ def test_rows_beyond_two_to_the_31_elements(is_transposed: bool) -> None:
     found = token_logprob(logits, targets, with_entropy=True, implementation="triton")
     (got,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), logits)
     last = slice(-9, None)
-    wide = logits.detach()[last].double().requires_grad_()
-    want = token_logprob(wide, targets[last], with_entropy=True, implementation="reference")
-    (truth,) = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
-    torch.testing.assert_close(found.logprob[last].double(), want.logprob, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(got[last].double(), truth, rtol=2**-7, atol=1e-6)
+    scores, slopes = [[x.detach()[last] for x in found]], [got[last]]
+    narrow = logits.detach()[last].clone().requires_grad_()
+    for leaf, dtype in ((narrow, torch.float32), (*doubled(narrow), torch.float64)):
+        own = token_scores(leaf.to(dtype), targets[last])
+        scores.append([x.detach() for x in own])
+        slopes.append(torch.autograd.grad(own[0].sum() + own[1].sum(), leaf)[0])
+    assert_as_accurate(*scores)
+    assert_as_accurate(*slopes)
 
 
 # --------------------------------------------------------------------------------------- from hidden states
@@ -103,7 +120,7 @@ def test_rows_beyond_two_to_the_31_elements(is_transposed: bool) -> None:
 @pytest.mark.usefixtures("needs_tiles")
 @pytest.mark.parametrize(
     ("T", "H", "V"),
-    [(1, 64, 151936), (127, 72, 152064), (300, 200, 7), (5, 8, 1), (300, 896, 50257), (65537, 64, 1000)],
+    [(1, 64, 151936), (127, 72, 152064), (300, 200, 7), (300, 896, 50257), (65537, 64, 1000)],
     ids=str,
 )
 @pytest.mark.parametrize("budget", [None, 40 * 2**20], ids=["exponentials", "some exponentials"])
@@ -112,22 +129,29 @@ def test_tiles_match_float64(T: int, H: int, V: int, budget: int | None) -> None
     if T > 5:
         targets[3] = -100
         hidden.data[3] = math.nan
-    g, g_bar = torch.randn(2, T, device="cuda")
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     found = linear_logprob(
         hidden, weight, targets, with_entropy=True, memory_budget_bytes=budget, implementation="tiled"
     )
-    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
-    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5)
-    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=2e-6)
-    got = torch.autograd.grad([found.logprob, found.entropy], (hidden, weight), [g, g_bar])
-    truth = torch.autograd.grad([want.logprob, want.entropy], wide, [g.double(), g_bar.double()])
-    for gradient, true in zip(got, truth, strict=True):
-        assert gradient.isfinite().all()
-        # With V = 1 nothing depends on the logits.
-        assert relative_error(gradient, true) < 2.6e-3 if V > 1 else gradient.abs().max() < 1e-4
+    d_hidden, _ = assert_tiles_as_accurate([hidden, weight], found, targets)
     if T > 5:
-        assert not got[0][3].any()
+        assert not d_hidden[3].any()
+
+
+@pytest.mark.usefixtures("needs_tiles")
+def test_tiles_of_one_column_are_certain_but_for_rounding() -> None:
+    """The target's logit is summed in another order than in the tile."""
+    T, H = 5, 8
+    hidden, weight, targets = random_head(T, H, 1)
+    found = linear_logprob(hidden, weight, targets, with_entropy=True, implementation="tiled")
+    logit = (hidden.detach().double().abs() @ weight.detach().double().abs().T).squeeze(1)  # of absolute values
+    rounding: dict[str, Any] = {"terms": 2 * H + 32, "dtype": torch.float32}
+    for score in found:
+        assert_within_rounding(score, torch.zeros(T, device="cuda"), magnitude=1 + logit, **rounding)
+    got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), (hidden, weight))
+    # Two slopes of 1, each times a probability and a logarithm that are off by as much; then times the other operand.
+    off, other = 4 * (1 + logit[:, None]), [weight.detach().double().abs(), hidden.detach().double().abs()]
+    for gradient, magnitude in zip(got, (off * other[0], (off * other[1]).sum(0)[None]), strict=True):
+        assert_within_rounding(gradient, torch.zeros_like(gradient), magnitude=magnitude, **rounding)
 
 
 @pytest.mark.usefixtures("needs_tiles")
@@ -138,9 +162,8 @@ def test_tiles_are_exact_on_peaked_logits() -> None:
     narrow = [x.detach() for x in (hidden, weight)]
     wide = [x.double() for x in narrow]
     found = linear_logprob(*narrow, targets, with_entropy=True, implementation="tiled")
-    want = linear_logprob(*wide, targets, with_entropy=True, implementation="reference")
-    assert float((found.logprob - want.logprob).abs().max()) < 1e-3
-    assert float((found.entropy - want.entropy).abs().max()) < 1e-4
+    for got, plain, exact in zip(found, chunked(*narrow, targets), chunked(*wide, targets), strict=True):
+        assert_as_accurate(got, plain, exact)
     assert bool((found.logprob <= 0).all()) and bool((found.entropy >= 0).all())
 
 
@@ -161,16 +184,13 @@ def test_a_loss_in_tiles_matches_float64(budget: int | None) -> None:
     tokens = policy_inputs(1000)
     bias = torch.randn(50257, device="cuda").requires_grad_()
     options = {"temperature": torch.linspace(0.5, 2, 1000, device="cuda"), "logit_scale": 0.9}
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     found = linear_loss(
         hidden, weight, targets, policy_loss(), bias=bias, memory_budget_bytes=budget, implementation="tiled",
         **options, **tokens,
     )  # fmt: skip
-    want = linear_loss(*wide[:2], targets, policy_loss(), bias=wide[2], implementation="reference", **options, **tokens)
-    torch.testing.assert_close(found.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
-    got = torch.autograd.grad(found.loss, (hidden, weight, bias))
-    for gradient, true in zip(got, torch.autograd.grad(want.loss, wide), strict=True):
-        assert relative_error(gradient, true) < 2.6e-3
+    assert_loss_as_accurate(
+        found.loss, policy_loss(), [hidden, weight, bias], targets, tokens, rounded=in_bfloat16, **options
+    )
 
 
 @pytest.mark.usefixtures("needs_tiles")
@@ -178,19 +198,29 @@ def test_a_loss_in_tiles_matches_float64(budget: int | None) -> None:
 @pytest.mark.parametrize(
     ("T", "H", "V"), [(2048, 4096, 152064), (1537, 2048, 151936), (8192, 128, 151936), (1, 64, 262144)], ids=str
 )
-def test_tiles_of_real_heads_match_products_in_float32(T: int, H: int, V: int, budget: int | None) -> None:
-    """By the row kernels, whose logits are float32: several waves of rows, and the last one not whole."""
+def test_tiles_of_real_heads_are_as_accurate_as_products_in_float32(T: int, H: int, V: int, budget: int | None) -> None:
+    """In chunks of plain torch: several waves of rows, and the last one not whole."""
     hidden, weight, targets = random_head(T, H, V)
-    tokens, runs = policy_inputs(T), []
-    for name in ("tiled", "rows"):
-        options = {"implementation": name, "memory_budget_bytes": budget}
-        loss = linear_loss(hidden, weight, targets, policy_loss(), **tokens, **options).loss
-        found = linear_logprob(hidden, weight, targets, with_entropy=True, **options)
-        total = loss + (found.logprob + found.entropy).mean()
-        runs.append((total, *torch.autograd.grad(total, (hidden, weight))))
-    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-5, atol=1e-5)
-    for got, want in zip(runs[0][1:], runs[1][1:], strict=True):
-        assert relative_error(got, want.double()) < 4e-3
+    tokens = policy_inputs(T)
+    double = {"per_token": {name: x.double() for name, x in tokens["per_token"].items()}}
+    double["token_weight"] = tokens["token_weight"].double()
+
+    def results(name: str, inputs: Sequence[Tensor], tokens: Any, budget: int | None) -> tuple[Any, Any, list[Tensor]]:
+        options: dict[str, Any] = {"implementation": name, "memory_budget_bytes": budget}
+        loss = linear_loss(*inputs, targets, policy_loss(), **tokens, **options).loss
+        scores = linear_logprob(*inputs, targets, with_entropy=True, **options)
+        total = loss + (scores.logprob + scores.entropy).mean()
+        return loss, [x.detach() for x in scores], list(torch.autograd.grad(total, inputs))
+
+    _, *exact = results("chunked", doubled(hidden, weight), double, None)
+    loss, *found = results("tiled", (hidden, weight), tokens, budget)
+    _, *plain = results("chunked", (hidden, weight), tokens, None)
+    if T >= 16:
+        assert_as_accurate(found[0], plain[0], exact[0], what="scores")
+    for sides in zip(found[1], plain[1], exact[1], strict=True):
+        assert_as_accurate(*sides, what="gradient")
+    reach = float(hidden.detach().norm(dim=1).max() * weight.detach().norm(dim=1).max())
+    assert_loss_within_rounding(loss, policy_loss(), exact[0], targets, tokens, terms=H + V + 32, reach=reach)
 
 
 @pytest.mark.usefixtures("needs_tiles")
@@ -200,14 +230,8 @@ def test_tiles_with_columns_of_minus_infinity() -> None:
     bias[256:512], bias[600:] = -math.inf, -math.inf  # a whole tile, and the edge
     targets = targets % 256
     found = linear_logprob(hidden, weight, targets, bias=bias, with_entropy=True, implementation="tiled")
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    want = linear_logprob(*wide, targets, bias=bias.double(), with_entropy=True, implementation="reference")
-    torch.testing.assert_close(found.logprob.double(), want.logprob, rtol=0, atol=2e-5)
-    torch.testing.assert_close(found.entropy.double(), want.entropy, rtol=1e-4, atol=2e-6)
-    got = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), (hidden, weight))
-    truth = torch.autograd.grad(want.logprob.sum() + want.entropy.sum(), wide)
-    assert all(relative_error(one, true) < 2.6e-3 for one, true in zip(got, truth, strict=True))
-    assert not got[1][256:512].any() and not got[1][600:].any()
+    _, d_weight = assert_tiles_as_accurate([hidden, weight], found, targets, bias=bias)
+    assert not d_weight[256:512].any() and not d_weight[600:].any()
 
 
 @pytest.mark.usefixtures("needs_tiles")
@@ -217,12 +241,17 @@ def test_a_loss_in_tiles_can_be_taken_back_twice_and_by_any_factor(budget: int |
     targets[7] = -100
     hidden.data[7] = math.nan
     options = {"memory_budget_bytes": budget, "implementation": "tiled"}
-    loss = linear_loss(hidden, weight, targets, policy_loss(), **options, **policy_inputs(1000)).loss
-    first, again, triple = (torch.autograd.grad(loss * k, (hidden, weight), retain_graph=True) for k in (1, 1, 3))
-    for one, other, three in zip(first, again, triple, strict=True):
-        assert relative_error(other, one.double()) < 4e-3
-        assert relative_error(three, 3 * one.double()) < 4e-3
-    assert not first[0][7].any()
+    tokens = policy_inputs(1000)
+    loss = linear_loss(hidden, weight, targets, policy_loss(), **options, **tokens).loss
+    for factor in (1, 1, 3):
+
+        def times(*scores: Tensor, factor: int = factor) -> Any:
+            value, stats = policy_loss()(*scores)
+            return factor * value, stats
+
+        assert_loss_as_accurate(loss * factor, times, (hidden, weight), targets, tokens, rounded=in_bfloat16)
+    (d_hidden,) = torch.autograd.grad(loss, hidden)
+    assert not d_hidden[7].any()
 
 
 @pytest.mark.usefixtures("needs_tiles")
@@ -292,10 +321,9 @@ def test_they_run_in_a_checkpoint() -> None:
 
 def test_a_weight_used_twice_gets_both_gradients() -> None:
     hidden, weight, targets = random_head(300, 64, 5000)
-    once = gradients_of(scored, hidden, weight, targets)
+    once, exact = gradients_of(scored, hidden, weight, targets), gradients_of(scored, *doubled(hidden, weight), targets)
     twice = gradients_of(lambda h, w, y: scored(h, w, y) + 2 * scored(h, w, y), hidden, weight, targets)
-    for one, three in zip(once, twice, strict=True):
-        assert relative_error(three, 3 * one.double()) < 1e-2
+    assert_as_accurate(twice, [3 * x for x in once], [3 * x for x in exact])
 
 
 def test_their_forward_is_captured_in_a_graph() -> None:
@@ -309,4 +337,4 @@ def test_their_forward_is_captured_in_a_graph() -> None:
         hidden.copy_(torch.randn_like(hidden))
         graph.replay()
         want = scored(hidden, weight, targets)
-    torch.testing.assert_close(captured, want, rtol=0, atol=0)
+    assert_same_bits(captured, want)  # the same kernels

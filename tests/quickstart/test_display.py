@@ -11,10 +11,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 import pytest
 
 from rlcore.quickstart.display import Display, print_table
+from rlcore.quickstart.output import PHASES
 
 RUN = """
 import sys, time
@@ -68,10 +70,10 @@ def test_a_terminal_shows_the_run_live_and_gets_its_cursor_back() -> None:
     assert shown.count(HIDE_CURSOR) == shown.count(SHOW_CURSOR) == 1
     assert shown.index(HIDE_CURSOR) < shown.index(SHOW_CURSOR)
     plain = without_codes(shown)
-    for part in ("step 7/20", "reward 0.350", "1,234 tokens/s", "generate 3.5 s (67%)", "train 1.8 s (33%)"):
+    for part in ("step 7/20", "reward 0.350", "1,234 tokens/s", "generate 4 s (67%)", "train 2 s (33%)"):
         assert part in plain, part
     assert "warm-start [1/2]: a note" in plain
-    assert re.search(r"│ output +│ out/\[run\] +│", plain)
+    assert "output    out/[run]" in plain
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
@@ -130,6 +132,85 @@ def test_a_long_row_of_the_table_is_not_wrapped() -> None:
     stream = io.StringIO()
     print_table("Result", {"output": "x" * 300}, stream=stream)
     assert stream.getvalue() == f"Result\noutput  {'x' * 300}\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Display], list[str]]:
+    """The picture that a terminal of 80 columns has of a run."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def picture(display: Display) -> list[str]:
+        lines = display._console.render_lines(display._panel(), pad=False)
+        return ["".join(segment.text for segment in line).rstrip() for line in lines]
+
+    return picture
+
+
+def test_loading_says_what_it_loads_and_no_zeros(shown: Callable[[Display], list[str]]) -> None:
+    display = Display(steps=100, stream=Terminal())
+    display.doing("starting the sampler")
+    assert shown(display) == ["starting the sampler  0 s"]
+
+
+def test_the_warm_start_says_how_long_it_will_take(
+    shown: Callable[[Display], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display, moment = Display(steps=100, stream=Terminal()), Moment(monkeypatch)
+    for step in range(101):
+        moment.seconds = 20 + step * 0.5
+        display.imitating(step, 0.12, wanted=0.47, usual=(150, 450))
+    monkeypatch.setattr(display, "_started", 0.0)
+    assert shown(display) == [
+        "warm-start step 100 of 150 to 450, 25 s to 175 s left  70 s",
+        "sampled accuracy 12.0% of 47% wanted",
+    ]
+    moment.seconds += 100
+    display.imitating(300, 0.4, wanted=0.47, usual=(150, 450))
+    assert shown(display)[0] == "warm-start step 300 of 150 to 450, up to 75 s left  170 s"
+
+
+def test_no_line_of_a_run_is_wider_than_80_columns_with_what_ctrl_c_echoes(
+    shown: Callable[[Display], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display, moment = Display(steps=10_000, stream=Terminal()), Moment(monkeypatch)
+    figures = {"reward": 0.5, "accuracy": 1.0, "parity": 1e-6, "tokens_per_s": 123_456_789}
+    display.update({"step": 0})
+    spent = {f"{phase}_s": 99_999.0 for phase in PHASES}
+    moment.seconds = 3000
+    display.update({"step": 100, **figures, **spent})
+    display.stopping("stopping after this step; press Ctrl-C again to stop at once")
+    lines = shown(display)
+    assert [line.split()[0] for line in lines] == ["step", "reward", "generate", "stopping"]
+    assert lines[0].endswith("about 4950 min left")
+    assert max(map(len, lines)) <= 80 - len("^C") - 1
+
+
+class Moment:
+    """The clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("rlcore.quickstart.display.time.monotonic", lambda: self.seconds)
+
+
+def test_that_it_stops_is_said_in_a_pipe_at_once_and_on_a_terminal_in_the_picture(
+    shown: Callable[[Display], list[str]],
+) -> None:
+    """A line between two pictures leaves the first of them behind."""
+    pipe, terminal = Display(steps=1, stream=io.StringIO()), Display(steps=1, stream=Terminal())
+    for display in (pipe, terminal):
+        display.stopping("stopping")
+    assert pipe._console.file.getvalue() == "stopping\n"  # type: ignore[attr-defined]
+    assert terminal._console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert shown(terminal)[-1] == "stopping"
 
 
 def test_the_time_shown_goes_on_between_steps() -> None:

@@ -79,14 +79,22 @@ def test_a_config_comes_back_from_json() -> None:
     assert QuickstartConfig.from_json(QuickstartConfig().to_json()) == QuickstartConfig()
 
 
-def test_the_command_that_resumes_names_every_option_that_is_not_usual() -> None:
-    config = QuickstartConfig(model=Path("a model"), seed=3, output=Path("o"), shuffle_rewards=True)
+def test_the_command_that_resumes_names_the_folder_which_has_the_options() -> None:
+    config = QuickstartConfig(model=Path("a model"), seed=3, output=Path("an o"), shuffle_rewards=True)
     command = shlex.split(config.resume_command())
-    assert command[command.index("quickstart") :] == [
-        "quickstart", "--resume", "--model", "a model", "--seed", "3", "--output", "o", "--shuffle-rewards",
-    ]  # fmt: skip
+    assert command[command.index("quickstart") :] == ["quickstart", "--resume", "--output", "an o"]
     assert QuickstartConfig().resume_command().endswith(" quickstart --resume")
     assert shutil.which(command[0])
+
+
+def test_a_resumed_run_has_the_options_of_its_folder_but_for_those_that_are_given(tmp_path: Path) -> None:
+    config = QuickstartConfig(model=Path("/m"), device="cpu", seed=3, steps=7, output=tmp_path, shuffle_rewards=True)
+    RunFolder(config).close()
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert QuickstartConfig.resuming(moved) == replace(config, output=moved, resume=True)
+    given = QuickstartConfig.resuming(moved, steps=9, device="cuda:1")
+    assert given == replace(config, output=moved, resume=True, steps=9, device="cuda:1")
+    assert QuickstartConfig.resuming(tmp_path, seed=1) == QuickstartConfig(output=tmp_path, resume=True, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -47,26 +48,34 @@ def libraries(_simulated: dict[str, str]) -> Path:
     return Path(_simulated["LD_LIBRARY_PATH"])
 
 
-@pytest.fixture
-def run_simulated(_simulated: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> RunSimulated:
-    """Run Python where ``import torch`` brings the real torch_npu over the simulated CANN, in an empty folder.
+@pytest.fixture(scope="session")
+def run_simulated_in(_simulated: dict[str, str], request: pytest.FixtureRequest) -> RunSimulated:
+    """``run_simulated_in(folder, *arguments)``: Python where ``import torch`` brings torch_npu over the simulated CANN.
 
     The log of operators, simulated and refused, is ``cann.log`` there. A variable that is None is not set.
     """
 
-    def run(*arguments: str, timeout_s: float = 580, **env: str | None) -> subprocess.CompletedProcess[str]:
-        asked = os.environ | _simulated | {"CANN_SIM_LOG": str(tmp_path / "cann.log")} | env
+    def run(
+        folder: Path, *arguments: str, timeout_s: float = 580, **env: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        asked = os.environ | _simulated | {"CANN_SIM_LOG": str(folder / "cann.log")} | env
         variables = {name: value for name, value in asked.items() if value is not None}
         python = Path(_simulated["PATH"].split(":")[0], "python")
         command = [str(python), *arguments]
         found = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         log = Path(variables.get("CANN_SIM_LOG", ""))
         request.config.stash.setdefault(_LOGGED, set()).update(log.read_text().splitlines() if log.is_file() else [])
         return found
 
     return run
+
+
+@pytest.fixture
+def run_simulated(run_simulated_in: RunSimulated, tmp_path: Path) -> RunSimulated:
+    """``run_simulated(*arguments)``, in an empty folder."""
+    return functools.partial(run_simulated_in, tmp_path)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

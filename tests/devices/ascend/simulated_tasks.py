@@ -1,6 +1,6 @@
-"""What test_simulated.py runs in the environment of the simulated CANN: ``python simulated_tasks.py TASK``.
+"""What test_simulated.py runs in the environment of the simulated CANN: ``python simulated_tasks.py TASK...``.
 
-The last line of the output is the task's answer, as JSON.
+The last line of the output has the answer of each task by its name, as JSON; of one that failed, the traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-def sharded_training() -> dict[str, list[float]]:
-    """Losses of FSDP2 on two ranks over the real ProcessGroupHCCL, and of the CPU."""
-    folder = _checkpoint()
-    return {kind: _losses(folder, [f"{kind}:0", f"{kind}:1"]) for kind in ("cpu", "npu")}
+def sharded_training() -> dict[str, Any]:
+    """What FSDP2 on two ranks over the real ProcessGroupHCCL learns, the host alone, and the host in float64."""
+    return {
+        "npu": _trained(_checkpoint(), ["npu:0", "npu:1"]),
+        "cpu": _trained(_checkpoint(), ["cpu:0"]),
+        "exact": _trained(_checkpoint(torch.float64), ["cpu:0"]),
+    }
 
 
 def offloaded_training() -> dict[str, Any]:
@@ -62,10 +66,10 @@ def offloaded_training() -> dict[str, Any]:
         away.append(before)
         engine.onload()
 
-    without = _losses(folder, ["npu:0"])
+    without = _trained(folder, ["npu:0"])
     gc.collect()
     others = device.memory.stats().allocated_bytes  # no engine's: the mask of the vendor's attention, made once
-    with_moves = _losses(folder, ["npu:0"], between=move)
+    with_moves = _trained(folder, ["npu:0"], between=move)
     return {
         "without": without,
         "with moves": with_moves,
@@ -109,7 +113,8 @@ def between_npus() -> dict[str, str]:
     handle = device.memory.export_ipc(torch.arange(3.0, device=device.torch_device))
     found = {visible: _opened(handle, visible) for visible in ("0", "1")}
     device.memory.revoke(handle, timeout_s=20)
-    return found | {name: rlcore.get_device(name).properties().uuid for name in ("npu:0", "npu:1")}
+    found |= {name: rlcore.get_device(name).properties().uuid for name in ("npu:0", "npu:1")}
+    return found | {"told": str(torch.npu.get_device_properties(0).uuid)}
 
 
 def hccl_options() -> dict[str, Any]:
@@ -184,17 +189,19 @@ def norms() -> list[str]:
     return said
 
 
-def _checkpoint() -> Path:
+def _checkpoint(dtype: torch.dtype = torch.float32) -> Path:
+    """Of the same weights in each dtype."""
     folder = Path(tempfile.mkdtemp())
     config = Qwen2Config(vocab_size=21, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
                          tie_word_embeddings=True, dtype="float32")  # fmt: skip
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 
-def _losses(folder: Path, devices: list[str], between: Any = None) -> list[float]:
+def _trained(folder: Path, devices: list[str], between: Any = None) -> dict[str, list[float]]:
+    """The loss of each step, and the log-probabilities of the tokens after them."""
     with rlcore.meta_device():
         module = Policy.from_pretrained(folder)
     with rlcore.TrainEngine(module) as engine:
@@ -204,7 +211,7 @@ def _losses(folder: Path, devices: list[str], between: Any = None) -> list[float
             losses.append(engine.train_batch(_batch(), ppo_clip(), max_grad_norm=0.5)["loss"])
             if between is not None:
                 between(engine)
-    return losses
+        return {"losses": losses, "logprobs": engine.forward_logprobs(_batch()).tolist()}
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -219,6 +226,13 @@ def _batch() -> dict[str, torch.Tensor]:
     }
 
 
+def _answer(name: str) -> Any:
+    try:
+        return globals()[name]()
+    except Exception:
+        return traceback.format_exc()
+
+
 if __name__ == "__main__":
     cloudpickle.register_pickle_by_value(sys.modules["__main__"])
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({name: _answer(name) for name in sys.argv[1:]}))

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.registry import registry, resolve
+from tests.accuracy import assert_within_rounding
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "first_npu_run.sh"
 SECRET = "hf_Abcdefghijklmnop"
@@ -100,13 +102,15 @@ def without_cann(_simulated: dict[str, str], tmp_path: Path) -> dict[str, str]:
 @pytest.mark.npu_sim
 def test_the_real_wheel_without_cann(without_cann: dict[str, str], run_python: Any) -> None:
     """The newcomer's first hour: torch cannot be imported, and everything of rlcore says why and what to do."""
-    assert "Failed to load the backend extension: torch_npu" in run_python("import torch", env=without_cann).stderr
-    assert run_python("import rlcore; print('well')", env=without_cann).stdout == "well\n"
     cause = "libhccl.so: cannot open shared object file"
-    for command in (["devices"], ["devices", "npu"], ["quickstart", "--device", "npu"]):
+    for command in (["devices", "--json"], ["quickstart", "--device", "npu"]):
         result = run_python(["-m", "rlcore", *command], env=without_cann | {"COLUMNS": "2000"})
         told = result.stdout + result.stderr
         assert cause in told and "`rlcore doctor` says what to do" in told and "Traceback" not in told, told
+        if "--json" in command:
+            assert result.returncode == 0, result.stderr
+            (npu,) = [device for device in json.loads(result.stdout)["devices"] if device["name"] == "npu"]
+            assert npu["count"] == 0 and "Failed to load the backend extension: torch_npu" in npu["reason"]
     result = run_python(["-m", "rlcore", "doctor", "--json"], env=without_cann)
     assert result.returncode == 1, result.stderr
     checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
@@ -235,9 +239,15 @@ def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(_simulated: dict[str
     rewards = {name: [step["reward"] for step in steps[1:]] for name, steps in (("npu", npu), ("cpu", cpu))}
     print("simulated CANN", rewards, [step["loss"] for step in npu[1:]], [step["loss"] for step in cpu[1:]])
     assert len(npu) == STEPS + 1
-    assert rewards["npu"] == pytest.approx(rewards["cpu"], abs=2 / 256)  # of 256 answers, two fell otherwise
+    for there, here in zip(*rewards.values(), strict=True):
+        assert abs(there - here) * 256 <= 2, "of 256 answers, two fell otherwise"
     alike = 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*rewards.values(), strict=True)))
     losses = [[step["loss"] for step in steps[1:alike]] for steps in (npu, cpu)]  # of the same answers
-    assert losses[0] and losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert npu[-1]["accuracy"] == pytest.approx(cpu[-1]["accuracy"], abs=4 / 512)
-    assert len(set(rewards["npu"])) > 1 and npu[-1]["parity"] < 1e-4
+    assert losses[0]
+    # Means of advantages of about 1, times ratios whose log-probabilities went through some thousand roundings.
+    options: dict[str, Any] = {"terms": 1000, "magnitude": 1.0, "dtype": torch.float32}
+    for there, here in zip(*losses, strict=True):
+        assert_within_rounding(there, here, **options, what="loss")
+    assert abs(npu[-1]["accuracy"] - cpu[-1]["accuracy"]) * 512 <= 4, "answers"
+    assert len(set(rewards["npu"])) > 1
+    assert_within_rounding(npu[-1]["parity"], 0.0, **options | {"magnitude": 10.0}, what="of log-probabilities")

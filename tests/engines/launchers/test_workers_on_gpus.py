@@ -16,6 +16,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import WorkerDiedError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from tests.accuracy import assert_within_rounding
 
 GIB = 2**30
 
@@ -73,7 +74,7 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
             group.call("hold", [((1,), {})] * world_size)
     finally:
         group.stop()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while any(free_bytes(i) < free - GIB for i, free in enumerate(free_before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert all(free_bytes(index) >= free - GIB for index, free in enumerate(free_before)), "a GPU was not given back"
@@ -95,7 +96,9 @@ def test_trainer_and_sampler_share_a_gpu_in_one_worker_process(qwen2_folder: Pat
         outputs = infer.generate(["1+1=", "20+"], {"n": 4, "max_tokens": 8, "seed": 0})
         batch: dict[str, Any] = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
         infer.meta()
-        torch.testing.assert_close(train.forward_logprobs(batch), batch["old_logprobs"], rtol=0, atol=1e-4)
+        # In float32 on both sides: of logits up to 10, in which some thousand roundings follow each other.
+        exact = batch["old_logprobs"].double()
+        assert_within_rounding(train.forward_logprobs(batch), exact, terms=1000, magnitude=10.0, what="logprobs")
         train.train_batch(batch, ppo_clip())
         (moved,) = train.offload("optimizer", "grads")["optimizer"]
         assert moved.moved_bytes > 0

@@ -9,6 +9,7 @@ import torch
 
 import rlcore
 from rlcore.nn import HuggingFaceTrainModule
+from tests.accuracy import assert_within_rounding
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
@@ -48,4 +49,15 @@ def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]
 def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOutput]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        torch.testing.assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs, atol=2e-4, rtol=1e-3)
+        assert_same_logprobs(one.outputs[0].logprobs, other.outputs[0].logprobs)
+
+
+def assert_same_logprobs(found: Any, expected: Any) -> None:
+    """Log-probabilities of one float32 model by two ways, of which vLLM's kernels may multiply in TF32.
+
+    Its mantissa has 10 bits, as that of float16: both factors of a product are rounded so. What is multiplied last has
+    about the size of a log-probability, or of 1.
+    """
+    exact = torch.as_tensor(expected, dtype=torch.float64)
+    options: dict[str, Any] = {"terms": 2, "magnitude": 1 + exact.abs(), "dtype": torch.float16}
+    assert_within_rounding(torch.as_tensor(found), exact, **options, what="log-probabilities")

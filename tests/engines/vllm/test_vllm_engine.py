@@ -18,6 +18,8 @@ from rlcore.errors import CheckpointError, InvalidInputError, StateError, SyncEr
 from rlcore.ops import token_logprob
 from tests.engines.ask import ask
 
+from .policy import assert_same_logprobs
+
 pytestmark = pytest.mark.vllm
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -38,7 +40,7 @@ def assert_same(ours: list[rlcore.RequestOutput], theirs: list[rlcore.RequestOut
                 yours.finish_reason,
                 yours.version_spans,
             )
-            torch.testing.assert_close(mine.logprobs, yours.logprobs, atol=2e-4, rtol=1e-3)
+            assert_same_logprobs(mine.logprobs, yours.logprobs)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,7 @@ def test_log_probs_are_of_the_distribution_sampled_from(
                 temperature=sampling.get("temperature", 1.0),
                 keep_mask=keep(logits, **sampling),
             ).logprob
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-4, rtol=1e-3)
+            assert_same_logprobs(completion.logprobs, expected)
 
 
 def keep(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
 from tests.engines.ask import ask
 
-from .policy import GREEDY, PROMPTS, assert_same, fresh
+from .policy import GREEDY, PROMPTS, assert_same, assert_same_logprobs, fresh
 
 pytestmark = pytest.mark.vllm
 
@@ -78,9 +78,7 @@ def test_requests_under_way_go_on_with_the_new_weights(
     (again,) = infer.generate([so_far], GREEDY | {"max_tokens": 256 - len(so_far)})
     rest = completion.token_ids[second.start :][: len(again.outputs[0].token_ids)]
     assert again.outputs[0].token_ids[: len(rest)] == rest
-    torch.testing.assert_close(
-        completion.logprobs[second.start :][: len(rest)], again.outputs[0].logprobs[: len(rest)], atol=1e-3, rtol=1e-3
-    )
+    assert_same_logprobs(completion.logprobs[second.start :][: len(rest)], again.outputs[0].logprobs[: len(rest)])
 
 
 def test_a_poisoned_engine_refuses_until_a_whole_round(
