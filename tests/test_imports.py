@@ -30,15 +30,16 @@ HEAVY = {
     "vllm",
 }
 
-# What ``import rlcore`` may add to bare Python; the scan of entry points alone cost 37 ms where this was set.
-IMPORT_BUDGET_S = 0.030
+# What ``import rlcore`` may add, in starts of bare Python: 30 ms where that takes 20. It is 0.2 where this was set, and
+# 2 with the scan of entry points.
+IMPORT_BUDGET = 1.5
 TYPERS_OWN_HELP = "import typer\napp = typer.Typer()\n@app.command()\ndef main(size: int = 1): pass\napp()"
 HELP_BUDGET = 1.5  # times that; it is 1.1 where this was set
 
 
-def cpu_seconds(code: str, argv: list[str] | None = None) -> float:
+def cpu_seconds(code: str, *argv: str) -> float:
     """Processor seconds of ``python -c code``."""
-    arguments = [sys.executable, "-c", code, *(argv or [])]
+    arguments = [sys.executable, "-c", code, *argv]
     to_null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
     pid = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=to_null)
     _, status, usage = os.wait4(pid, 0)
@@ -46,10 +47,10 @@ def cpu_seconds(code: str, argv: list[str] | None = None) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def added_seconds(code: str, *, rounds: int = 7) -> float:
-    """What ``code`` adds to bare Python: the median over interleaved pairs, which see the same machine."""
-    cpu_seconds(code)  # compiles and fills the file cache
-    return statistics.median(cpu_seconds(code) - cpu_seconds("pass") for _ in range(rounds))
+def times_as_long(code: str, beside: str, *argv: str, rounds: int) -> float:
+    """How much more of the processor ``code`` takes: the median over interleaved pairs, which see the same machine."""
+    cpu_seconds(code, *argv)  # compiles and fills the file cache
+    return statistics.median(cpu_seconds(code, *argv) / cpu_seconds(beside, *argv) for _ in range(rounds))
 
 
 def loaded_modules(run_python: Callable, code: str) -> set[str]:
@@ -63,12 +64,8 @@ def test_import_loads_nothing_heavy(run_python: Callable) -> None:
     assert (loaded_modules(run_python, "import rlcore") - before).isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize(
-    ("code", "module"),
-    [("import rlcore, torch", "torch"), ("import rlcore; rlcore.list_devices()", "pluggy")],
-)
-def test_the_check_above_sees_a_heavy_import(run_python: Callable, code: str, module: str) -> None:
-    assert module in loaded_modules(run_python, code) & HEAVY
+def test_the_check_above_sees_a_heavy_import(run_python: Callable) -> None:
+    assert "pluggy" in loaded_modules(run_python, "from rlcore.registry import registry; registry()") & HEAVY
 
 
 def test_import_scans_no_entry_points(run_python: Callable) -> None:
@@ -77,30 +74,30 @@ def test_import_scans_no_entry_points(run_python: Callable) -> None:
         "m.entry_points = lambda **kw: (found.append(kw), real(**kw))[1]\n{}\nprint(found)"
     )
     assert run_python(spy.format("import rlcore")).stdout == "[]\n"
-    assert "'group': 'rlcore'" in run_python(spy.format("import rlcore; rlcore.list_devices()")).stdout
+    assert "'group': 'rlcore'" in run_python(spy.format("from rlcore.registry import registry; registry()")).stdout
 
 
-def test_import_adds_under_30_ms() -> None:
-    assert added_seconds("import rlcore") < IMPORT_BUDGET_S
+def test_import_adds_less_than_python_takes_to_start_one_and_a_half_times() -> None:
+    assert times_as_long("import rlcore", "pass", rounds=7) < 1 + IMPORT_BUDGET
 
 
 def test_the_budget_of_the_import_can_be_exceeded() -> None:
-    assert added_seconds("import rlcore, rlcore.registry, importlib.metadata, email, typer", rounds=3) > IMPORT_BUDGET_S
+    code = "import rlcore, rlcore.registry, importlib.metadata, email, typer"
+    assert times_as_long(code, "pass", rounds=3) > 1 + IMPORT_BUDGET
 
 
 def test_help_takes_little_longer_than_that_of_a_bare_typer_program() -> None:
     code = "import sys; from rlcore.cli import main; sys.exit(main())"
-    cpu_seconds(code, ["--help"])
-    ratios = (cpu_seconds(code, ["--help"]) / cpu_seconds(TYPERS_OWN_HELP, ["--help"]) for _ in range(7))
-    assert statistics.median(ratios) < HELP_BUDGET
+    assert times_as_long(code, TYPERS_OWN_HELP, "--help", rounds=5) < HELP_BUDGET
 
 
-def test_help_loads_no_torch(run_python: Callable) -> None:
-    code = "import sys, rlcore.cli as c; sys.argv = ['rlcore', {!r}]\ntry: c.main()\nexcept SystemExit: pass"
-    result = run_python(f"{code.format('--help')}\nprint('torch' in sys.modules)")
-    assert result.stdout.endswith("False\n"), result.stderr
-    result = run_python(f"{code.format('devices')}\nprint('torch' in sys.modules)")
-    assert result.stdout.endswith("True\n"), result.stderr
+@pytest.mark.parametrize(
+    ("argument", "is_loaded"), [("--help", False), pytest.param("devices", True, marks=pytest.mark.slow)]
+)
+def test_help_loads_no_torch(run_python: Callable, argument: str, is_loaded: bool) -> None:
+    code = f"import sys, rlcore.cli as c; sys.argv = ['rlcore', {argument!r}]\ntry: c.main()\nexcept SystemExit: pass"
+    result = run_python(f"{code}\nprint('torch' in sys.modules)")
+    assert result.stdout.endswith(f"{is_loaded}\n"), result.stderr
 
 
 def test_public_names() -> None:

@@ -17,8 +17,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-_PROGRAM = str(Path(__file__).with_name("warm_process.py"))
+from tests import warm_process
+
+ENGINES = (
+    "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+"""What programs with engines, and the quickstart, import of others; as long again as torch."""
+
+_PROGRAM = str(Path(warm_process.__file__))
 
 
 def warm(*modules: str, python: str | Path = sys.executable) -> list[str]:
@@ -32,10 +45,24 @@ def warm(*modules: str, python: str | Path = sys.executable) -> list[str]:
 def run_warm(
     code: str | list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None, modules: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run code, or ``["-m", "module", ...]``, with ``env`` added to the environment, as the fixture run_python does."""
+    """Run code, or ``["-m", "module", ...]``, as the fixture run_python does, with ``env`` added to the environment."""
     command = [*warm(*modules), *(["-c", code] if isinstance(code, str) else code)]
-    everything = os.environ | (env or {})
+    everything = without_settings() | (env or {})
     return subprocess.run(command, env=everything, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill the program of a warm command; it has ended when this returns.
+
+    ``process.kill()`` ends the command, and the program soon after.
+    """
+    process.send_signal(warm_process.KILL)
+    process.wait()
+
+
+def without_settings() -> dict[str, str]:
+    """Return the environment without the user's RLCORE_*, which fixtures of modules would pass on."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RLCORE_")}
 
 
 @functools.cache

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ALWAYS = ("torch", "typer", "rich.table", "pluggy", "msgspec", "pytest", "sympy")  # which torch.distributed imports
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+KILL = signal.SIGUSR2  # is passed on as SIGKILL, which nobody can pass on
 
 
 def _address(folder: str) -> str:
@@ -38,15 +39,29 @@ def _receive(connection: socket.socket) -> int:
 
 def ask(folder: str, arguments: list[str]) -> None:
     """Have ``arguments`` run as an interpreter's, and end as they do."""
+    program: list[int] = []  # its process id, once that is known
+    early: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if not program:
+            early.append(number)
+            return
+        try:
+            os.kill(program[0], signal.SIGKILL if number == KILL else number)
+        except ProcessLookupError:
+            return  # it has just ended
+
+    for number in (*SIGNALS, KILL):
+        signal.signal(number, pass_on)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(_address(folder))
     request = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(connection, [b"streams"], [0, 1, 2])
     _send(connection, len(request))
     connection.sendall(request)
-    pid = _receive(connection)
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+    program.append(_receive(connection))
+    for number in early:
+        pass_on(number, None)
     _end_as(_receive(connection))
 
 

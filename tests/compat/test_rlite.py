@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 
 from rlcore.compat import rlite
 from rlcore.errors import InvalidInputError, UnsupportedError
+from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_the_tutorial_runs_whole(
-    executor: str, folder: Path, tmp_path: Path, short_runtime_folder: Path, run_python: RunPython
-) -> None:
+def test_the_tutorial_runs_whole(executor: str, folder: Path, tmp_path: Path, short_runtime_folder: Path) -> None:
     program = (ROOT / "examples" / "rlite_tutorial.py").read_text()
     # What the tutorial leaves to the reader: the sampler has the trainer's weights.
     program += """
@@ -56,7 +54,7 @@ def test_the_tutorial_runs_whole(
         "RLCORE_RUNTIME": str(short_runtime_folder),
         "TORCH_COMPILE_DISABLE": "1",
     }
-    result = run_python([str(tmp_path / "tutorial.py"), str(folder), executor], env=settings)
+    result = run_warm([str(tmp_path / "tutorial.py"), str(folder), executor], env=settings)
     assert result.returncode == 0, result.stderr
     *_, last = result.stdout.splitlines()
     assert last.startswith("1 1 {'weights': <State.LOADED")
@@ -122,6 +120,7 @@ def test_methods_return_by_replica_and_shard_and_cuda_is_their_own_device(train:
     assert train.where(rlite.NeedParallel([5, 6, 7])) == [[("{'cpu'}", [5, 6, 7])]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "elements"),
     [({"tensor_parallel_size": 2}, [[2, 1]]), ({"data_parallel_size": 2}, [[3], [3]])],

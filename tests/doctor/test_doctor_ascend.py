@@ -197,6 +197,7 @@ def test_a_vllm_ascend_that_nobody_read(version: str) -> None:
 # ----------------------------------------------------------------------------------------- the command as a whole
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_wrong_everywhere(tmp_path: Path, run_python: Any) -> None:
     """Old CANN, both allocator variables, another torch's torch-npu, a vLLM of another number; torch still loads."""
     install(tmp_path, "torch-npu", "2.14.0")

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm import without_settings
+
 SECRET = "hf_abcdefghijklmnop"
 PASSWORD = "pa55word"
 
@@ -25,9 +27,8 @@ PASSWORD = "pa55word"
 class Machine:
     """Runs ``rlcore doctor --json`` with ``folder`` at the front of the path."""
 
-    def __init__(self, folder: Path, run_python: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run_python = run_python
 
     def install(self, name: str, code: str, entry_point: str) -> None:
         """Distribution ``acme-<name>`` with one module; ``entry_point`` is "group/name"."""
@@ -76,7 +77,9 @@ class Machine:
             "RLCORE_RUNTIME": str(self.folder / "run"),
             "RLCORE_PROBE_TIMEOUT_S": "120",  # checks of devices have so much longer, on a busy machine
         }
-        return self._run_python(["-m", "rlcore", "doctor", *arguments], env=defaults | env)
+        command = [sys.executable, "-m", "rlcore", "doctor", *arguments]
+        everything = without_settings() | defaults | env
+        return subprocess.run(command, env=everything, capture_output=True, text=True, timeout=250, check=False)
 
     def report(self, code: int = 0, **env: str) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         result = self.run("--json", **env)
@@ -86,13 +89,13 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, run_python: Any) -> Machine:
-    return Machine(tmp_path, run_python)
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
 
 
-def test_a_sound_machine(machine: Machine) -> None:
+def test_a_sound_machine_whose_gpus_are_hidden_warns_and_exits_with_0(machine: Machine) -> None:
     start = time.perf_counter()
-    report, checks = machine.report()
+    report, checks = machine.report(CUDA_VISIBLE_DEVICES="-1")
     seconds = time.perf_counter() - start
     assert report["schema"] == "rlcore.doctor/1"
     assert report["seconds"] < seconds
@@ -105,13 +108,6 @@ def test_a_sound_machine(machine: Machine) -> None:
     assert checks["default device"]["found"] == "cpu:0"
     assert checks["ipc cpu"]["found"].startswith("another process opened it in ")
     assert checks["plugins"]["found"] == "cpu; cuda; npu; kernels; engines; bench"
-    documented = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    names = {re.sub("^(device|visible|ipc) .*", r"\1 NAME", name) for name in checks}
-    assert [name for name in names if f"`{name}`" not in documented] == []
-
-
-def test_a_check_that_warns_leaves_the_exit_code_0(machine: Machine) -> None:
-    report, checks = machine.report(CUDA_VISIBLE_DEVICES="-1")
     assert report["status"] == "WARN"
     assert checks["visible cuda"] == {
         "check": "visible cuda",
@@ -119,8 +115,12 @@ def test_a_check_that_warns_leaves_the_exit_code_0(machine: Machine) -> None:
         "found": "CUDA_VISIBLE_DEVICES='-1' hides every cuda device",
         "fix": "unset CUDA_VISIBLE_DEVICES, if that is not meant",
     }
+    documented = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    names = {re.sub("^(device|visible|ipc) .*", r"\1 NAME", name) for name in checks}
+    assert [name for name in names if f"`{name}`" not in documented] == []
 
 
+@pytest.mark.slow
 def test_the_table_says_the_same(machine: Machine) -> None:
     result = machine.run(CUDA_VISIBLE_DEVICES="0,,1")
     assert result.returncode == 0
@@ -132,21 +132,7 @@ def test_the_table_says_the_same(machine: Machine) -> None:
     )
 
 
-def test_through_a_pipe_a_line_is_as_long_as_its_own_text(machine: Machine) -> None:
-    machine.install("npu", f"raise ImportError('libhccl.so: {'x' * 900}')", "torch.backends/acme_npu")
-    shown = machine.run()
-    assert shown.returncode == 1
-    _, checks = machine.report(1)
-    header, *lines = shown.stdout.splitlines()
-    assert re.fullmatch(r"check +found  what to do", header)
-    assert [line.partition("  ")[0] for line in lines] == list(checks)
-    told = checks["import torch"]  # what others tell, such as free memory, may change meanwhile
-    (line,) = [line for line in lines if line.startswith("import torch ")]
-    assert re.split(" {2,}", line) == ["import torch", "FAIL", told["found"], told["fix"]]
-    assert [line for line in lines if "   " in line.partition("  ")[2].strip().partition("  ")[2].strip()] == []
-    assert max(len(line) for line in lines if "x" * 900 not in line) < 900
-
-
+@pytest.mark.slow
 def test_secrets_are_never_printed(machine: Machine) -> None:
     # The plugin repeats what it should not: the error is shown, what it holds is not.
     proxy = f"http://someone:{PASSWORD}@proxy:3128"
@@ -167,7 +153,10 @@ def test_secrets_are_never_printed(machine: Machine) -> None:
         assert "OMP_NUM_THREADS=1" in text
 
 
-def test_devices_of_plugins_are_checked(machine: Machine) -> None:
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """The report of a machine on which much is wrong."""
+    machine = Machine(tmp_path_factory.mktemp("machine"))
     machine.plugin("fine", "return Probe(3)")
     machine.plugin("absent", "return Probe(0, 'no card')")
     machine.plugin("sick", "raise OSError('driver too old')")
@@ -175,32 +164,50 @@ def test_devices_of_plugins_are_checked(machine: Machine) -> None:
     machine.plugin("stuck", "import time; time.sleep(600)")
     machine.plugin("mute", "return Probe(1)", "Capability = lambda *_: 'yes'")
     machine.install("broken", "import acme_runtime", "rlcore/broken")
-    report, checks = machine.report(1, RLCORE_PROBE_TIMEOUT_S="2")
+    machine.install("second", "raise OSError('it is broken')", "rlcore/second")
+    machine.metadata("triton-ascend", "3.2.0")
+    machine.metadata("triton", "3.7.0")
+    return machine.report(1, RLCORE_PROBE_TIMEOUT_S="2", RLCORE_STRICT_PLUGINS="1", RLCORE_DEVICE="cuda")
+
+
+@pytest.mark.slow
+def test_devices_of_plugins_are_checked(wrong: Any) -> None:
+    report, checks = wrong
     assert report["status"] == "FAIL"
     assert checks["device fine"]["found"] == "3 of Acme; members: 1 unsupported; evidence: declared"
     assert checks["ipc fine"]["found"] == "not supported: it has no memory"
     assert (checks["device absent"]["status"], checks["device absent"]["found"]) == ("OK", "not available: no card")
-    wrong = {name: check for name, check in checks.items() if check["status"] == "FAIL"}
-    assert {name: check["found"] for name, check in wrong.items() if name.startswith(("device", "plugin"))} == {
+    failed = {name: check for name, check in checks.items() if check["status"] == "FAIL"}
+    assert {name: check["found"] for name, check in failed.items() if name.startswith("device")} == {
         "device sick": "its probe failed: OSError: driver too old",
         "device quitter": "its probe failed: SystemExit: no licence",
         "device stuck": "its probe failed: TimeoutError: it did not end within 2 s",
         "device mute": "capabilities() answered with no Capability for memory.export_ipc",
-        "plugin broken": "broken of acme-broken 1.2 failed at stage import: ModuleNotFoundError: "
-        "No module named 'acme_runtime'",
     }
-    assert wrong["device sick"]["fix"] == "pip install --upgrade acme-sick, or RLCORE_DISABLE_PLUGINS=sick"
+    assert failed["device sick"]["fix"] == "pip install --upgrade acme-sick, or RLCORE_DISABLE_PLUGINS=sick"
     assert checks["ipc cpu"]["status"] == "OK"
 
 
-def test_strict_does_not_hide_the_second_broken_plugin(machine: Machine) -> None:
-    for name in ("first", "second"):
-        machine.install(name, f"raise OSError('{name} is broken')", f"rlcore/{name}")
-    _, checks = machine.report(1, RLCORE_STRICT_PLUGINS="1")
-    assert "first is broken" in checks["plugin first"]["found"]
-    assert "second is broken" in checks["plugin second"]["found"]
+@pytest.mark.slow
+def test_strict_does_not_hide_the_second_broken_plugin(wrong: Any) -> None:
+    found = {name: check["found"] for name, check in wrong[1].items() if name.startswith("plugin ")}
+    assert found == {
+        "plugin broken": "broken of acme-broken 1.2 failed at stage import: ModuleNotFoundError: "
+        "No module named 'acme_runtime'",
+        "plugin second": "second of acme-second 1.2 failed at stage import: OSError: it is broken",
+    }
 
 
+@pytest.mark.slow
+def test_a_wrong_default_device_and_two_tritons_fail(wrong: Any) -> None:
+    _, checks = wrong
+    assert checks["default device"]["status"] == checks["triton"]["status"] == "FAIL"
+    assert checks["default device"]["found"].startswith("RLCORE_DEVICE=cuda: device 'cuda' is not available here: ")
+    found = "triton 3.7.0, triton-ascend 3.2.0: one has overwritten files of the other"
+    assert checks["triton"]["found"] == found
+
+
+@pytest.mark.slow
 def test_a_plugin_that_crashes_the_process_is_a_finding(machine: Machine) -> None:
     machine.plugin("violent", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     _, checks = machine.report(1)
@@ -211,31 +218,30 @@ def test_a_plugin_that_crashes_the_process_is_a_finding(machine: Machine) -> Non
     assert checks["shared memory"]["status"] in ("OK", "WARN")
 
 
-def test_a_wrong_default_device_and_two_tritons_fail(machine: Machine) -> None:
-    machine.metadata("triton-ascend", "3.2.0")
-    machine.metadata("triton", "3.7.0")
-    _, checks = machine.report(1, RLCORE_DEVICE="cuda")
-    assert checks["default device"]["status"] == checks["triton"]["status"] == "FAIL"
-    assert checks["default device"]["found"].startswith("RLCORE_DEVICE=cuda: device 'cuda' is not available here: ")
-    found = "triton 3.7.0, triton-ascend 3.2.0: one has overwritten files of the other"
-    assert checks["triton"]["found"] == found
-
-
 # ----------------------------------------------------------------------------- when torch cannot be imported
 
 
-def test_a_back_end_that_breaks_torch_is_named(machine: Machine) -> None:
+@pytest.mark.slow
+def test_a_back_end_that_breaks_torch_is_named_in_one_line_however_long(machine: Machine) -> None:
     # As the wheel of torch-npu does on a machine without CANN.
-    machine.install("npu", "raise ImportError('libhccl.so: cannot open shared object file')", "torch.backends/acme_npu")
+    told = f"libhccl.so: cannot open shared object file {'x' * 900}"
+    machine.install("npu", f"raise ImportError({told!r})", "torch.backends/acme_npu")
     report, checks = machine.report(1)
     assert report["status"] == "FAIL"
     found = checks["import torch"]
     assert found["status"] == "FAIL"
     assert "RuntimeError: Failed to load the backend extension: acme_npu" in found["found"]
-    assert "ImportError: libhccl.so: cannot open shared object file" in found["found"]
+    assert f"ImportError: {told}" in found["found"]
     assert "torch alone works" in found["fix"]
     assert "pip uninstall acme-npu; meanwhile export TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found["fix"]
     assert checks["torch"]["found"].partition(",")[0]  # its version is known without importing it
+    header, *lines = machine.run().stdout.splitlines()
+    assert re.fullmatch(r"check +found  what to do", header)
+    assert [line.partition("  ")[0] for line in lines] == list(checks)
+    (line,) = [line for line in lines if line.startswith("import torch ")]
+    assert re.split(" {2,}", line) == ["import torch", "FAIL", found["found"], found["fix"]]
+    assert [line for line in lines if "   " in line.partition("  ")[2].strip().partition("  ")[2].strip()] == []
+    assert max(len(line) for line in lines if "x" * 900 not in line) < 900
     assert machine.report(TORCH_DEVICE_BACKEND_AUTOLOAD="0")[1]["import torch"]["status"] == "OK"
 
 
@@ -243,9 +249,11 @@ def test_a_back_end_that_breaks_torch_is_named(machine: Machine) -> None:
     ("code", "found"),
     [
         ("raise ImportError('libtorch.so: no symbol')", "failed: ImportError: libtorch.so: no symbol"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV"),
+        pytest.param(
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV", marks=pytest.mark.slow
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_torch_that_is_broken_itself(machine: Machine, code: str, found: str) -> None:
     (machine.folder / "torch").mkdir()
     (machine.folder / "torch" / "__init__.py").write_text(code)
@@ -256,7 +264,14 @@ def test_a_torch_that_is_broken_itself(machine: Machine, code: str, found: str) 
     assert checks["import torch"]["fix"] == "pip install --force-reinstall torch"
 
 
-@pytest.mark.parametrize("version", [None, "", "__version__ = "], ids=["absent", "empty", "cut short"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(None, id="absent"),
+        pytest.param("", id="empty", marks=pytest.mark.slow),
+        pytest.param("__version__ = ", id="cut short", marks=pytest.mark.slow),
+    ],
+)
 def test_a_torch_that_is_installed_by_half(machine: Machine, version: str | None) -> None:
     (machine.folder / "torch").mkdir()
     (machine.folder / "torch" / "__init__.py").write_text("from torch.version import __version__")
@@ -269,6 +284,7 @@ def test_a_torch_that_is_installed_by_half(machine: Machine, version: str | None
     assert checks["torch"]["fix"] == "pip install --force-reinstall torch"
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process(machine: Machine, tmp_path: Path) -> None:
     machine.plugin(
         "stuck",

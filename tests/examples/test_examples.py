@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from rlcore.bench.runner import Run as BenchRun
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
+from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("rlite_tutorial.py", "sampler_parity.py")  # docs/vllm.md speaks of them
@@ -26,10 +25,10 @@ Run = Callable[..., list[str]]
 
 
 @pytest.fixture
-def run_example(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> Run:
+def run_example(tmp_path: Path) -> Run:
     def run(name: str, *arguments: str) -> list[str]:
         settings = {"RLCORE_CACHE": str(tmp_path / "cache"), "RLCORE_DEVICE": "cpu"}
-        result = run_python([str(ROOT / "examples" / name), *arguments], env=settings, cwd=tmp_path)
+        result = run_warm([str(ROOT / "examples" / name), *arguments], env=settings, cwd=tmp_path, modules=ENGINES)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
@@ -46,6 +45,7 @@ def test_readme_shows_no_other_python() -> None:
     assert sorted(shown) == sorted(path.read_text() for path in EXAMPLES)
 
 
+@pytest.mark.slow
 def test_framework_authors_loss_falls_and_its_memory_is_freed(run_example: Run) -> None:
     *steps, last = run_example("framework_author.py")
     losses = [float(re.findall(r"loss (\S+)", line)[0]) for line in steps]
@@ -54,6 +54,7 @@ def test_framework_authors_loss_falls_and_its_memory_is_freed(run_example: Run) 
     assert last == "198 MB of cpu:0 are free for somebody else"
 
 
+@pytest.mark.slow
 def test_researchers_reward_rises(run_example: Run) -> None:
     rewards = [float(re.findall(r"reward (\S+)", line)[0]) for line in run_example("researcher.py")]
     assert len(rewards) == 10
@@ -86,15 +87,13 @@ def test_hardware_buyer_reads_a_record_made_here(
 
 
 def test_an_example_that_needs_an_argument_says_which(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "rlite_tutorial.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    result = run_warm([str(ROOT / "examples" / "rlite_tutorial.py")], cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     assert re.fullmatch(r"usage: rlite_tutorial.py FOLDER .*\n", result.stderr)
 
 
 def test_hardware_buyer_refuses_what_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
-    command = [sys.executable, ROOT / "examples" / "hardware_buyer.py", "mine.json"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    result = run_warm([str(ROOT / "examples" / "hardware_buyer.py"), "mine.json"], cwd=tmp_path)
     assert result.returncode == 1
     assert "mine.json is no rlcore.bench/1 record" in result.stderr

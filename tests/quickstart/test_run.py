@@ -24,8 +24,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.quickstart.model import quickstart_model
-from tests.quickstart.conftest import OF_OTHERS
-from tests.warm import warm
+from tests.warm import ENGINES, kill, warm
 
 SMALL = """
 import sys
@@ -70,7 +69,7 @@ def start(cache: Path) -> Iterator[Start]:
     def start(*arguments: str | Path, code: str | None = SMALL, **env: str) -> subprocess.Popen[str]:
         program = ["-m", "rlcore"] if code is None else ["-c", code]
         process = subprocess.Popen(
-            [*warm(*OF_OTHERS), *program, "quickstart", *map(str, arguments)],
+            [*warm(*ENGINES), *program, "quickstart", *map(str, arguments)],
             # one thread: sums are taken in one order, and nothing waits when other tests have the cores
             env=os.environ | {"RLCORE_CACHE": str(cache), "OMP_NUM_THREADS": "1"} | env,
             stdout=subprocess.PIPE,
@@ -273,7 +272,7 @@ def test_a_run_killed_at_random_moments_goes_on_as_if_it_never_was(
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
     for _ in range(2):
         time.sleep(moment.uniform(0, 6))
-        process.kill()
+        kill(process)
         process.communicate()
         process = start("--resume", "--steps", str(STEPS), "--output", tmp_path / "run")
     code, _, stderr = ended(process)
@@ -321,7 +320,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(start: Start, tmp
     folder = tmp_path / "run"
     process = start("--output", folder, code=None)  # whose warm-start is long
     read_until(process, "warm-start step 0")
-    process.kill()
+    kill(process)
     process.communicate()
     assert not (folder / "checkpoint").exists()
     code, _, stderr = ended(start("--steps", "1", "--output", folder, "--resume"))
