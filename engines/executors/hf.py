@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlcore.arguments import COUNT
 from rlcore.engines.completion import RequestOutput, VersionSpan
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
 from rlcore.engines.executors.prompts import ParamsLike, Prompt, PromptReader, params_of_each, seeds_of_each
@@ -90,8 +91,8 @@ class HfWorker(Worker):
             UnsupportedError: the architecture cannot decode padded batches.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_tokens", max_num_tokens)):
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
+            if value is not None and not COUNT.has(value):
+                raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
         folder = check_model_folder(path)
         module = _load_module(folder, dtype=_dtype(dtype), attn_implementation=attn_implementation)
         self._module = module.to(self.device.torch_device)
