@@ -13,10 +13,10 @@ from rlcore.bench.result import CaseResult, Record, identity
 from rlcore.bench.statistics import Difference, difference
 from rlcore.errors import InvalidInputError
 
-Verdict = Literal["about equal", "faster", "slower", "too few samples", "too noisy", "not comparable"]
+Verdict = Literal["about equal", "faster", "slower", "cannot tell", "too few samples", "not comparable"]
 _WORSE = ("fail", "oom")
 _USELESS = 1.0
-"""A noise from which on nobody may say that two runs are equal: twice the time would not be seen."""
+"""A noise from which on nothing was compared: twice the time would not be seen."""
 NOTES = ("hw_notes", "sw_notes")
 """Facts that whoever ran it gave: they may explain a difference, and make none."""
 _OTHERS = 0.15
@@ -85,8 +85,13 @@ class Comparison:
 
     @property
     def compared(self) -> list[Row]:
-        """Those of which something can be said."""
-        return [row for row in self.rows if row.verdict in ("about equal", "faster", "slower")]
+        """Those of which something can be said: at least that neither took twice the time."""
+        undecided = ("too few samples", "not comparable")
+        return [
+            row
+            for row in self.rows
+            if row.difference and row.difference.noise <= _USELESS and row.verdict not in undecided
+        ]
 
     @property
     def geometric_mean(self) -> float | None:
@@ -203,7 +208,7 @@ def _row(
         is_worse = a.status == "pass" and b.status in _WORSE
         return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
-    verdict: Verdict = "about equal" if found.noise <= _USELESS else "too noisy"
+    verdict: Verdict = "about equal" if found.is_about_equal(found.ratio) else "cannot tell"
     verdict = verdict if found.can_tell else "too few samples"
     disturbance = ""
     if found.is_significant:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlcore.bench.bars import verdicts
+from rlcore.bench.compare import device_of
 from rlcore.bench.limits import unit
 from rlcore.bench.result import CaseResult, Record
 from rlcore.bench.rivals import advantages, is_ours
+from rlcore.bench.statistics import difference
 from rlcore.bench.text import count, rate, seconds
 
 _ANY_NUMBER = {"devices": 0}
@@ -43,6 +45,8 @@ class _Cell(NamedTuple):
     """Where it can be set against that of another run."""
     params: Mapping[str, int | float | str] = {}
     """Only values of the same sizes are set against each other."""
+    result: CaseResult | None = None
+    """That it was taken from, whose samples say what chance does."""
 
 
 def headlines(runs: Sequence[Run]) -> list[Headline]:
@@ -72,21 +76,35 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
         cells = [question(run) for run in runs]
         if any(cells):
             absent = _Cell("none set for it" if label == _BARS else NOT_MEASURED)
-            models = {cell.params["model"] for cell in cells if cell and "model" in cell.params}
-            beside = _with_model if len(models) > 1 else functools.partial(_beside, first=cells[0], name=runs[0].name)
-            found.append(Headline(label, [beside(cell or absent) for cell in cells]))
+            has_models = len({cell.params["model"] for cell in cells if cell and "model" in cell.params}) > 1
+            pairs = [(cell or absent, run) for cell, run in zip(cells, runs, strict=True)]
+            found.append(Headline(label, [_shown(*pair, (cells[0], runs[0]), has_models) for pair in pairs]))
     return found
 
 
-def _with_model(cell: _Cell) -> str:
-    return f"{cell.text} ({cell.params['model']})" if "model" in cell.params else cell.text
+def _shown(cell: _Cell, run: Run, first: tuple[_Cell | None, Run], has_models: bool) -> str:
+    told = [str(cell.params["model"])] if has_models and "model" in cell.params else []
+    if cell.value is not None and first[0] is not None and first[0].value is not None and run is not first[1]:
+        told.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
+    return f"{cell.text} ({', '.join(filter(None, told))})" if any(told) else cell.text
 
 
-def _beside(cell: _Cell, first: _Cell | None, name: str) -> str:
-    if cell is first or cell.value is None or first is None or first.value is None:
-        return cell.text
-    is_same = {**cell.params, **_ANY_NUMBER} == {**first.params, **_ANY_NUMBER}
-    return f"{cell.text} ({f'{cell.value / first.value:.3g} times {name}' if is_same else 'of other sizes'})"
+def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[Run, Run]) -> str:
+    """What may be said of ``cell`` and ``first``: a number that noise alone may make is none."""
+    if cell.params.get("model") != first.params.get("model"):
+        return "other model: not comparable"
+    if {**cell.params, **_ANY_NUMBER} != {**first.params, **_ANY_NUMBER}:
+        return "other sizes: not comparable"
+    is_same_device = device_of(runs[0].record) == device_of(runs[1].record)
+    name = runs[1].name
+    if cell.result is None or first.result is None:  # measured once
+        return "" if is_same_device else f"{ratio:.3g} times {name}"
+    found = difference(first.result, cell.result)
+    if found.is_about_equal(ratio):
+        return f"about equal to {name}"
+    if found.hides(ratio) and (is_same_device or math.isfinite(found.noise)):
+        return f"cannot be told from {name}"
+    return f"{ratio:.3g} times {name}"
 
 
 def find(record: Record, case: str) -> CaseResult | None:
@@ -106,7 +124,7 @@ def _cell(run: Run, case: str, metric: str, form: Callable[[float], str], *, is_
     if result is None or not result.has(metric):
         return None
     value = median(result, metric)
-    return _Cell(form(value), value if is_compared else None, result.params)
+    return _Cell(form(value), value if is_compared else None, result.params, result)
 
 
 def _trained_alone(run: Run) -> _Cell | None:
@@ -116,7 +134,7 @@ def _trained_alone(run: Run) -> _Cell | None:
     if result is None:
         return None
     value = median(result, "tokens_a_device")
-    return _Cell(count(value), value, result.params)
+    return _Cell(count(value), value, result.params, result)
 
 
 def find_step(record: Record) -> CaseResult | None:
@@ -135,7 +153,7 @@ def _steps_for_a_dollar(run: Run) -> _Cell | None:
     if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
         return None
     steps = 1 / (usd_per_s * median(step, "time"))
-    return _Cell(count(steps), steps, step.params)
+    return _Cell(count(steps), steps, step.params, step)
 
 
 def _cost(run: Run) -> _Cell | None:
@@ -143,7 +161,7 @@ def _cost(run: Run) -> _Cell | None:
     if step is None or (usd_per_s := _usd_per_s(run, step)) is None:
         return None
     usd = usd_per_s / median(step, "trained_tokens") * 1e6
-    return _Cell(f"{usd:.3g} at {run.usd_per_hour:g} an hour and device", usd, step.params)
+    return _Cell(f"{usd:.3g} at {run.usd_per_hour:g} an hour and device", usd, step.params, step)
 
 
 def _limiter(run: Run) -> _Cell | None:

@@ -46,6 +46,8 @@ disturbs."""
 _CUT = 0.2
 """Of many rounds, the share left out at either end."""
 
+_EQUAL = 0.25
+"""What two sides that are called equal may differ by at most."""
 _LEAST_TURNS = 8
 """With fewer, the test of pairs can tell nothing."""
 
@@ -74,7 +76,15 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        return self.p < ALPHA and not self.low <= 1 <= self.high and abs(math.log(self.ratio)) > math.log1p(self.noise)
+        return self.p < ALPHA and not self.low <= 1 <= self.high and not self.hides(self.ratio)
+
+    def hides(self, ratio: float) -> bool:
+        """Whether chance may make such a ratio."""
+        return abs(math.log(ratio)) <= math.log1p(self.noise)
+
+    def is_about_equal(self, ratio: float) -> bool:
+        """Whether two sides with such a ratio lie close together even if the noise hides all that it can."""
+        return abs(math.log(ratio)) + math.log1p(self.noise) <= math.log1p(_EQUAL)
 
 
 def difference(a: CaseResult, b: CaseResult) -> Difference:

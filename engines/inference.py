@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlcore.arguments import PATH, TEXT, takes
+from rlcore.arguments import FLAG, PATH, TEXT, optional, takes
 from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
@@ -66,6 +66,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
 
     # -------------------------------------------------------------------------------------------- generate
 
+    @takes("generate()", progress=optional(FLAG))
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -159,6 +160,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
         self._version, self._sync_state = version, SyncState.SERVING
         self._residency.set("weights", State.LOADED)
 
+    @takes("load()", path=optional(PATH))
     def load(self, path: str | Path | None = None) -> None:
         """Read the weights from the model folder again, or from another one of the same model.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from rlcore.arguments import FLAG, MAPPING, NUMBER, WHOLE, Kind, optional, takes
+from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
@@ -105,6 +105,7 @@ class TrainEngine(CheckpointedEngine):
             raise AttributeError(f"neither the train engine nor {self._module_class.__name__} has a method {name!r}")
         return partial(self.call, name)
 
+    @takes("call()", name=TEXT)
     def call(self, name: str, *args: Any, gather: Gather = "list", **kwargs: Any) -> Any:
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 

@@ -236,6 +236,18 @@ def version(as_json: AsJson = False) -> None:
         print_table(["package", "version"], [[name, value or "unknown"] for name, value in found.items()])
 
 
+@app.command()
+def examples(
+    folder: Annotated[Path, typer.Argument(help="Folder for the programs.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace files of their names.")] = False,
+) -> None:
+    """Copy the example programs into a folder, to be read, run and changed."""
+    from rlcore.example_files import copy_examples
+
+    for path in copy_examples(folder, force=force):
+        print(path)
+
+
 @ops.command("explain")
 def ops_explain(
     op: Annotated[str, typer.Argument(help='Such as "linear_loss".')],

@@ -53,7 +53,7 @@ def run(
         int | None, typer.Option(min=1, help="How often all is measured again, in new processes; more, less noise.")
     ] = None,
     within: Annotated[
-        float | None, typer.Option(min=0.1, help="Minutes the run may last; what does not fit is skipped.")
+        float | None, typer.Option(min=0.1, max=525_600, help="Minutes the run may last; what does not fit is skipped.")
     ] = None,
     go_on: Annotated[
         bool, typer.Option("--continue", help="Keep what the file of -o holds; run what it has no number of.")
@@ -84,8 +84,8 @@ def run(
 
     if quick and full:
         raise InvalidInputError("--quick and --full contradict each other; give one of them")
-    if go_on and output is None:
-        raise InvalidInputError("--continue goes on with the record of -o; give that file")
+    if go_on:
+        _check_continued(output, force=force)
     effort: Effort = "quick" if quick else "full" if full else "standard"
     plan, on = PLANS[effort], get_device(device)
     plan = plan if rounds is None else replace(plan, rounds=rounds)
@@ -222,6 +222,13 @@ def report_records(
     except OSError as error:
         raise BenchError(f"cannot write the report {output}: {error.strerror}") from error
     print(output, file=sys.stderr)
+
+
+def _check_continued(output: Path | None, *, force: bool) -> None:
+    if force:
+        raise InvalidInputError("--continue keeps what the file of -o holds, and --force replaces it; give one of them")
+    if output is None:
+        raise InvalidInputError("--continue goes on with the record of -o; give that file")
 
 
 def _check_free(path: Path, *, force: bool, others: str = "") -> None:

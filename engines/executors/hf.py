@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlcore.arguments import COUNT
 from rlcore.engines.completion import RequestOutput, VersionSpan
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.decoding import BatchDecoder, Decoded
@@ -61,8 +62,8 @@ class HfOptions:
         _dtype(self.dtype)
         for name in ("max_num_seqs", "max_num_tokens"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInputError(f"{name} must be at least 1 or None, got {value}")
+            if value is not None and not COUNT.has(value):
+                raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
 
 
 class HfWorker(InferenceExecutor):

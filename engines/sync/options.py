@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from rlcore.arguments import FLAG
 from rlcore.engines.sync.place import ROUTES, Route
 from rlcore.engines.sync.slabs import check_slot_bytes
 from rlcore.errors import InvalidInputError, SyncError
@@ -35,6 +36,9 @@ class RoundOptions:
             raise InvalidInputError(f"route must be one of {', '.join(ROUTES)}, or None, got {self.route!r}")
         if self.checksums not in CHECKSUMS:
             raise InvalidInputError(f"checksums must be one of {', '.join(CHECKSUMS)}, got {self.checksums!r}")
+        for name, value in {"staged": self.is_staged, "verify": self.is_verified}.items():
+            if not FLAG.has(value):
+                raise InvalidInputError(f"{name} must be {FLAG.words}, got {value!r}")
         if self.slab_bytes is not None:
             check_slot_bytes(self.slab_bytes)
         if type(self.version) is not int or self.version < 0:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rlcore.arguments import LIST, Kind, kind_of, takes
 from rlcore.engines.sync.control_socket import ControlSocket
 from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.engines.sync.named_holding import NamedHolding, NamedTensors
@@ -146,6 +147,17 @@ def _remote(control: Control | Sequence[Control]) -> Parties:
     return JoinedParties([_RemoteParty(one, f"receiver {number}") for number, one in enumerate(control)])
 
 
+_CONTROL = Kind("a channel with send() and recv()", lambda value: hasattr(value, "send") and hasattr(value, "recv"))
+_CONTROLS = Kind(
+    f"{_CONTROL.words}, or a list of some,",
+    lambda value: all(map(_CONTROL.has, value)) if LIST.has(value) else _CONTROL.has(value),
+)
+_NAMED = Kind(
+    "names and tensors, in a mapping or as pairs, or a function that gives them,",
+    lambda value: callable(value) or isinstance(value, Iterable),
+)
+
+
 class WeightSender:
     """Gives named tensors to the receiver at the other end of a channel, or to several, who commit together.
 
@@ -159,6 +171,7 @@ class WeightSender:
         control: the channel, or one for each receiver.
     """
 
+    @takes("WeightSender", named_tensors=_NAMED, control=_CONTROLS)
     def __init__(
         self, named_tensors: NamedTensors | Callable[[], NamedTensors], control: Control | Sequence[Control]
     ) -> None:
@@ -241,6 +254,7 @@ class WeightReceiver:
         control: the channel.
     """
 
+    @takes("WeightReceiver", model=kind_of("a torch.nn.Module or a Target", nn.Module, Target), control=_CONTROL)
     def __init__(self, model: nn.Module | Target, control: Control) -> None:
         if isinstance(model, nn.Module):
             model = ModuleTarget(model, get_device(next(model.parameters()).device))

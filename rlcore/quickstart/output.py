@@ -42,10 +42,9 @@ class RunFolder:
     """Use with ``with``: one process at a time has a run's folder."""
 
     def __init__(self, config: QuickstartConfig) -> None:
-        """Makes the folder, or on ``config.resume`` takes the one that is there: as it is, until ``go_on``.
+        """Makes the folder, or on ``config.resume`` takes the one that is there; ``begin`` or ``go_on`` writes into it.
 
-        A run that ended before its first checkpoint, such as one with a wrong --model, left nothing: another may
-        start in its place.
+        A run that ended before its first checkpoint left nothing: another may start in its place.
 
         Raises:
             InvalidInputError: the folder holds another run, or something else.
@@ -64,13 +63,12 @@ class RunFolder:
             self._check_same_run(config)
         else:
             self._check_unused()
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with self._named_errors("make"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path, os.O_RDONLY)
         try:
             self._take()
-            if not config.resume:
-                self._write([])
         except BaseException:
             self.close()
             raise
@@ -82,7 +80,15 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
+        """Let another process have the folder. One that was made for nothing goes."""
+        with contextlib.suppress(OSError):  # there is something in it
+            for folder in self._made:
+                folder.rmdir()
         os.close(self._lock)
+
+    def begin(self) -> None:
+        """Write what a new run was asked to do, in the place of a run that left nothing."""
+        self._write([])
 
     # --------------------------------------------------------------------------------------------- metrics
 

@@ -60,6 +60,8 @@ class Quickstart:
             self.interrupt.has_begun = True
             if self.config.resume:
                 self.resume()
+            else:
+                self.folder.begin()
             if self.done["step"] < 0:
                 self.imitate()
             self.train.offload()

@@ -333,7 +333,20 @@ def test_what_has_no_number_says_why_and_what_broke_is_a_regression() -> None:
 def test_nobody_says_equal_where_twice_the_time_would_not_be_seen() -> None:
     generator = np.random.default_rng(14)
     (row,) = compared(*(record(timed("a", generator, drift=1.0, rounds=3)) for _ in range(2))).rows
-    assert (row.verdict, row.is_regression) == ("too noisy", False)
+    assert (row.verdict, row.is_regression) == ("cannot tell", False)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "drift", "verdict"),
+    [(1.0, 0.01, "about equal"), (1.43, 0.2, "cannot tell"), (1.0, 0.15, "cannot tell"), (1.43, 0.01, "slower")],
+)
+def test_what_noise_hides_is_not_called_equal(ratio: float, drift: float, verdict: str) -> None:
+    a = timed("a", np.random.default_rng(14), drift=drift)
+    times = [sample * ratio for sample in a.samples("time")]
+    b = msgspec.structs.replace(a, metrics=[Metric(name="time", unit="s", samples=times)])
+    found = compared(record(a), record(b))
+    assert [row.verdict for row in found.rows] == [verdict]
+    assert found.compared == found.rows, "twice the time would have been seen"
 
 
 def test_medians_are_of_the_clock_that_was_compared() -> None:

@@ -75,7 +75,7 @@ def test_planted_slowdown_of_10_percent_is_found_with_30_samples_and_nothing_els
     is_found = verdicts.pop(PLANTED) == "slower"
     is_alone = sum(verdict != "about equal" for verdict in verdicts.values()) <= 0.05 * len(verdicts)
     (planted,) = (row.difference for row in found.rows if row.case == PLANTED)
-    is_undecided = bool({"not comparable", "too noisy"} & set(verdicts.values()))
+    is_undecided = bool({"not comparable", "cannot tell"} & set(verdicts.values()))
     if planted is not None and (planted.noise > 0.05 or is_undecided) and not (is_found and is_alone):
         pytest.skip(
             f"others use this machine: {ROUNDS} rounds of the same code differ by up to {planted.noise:.0%} by chance "

@@ -85,10 +85,50 @@ def test_two_machines_are_compared_per_step_and_dollar_and_only_where_they_did_t
     assert "USD for a million tokens trained 0.556 at 2 an hour and device 0.167 at 3 an hour and device (0.3" in shown
     cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in other.cases]
     shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
-    assert "one step of RL 6.5 s (qwen2-tiny) 325 ms (qwen2-7b)" in shown
+    assert "one step of RL 6.5 s (qwen2-tiny) 325 ms (qwen2-7b, other model: not comparable)" in shown
+    assert "times a" not in shown[: shown.index("matrix products")]
     cases = [msgspec.structs.replace(case, params=case.params | {"prompts": 8}) for case in other.cases]
     shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
-    assert "one step of RL 6.5 s 325 ms (of other sizes)" in shown
+    assert "one step of RL 6.5 s 325 ms (other sizes: not comparable)" in shown
+
+
+def scattered(record: Record, factors: tuple[float, ...]) -> Record:
+    """With such samples of everything."""
+    return msgspec.structs.replace(
+        record,
+        cases=[
+            msgspec.structs.replace(
+                case,
+                metrics=[
+                    msgspec.structs.replace(metric, samples=[metric.samples[1] * factor for factor in factors])
+                    for metric in case.metrics
+                ],
+            )
+            for case in record.cases
+        ],
+    )
+
+
+def test_of_equal_runs_the_first_screen_says_no_ratio() -> None:
+    wide, narrow = (0.7, 1.0, 1.6), (0.99, 1.0, 1.01)
+    for factors, told in {wide: "cannot be told from a", narrow: "about equal to a"}.items():
+        a, b = (scattered(a_record(speed), factors) for speed in (1.0, 1.54 if factors is wide else 1.02))
+        calibration = msgspec.structs.replace(b.calibration, limits={"product/bfloat16": 1.54e11})
+        b = msgspec.structs.replace(b, calibration=calibration)
+        shown = text_of(render([Run("a", a), Run("b", b)]))
+        shown = shown[: shown.index("disturbed by")]
+        assert f"one step of RL 6.5 s {'4.22' if factors is wide else '6.37'} s ({told})" in shown
+        assert "matrix products, bfloat16 100 GFLOP/s 154 GFLOP/s memory" in shown, "measured once: no word on chance"
+        assert "times a" not in shown
+
+
+def test_of_three_runs_those_of_one_model_are_set_against_each_other() -> None:
+    large = a_record(20.0)
+    cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in large.cases]
+    runs = [Run("a", a_record()), Run("b", msgspec.structs.replace(large, cases=cases)), Run("c", a_record(4.0))]
+    shown = text_of(render(runs))
+    told = "325 ms (qwen2-7b, other model: not comparable) 1.62 s (qwen2-tiny, 0.25 times a)"
+    assert f"one step of RL 6.5 s (qwen2-tiny) {told}" in shown
 
 
 def test_trainer_alone_is_ours_and_disturbances_are_counted() -> None:

@@ -246,7 +246,7 @@ def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
 
 def test_help_names_every_command(rlcore_command: Run) -> None:
     text = rlcore_command("--help").stdout
-    commands = ("quickstart", "devices", "doctor", "ps", "version", "bench", "checkpoint", "ops")
+    commands = ("quickstart", "examples", "devices", "doctor", "ps", "version", "bench", "checkpoint", "ops")
     assert [name for name in commands if name not in text] == []
     assert text.isascii() and "\x1b" not in text, "a pipe gets no boxes"
 

@@ -374,8 +374,8 @@ def test_nan_weights_are_reported(qwen2_folder: Path) -> None:
     [
         ({"dtype": "floaty16"}, "dtype must be .* got 'floaty16'"),
         ({"dtype": "int64"}, "dtype must be .* got 'int64'"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1 or None, got 0"),
-        ({"max_num_tokens": -5}, "max_num_tokens must be at least 1 or None, got -5"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1 or None, got 0"),
+        ({"max_num_tokens": -5}, "max_num_tokens must be a whole number of at least 1 or None, got -5"),
     ],
 )
 def test_bad_build_options_are_refused(qwen2_folder: Path, options: dict[str, Any], message: str) -> None:

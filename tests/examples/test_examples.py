@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rlcore import cli
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.measure import run_case
@@ -38,6 +41,28 @@ def run_example(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_readme_shows_the_example_as_it_is(path: Path) -> None:
     assert f"```python\n{path.read_text()}```\n" in (ROOT / "README.md").read_text()
+
+
+def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "examples"
+    found = CliRunner().invoke(cli.app, ["examples", str(folder)])
+    sources = sorted((ROOT / "examples").glob("*.py"))
+    assert found.stdout.splitlines() == [str(folder / source.name) for source in sources]
+    assert [file.read_bytes() for file in sorted(folder.iterdir())] == [source.read_bytes() for source in sources]
+    (folder / "framework_author.py").unlink()
+    (folder / "researcher.py").write_text("my changes")
+    refused = CliRunner().invoke(cli.app, ["examples", str(folder)])
+    told = f"{folder / 'hardware_buyer.py'} exists; give another folder, or --force to replace the examples in it"
+    assert str(refused.exception) == told
+    assert (folder / "researcher.py").read_text() == "my changes" and not (folder / "framework_author.py").exists()
+    assert CliRunner().invoke(cli.app, ["examples", str(folder), "--force"]).exit_code == 0
+    assert (folder / "researcher.py").read_text() == (ROOT / "examples" / "researcher.py").read_text()
+
+
+def test_a_wheel_has_the_examples() -> None:
+    setuptools = pytest.importorskip("setuptools", reason="what a wheel has is setuptools' choice")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert "rlcore.examples" in setuptools.find_namespace_packages(str(ROOT), **settings)
 
 
 def test_readme_shows_no_other_python() -> None:

@@ -36,6 +36,7 @@ def metrics(step: int) -> dict[str, float]:
 
 def write_steps(config: QuickstartConfig, steps: int) -> Path:
     with RunFolder(config) as folder:
+        folder.begin()
         for step in range(steps + 1):
             folder.append(metrics(step))
     return config.output / "metrics.jsonl"
@@ -89,7 +90,8 @@ def test_the_command_that_resumes_names_the_folder_which_has_the_options() -> No
 
 def test_a_resumed_run_has_the_options_of_its_folder_but_for_those_that_are_given(tmp_path: Path) -> None:
     config = QuickstartConfig(model=Path("/m"), device="cpu", seed=3, steps=7, output=tmp_path, shuffle_rewards=True)
-    RunFolder(config).close()
+    with RunFolder(config) as folder:
+        folder.begin()
     moved = tmp_path.rename(tmp_path.with_name("moved"))
     assert QuickstartConfig.resuming(moved) == replace(config, output=moved, resume=True)
     given = QuickstartConfig.resuming(moved, steps=9, device="cuda:1")
@@ -150,14 +152,26 @@ def test_a_file_in_the_place_of_the_folder_is_refused(config: QuickstartConfig) 
         RunFolder(config)
 
 
-def test_an_empty_folder_is_taken(config: QuickstartConfig) -> None:
+def test_a_folder_made_for_a_run_that_does_not_begin_is_gone(config: QuickstartConfig) -> None:
+    RunFolder(config).close()
+    assert not config.output.parent.exists()
+    config.output.parent.mkdir()
+    RunFolder(config).close()
+    assert config.output.parent.is_dir() and not config.output.exists()
+
+
+def test_an_empty_folder_is_taken_and_left_by_a_run_that_does_not_begin(config: QuickstartConfig) -> None:
     config.output.mkdir(parents=True)
     RunFolder(config).close()
+    assert config.output.is_dir() and not any(config.output.iterdir())
+    with RunFolder(config) as folder:
+        folder.begin()
     assert QuickstartConfig.from_json((config.output / "run.json").read_bytes()) == config
 
 
 def test_a_run_without_a_checkpoint_leaves_the_folder_to_another(config: QuickstartConfig) -> None:
     with RunFolder(config) as folder:
+        folder.begin()
         folder.append({"step": 0, "accuracy": 0.3})
     with RunFolder(replace(config, resume=True)) as folder:
         assert not folder.has_checkpoint()
@@ -165,6 +179,7 @@ def test_a_run_without_a_checkpoint_leaves_the_folder_to_another(config: Quickst
         folder.go_on(-1)
         assert folder.read() == []
     with RunFolder(replace(config, seed=1)) as folder:
+        folder.begin()
         assert folder.read() == []
         folder.append({"step": 0, "accuracy": 0.3})
         folder.checkpoint.mkdir()
@@ -220,6 +235,7 @@ from pathlib import Path
 from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.output import RunFolder
 folder = RunFolder(QuickstartConfig(output=Path({str(config.output)!r})))
+folder.begin()
 print("taken", flush=True)
 time.sleep(300)
 """
@@ -237,6 +253,7 @@ time.sleep(300)
 
 def test_metrics_come_back_as_they_were(config: QuickstartConfig) -> None:
     with RunFolder(config) as folder:
+        folder.begin()
         folder.append(metrics(1))
         folder.append({"step": 2, "reward": math.nan})
         first, second = folder.read()
@@ -255,6 +272,7 @@ def test_metrics_come_back_as_they_were(config: QuickstartConfig) -> None:
 )
 def test_metrics_that_are_none_are_refused(config: QuickstartConfig, wrong: Any, message: str) -> None:
     with RunFolder(config) as folder:
+        folder.begin()
         with pytest.raises(InvalidInputError, match=message):
             folder.append(wrong)
         assert folder.read() == []
@@ -345,6 +363,7 @@ from pathlib import Path
 from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.output import RunFolder
 folder = RunFolder(QuickstartConfig(output=Path({str(config.output)!r})))
+folder.begin()
 for step in range(10**9):
     folder.append({{"step": step}})
     print(step, flush=True)
@@ -405,6 +424,7 @@ def test_the_picture_is_a_png_of_the_curve(config: QuickstartConfig) -> None:
 
 def test_a_run_without_a_step_has_an_empty_picture(config: QuickstartConfig) -> None:
     with RunFolder(config) as folder:
+        folder.begin()
         assert folder.draw().stat().st_size > 5_000
 
 

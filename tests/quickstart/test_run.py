@@ -286,7 +286,7 @@ def test_ctrl_c_before_the_first_step_stops_at_once(start: Start, tmp_path: Path
     interrupted = INTERRUPTED.format(function="run.Quickstart.build_sampler", call=1) + SMALL
     process = start("--output", tmp_path / "run", code=f"print('said before')\n{interrupted}", PYTHONUNBUFFERED="")
     assert ended(process) == (130, "said before\n", "")
-    assert not (tmp_path / "run" / "checkpoint").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -395,6 +395,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_leaves_it(
 def test_a_refused_model_leaves_the_output_folder_free(start: Start, llama: Path, tmp_path: Path) -> None:
     line = refusal(start("--output", tmp_path / "run", "--model", tmp_path / "typo"))
     assert line.startswith(f"model path '{tmp_path / 'typo'}' is not a folder; rlcore does not download models")
+    assert not (tmp_path / "run").exists()
     code, _, stderr = ended(start("--output", tmp_path / "run", "--model", llama, "--steps", "1"))
     assert code == 0, stderr
 

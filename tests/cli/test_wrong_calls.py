@@ -1,0 +1,349 @@
+"""Wrong calls of all kinds, over the command line and in a program: each is one line that says what is wrong, and
+nothing is lost or left half-written. The rows are what a newcomer types, and what is told."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rlcore
+from rlcore import cli, ops
+from rlcore.bench.case import select_cases
+from rlcore.bench.result import read, write
+from rlcore.engines.sampling_params import SamplingParams
+from rlcore.errors import RlcoreError
+from rlcore.quickstart.config import QuickstartConfig
+from rlcore.quickstart.model import quickstart_model
+from rlcore.quickstart.output import RunFolder
+from rlcore.quickstart.policy import policy_class
+from rlcore.settings import Settings
+from rlcore.types import IpcHandle
+from tests.bench.records import a_record
+
+USAGE = [
+    ("frobnicate", "'frobnicate'"),
+    ("--jsn", "--jsn"),
+    ("quickstart --steps 0", "'--steps'"),
+    ("quickstart --steps many", "'--steps'"),
+    ("quickstart --steps 1.5", "'--steps'"),
+    ("quickstart --seed -1", "'--seed'"),
+    ("quickstart --seed 9223372036854775808", "'--seed'"),
+    ("quickstart extra", "extra"),
+    ("devices cpu npu", "npu"),
+    ("ps --kill x", "'--kill'"),
+    ("ops explain", "op"),
+    ("ops explain linear_loss --hidden-size -1", "'--hidden-size'"),
+    ("ops explain linear_loss --hidden-size x", "'--hidden-size'"),
+    ("ops explain linear_loss --vocab-size 0", "'--vocab-size'"),
+    ("bench frobnicate", "'frobnicate'"),
+    ("bench run dispatch --rounds 0", "'--rounds'"),
+    ("bench run dispatch --rounds x", "'--rounds'"),
+    ("bench run dispatch --within 0", "'--within'"),
+    ("bench run dispatch --within nan", "'--within'"),
+    ("bench run dispatch --within inf", "'--within'"),
+    ("bench compare", "records"),
+    ("bench report", "records"),
+    ("bench export", "record"),
+    ("bench export a.json --format xml", "'--format'"),
+    ("bench export a.json b.json", "b.json"),
+    ("bench list extra", "extra"),
+    ("examples", "folder"),
+    ("examples a b", "b"),
+    ("version extra", "extra"),
+    ("doctor --json extra", "extra"),
+]
+"""Command, and what the last line on standard error names. Exit code 2."""
+
+COMMANDS = [
+    ("quickstart --device tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
+    ("quickstart --device ''", 'QuickstartConfig.device must be a name such as "cpu" or "cuda:1", or None, got \'\''),
+    ("quickstart --device cuda:x", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cuda:x'"),
+    ("quickstart --executor magic", "no inference executor 'magic'; registered: hf, vllm"),
+    ("quickstart --executor ''", "QuickstartConfig.executor must be the name of an inference executor, such as"),
+    ("quickstart --model nowhere", "model path '{here}/nowhere' is not a folder; rlcore does not download models: run"),
+    ("quickstart --model text.json", "model path '{here}/text.json' is not a folder; rlcore does not download models"),
+    ("quickstart --model mine", "{here}/mine has no config.json, so it is not a Hugging Face model folder"),
+    ("quickstart --model wrong", "QuickstartPolicy cannot be made of {here}/wrong: RuntimeError: Trying to create"),
+    ("quickstart --output text.json", "text.json exists and is not a quickstart run; use another --output"),
+    ("quickstart --output text.json/below", "cannot make text.json/below: Not a directory; what was there before is"),
+    ("quickstart --output mine", "mine exists and is not a quickstart run; use another --output"),
+    ("quickstart --output run", "run holds another run (its own model, seed 0, 3 of 3 steps done); add --resume to"),
+    (
+        "quickstart --resume --output mine",
+        "mine holds no run to resume: it has no run.json; give the --output of a run",
+    ),
+    ("quickstart --resume --output new", "new holds no run to resume: it has no run.json; leave out --resume to start"),
+    (
+        "quickstart --resume --output run --seed 1",
+        "cannot resume run: it holds a run with seed 0, not 1; give the same",
+    ),
+    ("quickstart --resume --output run", "run/checkpoint has the format None; this rlcore reads 'rlcore.checkpoint"),
+    ("quickstart --resume --output damaged", "damaged/run.json cannot be read: JSON is malformed: invalid character"),
+    ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
+    ("devices cpu:999", "device 'cpu:999' does not exist; cpu has"),
+    ("devices cpu:x", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cpu:x'"),
+    ("devices ''", "no device ''; registered: cpu, cuda, npu"),
+    ("ps --kill 1", "no worker process has the id 1; living: "),
+    ("ps --kill 99999999", "no worker process has the id 99999999; living: "),
+    ("ops explain matmul", "no operator 'matmul'; registered: discounted_return, gae, group_advantage, linear_logprob"),
+    ("ops explain linear_loss --dtype int8", "--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"),
+    ("ops explain linear_loss --device tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
+    ("ops explain linear_loss --option entropi", "--option must be one of bias, entropy, group, memory_budget, seq"),
+    ("ops explain gae --option entropy --device cpu", "--option must be left out for gae, got 'entropy'"),
+    ("ops explain gae --implementation magic", "gae has no implementation 'magic'; registered: triton (on *, plugin"),
+    ("bench run kernel", "no benchmark case 'kernel'; did you mean kernels"),
+    ("bench run ''", "no benchmark case ''; there are folders attention, collectives, copies, dispatch"),
+    ("bench run dispatch -o .", "cannot write the benchmark record .: it is a folder; give a file in it"),
+    ("bench run dispatch -o nowhere/x.json", "cannot write the benchmark record nowhere/x.json: no folder nowhere"),
+    ("bench run dispatch -o /dev/null", "cannot write the benchmark record /dev/null: it is a device or a pipe"),
+    ("bench run dispatch -o b.json", "-o b.json exists; give another file, or --continue to go on with it, --force to"),
+    ("bench run dispatch -o text.json --continue", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid"),
+    ("bench run dispatch -o b.json --continue --force", "--continue keeps what the file of -o holds, and --force repl"),
+    ("bench run dispatch --continue", "--continue goes on with the record of -o; give that file"),
+    ("bench run dispatch --quick --full", "--quick and --full contradict each other; give one of them"),
+    ("bench run dispatch --device tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
+    ("bench compare a.json", "compare takes two records or more, got 1"),
+    ("bench compare a.json a.json", "a.json is given twice; name each record once"),
+    ("bench compare a.json nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
+    ("bench compare a.json mine", "cannot read the benchmark record mine: Is a directory"),
+    ("bench compare a.json text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character"),
+    ("bench compare a.json empty.json", "empty.json is no rlcore.bench/1 record: Input data was truncated (line 1)"),
+    ("bench compare a.json foreign.json", "foreign.json is no rlcore.bench/1 record: Invalid enum value 'asv/2' - at"),
+    ("bench compare a.json huge.json", "huge.json has 260 MB; a record has at most 50 MB, so give a record"),
+    ("bench compare a.json tiny.json", "tiny.json is no rlcore.bench/1 record: Expected `float` >= 1e-100 - at `$.cas"),
+    (
+        "bench compare a.json b.json --price x",
+        "--price must be NAME=USD an hour and device, with one of the names a, b,",
+    ),
+    ("bench compare a.json b.json --price a=-1", "--price must be NAME=USD an hour and device, with one of the names"),
+    (
+        "bench compare a.json gpu.json --fail-on-regression",
+        "--fail-on-regression takes runs of the same kind of device",
+    ),
+    ("bench report nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
+    ("bench report text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
+    ("bench report a.json -o a.json --force", "-o a.json is one of the records; give another file for the page"),
+    ("bench report a.json -o b.json", "-o b.json exists; give another file, or --force to replace it"),
+    ("bench report a.json -o mine", "cannot write the report mine: Is a directory"),
+    ("bench report a.json -o nowhere/x.html", "cannot write the report nowhere/x.html: No such file or directory"),
+    (
+        "bench report a.json -o x.html --price b=1",
+        "--price must be NAME=USD an hour and device, with one of the names a",
+    ),
+    ("bench export nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
+    ("bench export text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
+    ("examples text.json", "cannot write examples to text.json: File exists; give a folder that can be written to"),
+    ("examples mine", "mine/researcher.py exists; give another folder, or --force to replace the examples in it"),
+]
+"""Command, and how the error begins. Exit code 1."""
+
+CALLS = [
+    ("get_device('tpu')", "no device 'tpu'; registered: cpu, cuda, npu"),
+    ("get_device('cpu:-1')", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cpu:-1'"),
+    ("get_device(3)", "a device is a name such as 'cuda' or 'cuda:1', a torch.device, or None for the default one; go"),
+    ("init(launcher='magic')", "launcher must be one of inline, process, torchrun, got 'magic'"),
+    ("init(log='LOUD')", "RLCORE_LOG_LEVEL must be one of 'DEBUG', 'INFO', 'WARNING', 'ERROR', got 'LOUD'"),
+    ("InferenceEngine(None)", "InferenceEngine takes a str or Path as path, got None"),
+    ("InferenceEngine(model, executor='magic')", "no inference executor 'magic'; registered: hf, vllm"),
+    ("InferenceEngine(model).generate('1+1=')", "the inference engine is not built; call build() first"),
+    ("build(dtype='int8')", 'dtype must be "auto" or a floating-point dtype such as "bfloat16", got \'int8\''),
+    ("build(max_num_seqs='many')", "max_num_seqs must be a whole number of at least 1 or None, got 'many'"),
+    ("build(colour='red')", "build() of the inference engine has no option 'colour'. It takes devices, launcher, colo"),
+    ("build(timeout_s=0)", "timeout_s must be a positive number of seconds, got 0"),
+    ("build(launcher='magic')", "launcher must be one of inline, process, torchrun, got 'magic'"),
+    ("build(tensor_parallel_size=0)", "tensor_parallel_size must be a whole number of at least 1, got 0"),
+    ("build(data_parallel_size=-2)", "data_parallel_size must be a whole number of at least 1, got -2"),
+    ("build(onload='yes')", "build() takes True or False as onload, got 'yes'"),
+    ("build(host_memory_bytes=0)", "build() takes a whole number of at least 1, or None as host_memory_bytes, got 0"),
+    ("build(reserve_host_bytes=1 << 62)", "reserve_host_bytes must be at most "),
+    ("build(python='/nowhere/python')", "python='/nowhere/python' is no program; give the bin/python of an environmen"),
+    ("infer.generate(3)", "prompts must be a text or a list of texts or of lists of token ids, got 3"),
+    ("infer.generate('')", "prompt 0 is empty; give at least one token"),
+    ("infer.generate([[10**9]])", "prompt 0 holds token id 1000000000; the model's token ids are 0 to 20"),
+    ("infer.generate([[1.5]])", "prompt 0 must be a text or a list of token ids, got [1.5]"),
+    ("infer.generate('1', {'colour': 1})", "unknown sampling parameter 'colour'; did you mean 'ignore_eos'? accepted"),
+    ("infer.generate('1', {'temperature': -1})", "SamplingParams.temperature must be 0 (greedy) or at least 0.01, got"),
+    ("infer.generate('1', {'max_tokens': 10**9})", "prompt 0 has 1 tokens and max_tokens is 1000000000, together 1000"),
+    ("infer.generate('1', [{}, {}])", "got 2 sampling parameters for 1 prompts; give one or one each"),
+    ("infer.generate('1', progress=3)", "generate() takes True or False, or None as progress, got 3"),
+    ("infer.collect('x')", "collect() takes a finite number of at least 0, or None as timeout_s, got 'x'"),
+    ("infer.pause('later')", "pause() takes one of abort, wait, keep, got 'later'"),
+    ("infer.load('nowhere')", "model path 'nowhere' is not a folder; rlcore does not download models: run `hf downloa"),
+    ("infer.load(3)", "load() takes a str or Path, or None as path, got 3"),
+    ("infer.onload('optimizer')", "the inference engine has the tags weights, kv_cache; got 'optimizer'"),
+    ("infer.build(devices='cpu')", "the inference engine is already built; make a new engine"),
+    ("TrainEngine(None)", "TrainEngine takes a rlcore.nn.TrainModule, got NoneType; derive its class from"),
+    ("train.call('nothing')", "QuickstartPolicy has no method 'nothing'"),
+    ("train.call(3)", "call() takes a str as name, got 3"),
+    ("train.call('set_rate', 1, gather='x')", "gather must be 'list', 'cat', 'first' or 'mean', got 'x'"),
+    ("train.train_batch(None, ppo_clip())", "train_batch() takes a dict of tensors, as rlcore.collate() makes, as bat"),
+    ("train.train_batch({}, ppo_clip())", "a batch needs input_ids; it has []"),
+    ("train.train_batch(batch, None)", "train_batch() takes a function (logprob, entropy, per_token) -> (value, stats"),
+    ("train.train_batch(batch, ppo_clip(), temperature=0)", "temperature must be a finite number > 0; got 0"),
+    ("train.train_batch(batch, ppo_clip(), token_weights='mean')", "token_weights: mode must be one of token-mean"),
+    ("changed(attention_mask=2 * batch['attention_mask'].long())", "pack: attention_mask must be 0 or 1 for each toke"),
+    ("changed(loss_mask=batch['loss_mask'] * 0.5)", "loss_mask must be 0 or 1, or False or True, for each token, got"),
+    ("changed(input_ids=batch['input_ids'] + 10**6)", "input_ids of sequence 0 holds 1000001; the model's vocabulary"),
+    ("changed(advantages=torch.ones(99))", "pack: advantages must be one entry for each token, [4, 7] like attention_"),
+    ("changed(advantages='x')", "batch entry 'advantages' must be a tensor or numbers, got 'x'"),
+    ("train.forward_logprobs(batch, temperature=-1)", "temperature must be a finite number > 0; got -1"),
+    ("train.save(None)", "save() takes a str or Path as folder, got None"),
+    ("train.save('text.json')", "cannot write the checkpoint text.json"),
+    ("train.load('nowhere')", "no complete checkpoint in nowhere"),
+    ("train.export(3)", "export() takes a str or Path as folder, got 3"),
+    ("train.load_state_dict({})", "load_state_dict() needs exactly what state_dict() gives: missing: "),
+    ("train.load_state_dict(times(float('nan')))", "load_state_dict() got NaN in model.embed_tokens.weight; give weig"),
+    ("train.state_dict(adapters='some')", "state_dict() takes 'merged', 'base' or 'only' as adapters, got 'some'"),
+    ("train.sync_weights(3)", "sync_weights() takes an inference engine or several different ones, got 3"),
+    ("train.sync_weights(infer, version=-1)", "version must be a whole number of at least 0, or None, got -1"),
+    ("train.sync_weights(infer, route='magic')", "route must be one of local, direct, packed, collective, or None, go"),
+    ("train.sync_weights(infer, verify='x')", "verify must be True or False, got 'x'"),
+    ("train.sync_weights(infer, timeout_s=0)", "timeout_s must be a positive number of seconds, got 0"),
+    ("swap(out=[3], in_=[])", "swap() takes pairs of an engine and its tags, such as (train, 'weights') or (train, ()"),
+    ("offloaded(3).__enter__()", "offloaded() takes a torch.nn.Module first, got int"),
+    ("WeightSender(None, None)", "WeightSender takes names and tensors, in a mapping or as pairs, or a function that"),
+    ("WeightSender(state, None)", "WeightSender takes a channel with send() and recv(), or a list of some, as control"),
+    ("WeightReceiver(None, None)", "WeightReceiver takes a torch.nn.Module or a Target as model, got None"),
+    ("collate('x')", "collate() takes a list or tuple as outputs, got 'x'"),
+    ("collate([])", "collate() needs at least one completion, got none"),
+    ("collate(outputs, advantages=[1, 2, 3])", "collate() got 3 advantages for 4 completions; give one each"),
+    ("SamplingParams.of(3)", "sampling parameters must be a mapping, None or rlcore's own SamplingParams, got"),
+    ("ops.token_weights('token-mean', ones, total=0)", "token_weights: total must be above 0 where a token of mask co"),
+    ("ops.token_weights('token-mean', [1])", "token_weights takes a tensor as mask, got [1]"),
+    ("ops.token_logprob(torch.zeros(3, 3), 4 + ids)", "targets must be token ids in [0, 3) or ignore_index=-100; got"),
+    ("ops.token_logprob(torch.zeros(3, 3), ids, implementation='magic')", "token_logprob has no implementation 'magic"),
+    ("ops.linear_logprob(torch.zeros(3, 4), torch.zeros(3, 5), ids)", "weight must be [V, H] with H = 4; got [3, 5]"),
+    ("ops.group_advantage(ones * float('nan'), group_size=3)", "group_advantage: rewards must be finite; got nan at ["),
+    ("ops.gae(ones[None], ones[None], gamma=2.0, lam=0.9)", "gae: gamma must be in [0, 1]; got 2.0"),
+    ("ops.ppo_clip(clip_low=-1)", "ppo_clip: clip_low must be in [0, 1]; got -1"),
+    ("ops.kl(kind='k9', coef=0.1)", "kl: kind must be one of k1, k2, k3"),
+    ("ops.pack({})", "pack needs a batch with attention_mask [N, L]; got []"),
+    ("ops.balance([3, 5], max_tokens=4)", "balance: sequence 1 has 5 tokens, more than max_tokens=4; raise max_tokens"),
+    ("IpcHandle.from_bytes(b'x')", "these 1 bytes are no IpcHandle: "),
+    ("device.memory.import_ipc(None)", "import_ipc takes an IpcHandle, got NoneType; bytes become one by IpcHandle.fr"),
+    ("device.memory.host_alloc(-1)", "host_alloc takes a whole number of at least 1 byte, got -1"),
+    ("device.memory.copy_batch([ones], [ones[:2]])", "copy_batch takes pairs of equal shape and dtype, got float32 [3"),
+    ("device.seed('x')", "seed takes a whole number of at most 64 bits as value, got 'x'"),
+    ("read(Path('text.json'))", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
+    ("select_cases(['kernel'])", "no benchmark case 'kernel'; did you mean kernels"),
+    ("QuickstartConfig(seed=-1)", "QuickstartConfig.seed must be a whole number in [0, 2**63), got -1"),
+    ("Settings.from_env({'RLCORE_CLOUR': 'x'})", "unknown environment variable RLCORE_CLOUR; rlcore reads RLCORE_DEVI"),
+]  # fmt: skip
+"""Call, and how the error begins."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart_model(seed=0, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder of work that nothing may harm."""
+    here = tmp_path_factory.mktemp("work")
+    (here / "text.json").write_text("hello")
+    (here / "mine").mkdir()
+    (here / "mine" / "researcher.py").write_text("years of work")
+    for name, record in {"a": a_record(), "b": a_record(2.0), "gpu": a_record(accelerator_model_name="GPU")}.items():
+        write(record, here / f"{name}.json")
+    (here / "empty.json").write_bytes(b"")
+    (here / "foreign.json").write_text('{"schema": "asv/2"}')
+    with (here / "huge.json").open("wb") as file:
+        file.truncate(260_000_000)
+    tiny = json.loads((here / "a.json").read_bytes())
+    tiny["cases"][0]["metrics"][0]["samples"] = [5e-324] * 3
+    (here / "tiny.json").write_text(json.dumps(tiny))
+    shutil.copytree(model, here / "wrong")
+    config = json.loads((here / "wrong" / "config.json").read_bytes())
+    (here / "wrong" / "config.json").write_text(json.dumps(config | {"hidden_size": -8}))
+    with RunFolder(QuickstartConfig(output=here / "run", device="cpu", steps=3)) as run:
+        run.begin()
+        for step in range(4):
+            run.append({"step": step, "reward": 0.5})
+        run.checkpoint.mkdir()
+        (run.checkpoint / "manifest.json").write_text("{}")
+    shutil.copytree(here / "run", here / "damaged")
+    (here / "damaged" / "run.json").write_text("hello")
+    return here
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    files = (path for path in sorted(folder.rglob("*")) if path.name != "huge.json")
+    return {path: path.read_bytes() if path.is_file() else None for path in files}
+
+
+@pytest.fixture
+def here(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Each test leaves it as it was."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RLCORE_CACHE", str(model.parents[1]))
+    monkeypatch.setenv("RLCORE_DEVICE", "cpu")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before
+
+
+def test_there_are_150_of_them() -> None:
+    assert len({call for call, _ in USAGE + COMMANDS + CALLS}) == len(USAGE + COMMANDS + CALLS) >= 150
+
+
+def test_wrong_usage_names_what_is_wrong(here: Path) -> None:
+    for command, named in USAGE:
+        found = CliRunner().invoke(cli.app, shlex.split(command))
+        assert (found.exit_code, found.stdout) == (2, ""), command
+        last = found.stderr.splitlines()[-1]
+        assert last.startswith("Error: ") and named in last.lower(), command  # typer writes some in capitals
+
+
+@pytest.mark.parametrize(("command", "told"), COMMANDS)
+def test_a_wrong_command_is_one_line_and_harms_nothing(here: Path, command: str, told: str) -> None:
+    found = CliRunner().invoke(cli.app, shlex.split(command))
+    assert isinstance(found.exception, RlcoreError), found.exception
+    assert str(found.exception).startswith(told.format(here=here)), str(found.exception)
+    assert len(str(found.exception).splitlines()) == 1
+    assert found.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def names(model: Path) -> Iterator[dict[str, Any]]:
+    """Everything that ``CALLS`` name."""
+    with rlcore.meta_device():
+        module = policy_class(model).from_pretrained(model)
+    with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(model) as infer:
+        train.build(devices="cpu")
+        infer.build(devices="cpu")
+        outputs = infer.generate(["1+1=", "2+2="], {"n": 2, "max_tokens": 3, "ignore_eos": True})
+        batch = rlcore.collate(outputs, advantages=[1.0, 2.0, 3.0, 4.0])
+        state = train.state_dict()
+        yield {
+            **{name: getattr(rlcore, name) for name in rlcore.__all__},
+            **{value.__name__: value for value in (SamplingParams, IpcHandle, QuickstartConfig, Settings, Path)},
+            **{"ops": ops, "ppo_clip": ops.ppo_clip, "torch": torch, "read": read, "select_cases": select_cases},
+            **{"model": model, "train": train, "infer": infer, "outputs": outputs, "batch": batch, "state": state},
+            "build": lambda **options: rlcore.InferenceEngine(model).build(devices="cpu", **options),
+            "changed": lambda **entries: train.train_batch(batch | entries, ops.ppo_clip()),
+            "times": lambda factor: {name: value * factor for name, value in state.items()},
+            "device": rlcore.get_device("cpu"),
+            "ones": torch.ones(3),
+            "ids": torch.arange(3),
+        }
+
+
+def test_a_wrong_call_is_one_line_and_harms_nothing(here: Path, names: dict[str, Any]) -> None:
+    before = names["infer"].generate("1+1=", {"seed": 0, "max_tokens": 4})
+    for call, told in CALLS:
+        with pytest.raises(RlcoreError) as caught:
+            eval(call, names)
+        assert str(caught.value).startswith(told), f"{call}: {caught.value}"
+        assert len(str(caught.value).splitlines()) == 1, call
+    assert names["infer"].generate("1+1=", {"seed": 0, "max_tokens": 4}) == before
+    assert all(torch.equal(value, names["state"][name]) for name, value in names["train"].state_dict().items())
+    assert names["train"].train_batch(names["batch"], ops.ppo_clip())["num_tokens"] == 12
