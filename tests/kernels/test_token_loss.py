@@ -45,7 +45,9 @@ def inductor(test: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
+def _nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    # Inductor's files on disk do not say for which instruction set they are.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     yield
     torch.compiler.reset()
