@@ -13,6 +13,7 @@ from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 from rlcore.registry import get_device, registry
+from tests.accuracy import rounding
 
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 # on a host: at an accelerator's size they are for an accelerator's time
@@ -59,7 +60,7 @@ def test_the_accuracy_case_records_errors_of_everything() -> None:
     errors = {metric.name: metric.samples[-1] for metric in found.metrics if metric.name.endswith("_error")}
     names = ("logprob", "peaked_logprob", "entropy", "hidden_gradient", "weight_gradient")
     assert errors.keys() == {f"{name}_error" for name in names}
-    assert all(0 < error < 1e-4 for error in errors.values())
+    assert all(0 < error < 20 * rounding(1000) for error in errors.values())
 
 
 @pytest.mark.parametrize("head", ["0.5b", "14b", "1.7b"])

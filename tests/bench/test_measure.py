@@ -22,6 +22,7 @@ from rlcore.bench.trial import Sampling
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats
+from tests.accuracy import assert_same_bits
 
 QUICK = Sampling(min_samples=3, max_samples=6, budget_s=60.0, max_warmup=5)
 
@@ -58,7 +59,7 @@ def test_result_keeps_raw_samples_and_says_what_ran() -> None:
     def double() -> torch.Tensor:
         return torch.ones(4) * 2
 
-    result = run_one(contender(double, lambda output: torch.testing.assert_close(output, torch.full((4,), 2.0))))
+    result = run_one(contender(double, lambda output: assert_same_bits(output, torch.full((4,), 2.0))))
     assert (result.name, result.implementation, result.status, result.reason) == ("test/case", "double", "pass", "")
     assert (result.params, result.flops, result.bytes) == ({"T": 4}, 8, 16)
     assert len(result.samples("time")) == QUICK.max_samples
@@ -84,7 +85,7 @@ def test_short_runs_are_joined_into_one_sample() -> None:
     calls = []
     result = run_one(contender(lambda: calls.append(1)))
     assert result.runs_per_sample > 10
-    assert min(result.samples("time")) < 20e-6
+    assert min(result.samples("time")) * 1e6 < 20
     assert len(calls) == 1 + result.num_warmup + result.runs_per_sample * len(result.samples("time"))
 
 

@@ -85,7 +85,10 @@ COMMANDS = [
         "quickstart --resume --output run --seed 1",
         "cannot resume run: it holds a run with seed 0, not 1; give the same",
     ),
-    ("quickstart --resume --output run", "run/checkpoint has the format None; this rlcore reads 'rlcore.checkpoint"),
+    (
+        "quickstart --resume --output run",
+        "run/checkpoint/manifest.json has the format ''; this rlcore reads 'rlcore.checkpoint",
+    ),
     ("quickstart --resume --output damaged", "damaged/run.json cannot be read: JSON is malformed: invalid character"),
     ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
     ("devices cpu:999", "device 'cpu:999' does not exist; cpu has"),

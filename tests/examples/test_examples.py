@@ -18,6 +18,7 @@ from rlcore.bench.runner import Run as BenchRun
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
+from tests.accuracy import rounding
 from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def test_in_float32_the_sampler_says_what_the_trainer_says(run_example: Run) -> 
     assert [float(row.split()[0]) for row in rows] == [0.5, 1.0, 2.0]
     for row in rows:
         mean, p99, most = map(float, row.split()[2:5])
-        assert 0 < mean < p99 < most < 1e-4
+        assert 0 < mean < p99 < most < 20 * rounding(1000)
 
 
 def test_hardware_buyer_reads_a_record_made_here(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.accuracy import rounding
+
 
 @pytest.mark.slow
 @pytest.mark.vllm
@@ -23,6 +25,6 @@ def test_vllm_samples_what_the_trainer_says(tmp_path: Path) -> None:
     assert "starting the sampler, vllm" in result.stderr
     *_, first, second, third = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     for metrics in (first, second, third):
-        assert metrics["parity"] < 1e-3  # the largest difference of a log-prob, of all tokens of the step
+        assert metrics["parity"] < 100 * rounding(1000)  # the largest difference of a log-prob
         assert 0 < metrics["reward"] < 1
         assert metrics["offload_s"] < 3  # a cache of all the memory would take longer, each step

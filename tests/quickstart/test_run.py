@@ -24,6 +24,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.quickstart.model import quickstart_model
+from tests.accuracy import rounding
 from tests.warm import ENGINES, kill, warm
 
 SMALL = """
@@ -50,6 +51,10 @@ TIMINGS = re.compile(r"_s$")  # seconds of each phase, and tokens_per_s
 Start = Callable[..., "subprocess.Popen[str]"]
 
 pytestmark = pytest.mark.timeout(900)  # some tests have several runs
+
+
+PARITY = 20 * rounding(1000)
+"""Log-probabilities of logits up to 20, which are sums of sums: no more than 1,000 roundings one after the other."""
 
 
 @pytest.fixture(scope="session")
@@ -172,7 +177,7 @@ def test_every_step_has_its_line_of_metrics(finished: tuple[Path, str, str]) -> 
 def test_the_samplers_logprobs_are_the_trainers_in_every_step(finished: tuple[Path, str, str]) -> None:
     folder, _, stderr = finished
     parity = [line["parity"] for line in metrics(folder)[1:]]
-    assert 0 < max(parity) < 1e-4
+    assert 0 < max(parity) < PARITY
     assert f"parity {parity[-1]:.0e}" in stderr
 
 
@@ -521,7 +526,7 @@ def test_a_foreign_model_is_trained(start: Start, llama: Path, tmp_path: Path) -
     code, stdout, stderr = ended(start("--model", llama, "--steps", "2", "--output", tmp_path / "run"))
     assert code == 0, stderr
     assert len(stderr.splitlines()) == 3, stderr  # transformers says nothing of its own
-    assert max(line["parity"] for line in metrics(tmp_path / "run")[1:]) < 1e-4
+    assert max(line["parity"] for line in metrics(tmp_path / "run")[1:]) < PARITY
     assert "after 2 steps" in stdout
     trained = tmp_path / "run" / "model"
     assert AutoConfig.from_pretrained(trained).architectures == ["LlamaForCausalLM"]
@@ -572,4 +577,4 @@ def test_it_learns_from_rewards_and_from_nothing_else(start: Start, tmp_path: Pa
         assert after - before <= 0.05
     else:
         assert after >= 0.90
-    assert max(line["parity"] for line in steps[1:]) < 1e-4
+    assert max(line["parity"] for line in steps[1:]) < PARITY

@@ -386,7 +386,7 @@ def test_printing_costs_no_more_the_more_was_printed(monkeypatch: pytest.MonkeyP
     spent = [(seconds_of(1_000), seconds_of(10_000)) for _ in range(3)]
     assert len(lines) == 34_000
     few, many = map(min, zip(*spent, strict=True))  # a collection of garbage may come to any, and not to all
-    assert many < 40 * max(few, 1e-3), "ten times the lines"
+    assert many < 40 * max(few, 0.002), "ten times the lines"
 
 
 def test_a_long_line_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
