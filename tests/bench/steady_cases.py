@@ -60,19 +60,15 @@ def _on(size: int, operation: Callable[[Tensor], Tensor]) -> Callable[[], Callab
 
 _WORK = {
     "product_64": _product(64),
-    "product_128": _product(128),
-    "product_192": _product(192),
     "product_256": _product(256),
     "product_320": _product(320),
     "exp": _on(64, torch.exp),
     "softmax": _on(64, lambda x: x.softmax(1)),
     "sum": _on(256, lambda x: x.sum(1)),
-    "cumsum": _on(32, lambda x: x.cumsum(1)),
     "sort": _on(4, lambda x: x.sort(1).values),
     "add": _on(128, lambda x: x + x),
     "gelu": _on(32, torch.nn.functional.gelu),
     "layer_norm": _on(64, lambda x: torch.nn.functional.layer_norm(x, (1024,))),
-    "topk": _on(8, lambda x: x.topk(8).values),
 }
 
 

@@ -120,8 +120,9 @@ def test_limits_are_measured_when_absent_or_when_told_and_else_read(record: Reco
 def test_limits_of_a_host_that_others_used_meanwhile_say_so_and_are_not_used_again(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_HOST_MEMORY_BYTES", 1 << 24)
-    monkeypatch.setattr(module, "_HOST_PRODUCTS", ((256, 256, 256),))
+    monkeypatch.setattr(module, "_HOST_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_HOST_PRODUCTS", ((64, 64, 64),))
+    monkeypatch.setitem(module._BUDGET_S, "standard", 0.01)
     for share, expected in ((0.0, []), (0.5, ["shared: others used the host's processors"])):
         monkeypatch.setattr(telemetry.Monitor, "_host_share_of_others", lambda self, share=share: share)
         found = calibrate(get_device("cpu"), "standard")

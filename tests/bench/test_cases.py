@@ -85,7 +85,9 @@ def test_kernel_case_refuses_a_wrong_result(name: str) -> None:
             only.check(wrong if isinstance(output, torch.Tensor) else changed)
 
 
-@pytest.mark.parametrize("name", ["packed_attention/even", "packed_attention/uneven"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("packed_attention/even", marks=pytest.mark.slow), "packed_attention/uneven"]
+)
 def test_packed_attention_is_measured_beside_padding_and_a_leak_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from rlcore.bench.export import read_any, to_csv, to_pytest_benchmark
 from rlcore.bench.result import Record, read, write
 from rlcore.cli_bench import bench
 from rlcore.errors import BenchError
+from tests.warm import run_warm
 
 
 def test_csv_has_a_line_for_each_metric_and_for_each_result_without_one() -> None:
@@ -116,12 +117,9 @@ def micro(tmp_path: Path) -> Callable[..., Any]:
 
     def run(*arguments: str, count: int = 3000) -> Any:
         (tmp_path / "test_micro.py").write_text(SLOW_BY_HALF.format(count=count, extra=""))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "rlcore.bench.pytest_plugin", "--benchmark-only"]
+        command = ["-m", "pytest", "-q", "-p", "rlcore.bench.pytest_plugin", "--benchmark-only"]
         timing = ["--benchmark-max-time=0.3", "--benchmark-min-rounds=30"]
-        return subprocess.run(
-            [*command, *timing, "test_micro.py", *arguments],
-            capture_output=True, text=True, cwd=tmp_path, timeout=250, check=False,
-        )  # fmt: skip
+        return run_warm([*command, *timing, "test_micro.py", *arguments], cwd=tmp_path)
 
     return run
 

@@ -27,9 +27,13 @@ ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_cases.py")))
 
 
+HEARD: list[str] = []
+"""The steps that the child of all tests here has told of."""
+
+
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Isolated]:
-    with Isolated("cpu", COMMAND) as found:
+    with Isolated("cpu", COMMAND, on_step=HEARD.append) as found:
         yield found
 
 
@@ -122,6 +126,7 @@ def group() -> Iterator[Path]:
         folder.rmdir()
 
 
+@pytest.mark.slow
 def test_kill_by_the_system_for_want_of_memory_is_oom_and_the_run_goes_on(
     group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +151,18 @@ def test_case_that_crashes_when_it_is_asked_where_it_is_was_late_before(isolated
     assert (cut.status, cut.reason) == ("skipped", "the time that the run had (--within) ended 1 s into it")
 
 
-def test_case_that_ends_early_has_said_what_it_had_begun() -> None:
-    heard: list[str] = []
-    with Isolated("cpu", COMMAND, on_step=heard.append) as isolated:
-        (killed,) = isolated.run_case(CASES["faulty/in_steps"], ONCE)
-        assert [re.sub(r"^\d+ s ", "", step) for step in heard] == ["the first thing", "dies", "the second thing"]
-        told = f"; it had begun: {', '.join(heard)}"
-        assert (killed.status, killed.reason) == ("fail", f"its process was killed by SIGKILL{told}")
-        slow = dataclasses.replace(CASES["faulty/hangs"], timeout_s=60.0)
-        (cut,) = isolated.run_case(slow, ONCE, left_s=0.5)
-        assert "begun" not in cut.reason, "that was the case before"
+def test_case_that_ends_early_has_said_what_it_had_begun(isolated: Isolated) -> None:
+    HEARD.clear()
+    (killed,) = isolated.run_case(CASES["faulty/in_steps"], ONCE)
+    assert [re.sub(r"^\d+ s ", "", step) for step in HEARD] == ["the first thing", "dies", "the second thing"]
+    told = f"; it had begun: {', '.join(HEARD)}"
+    assert (killed.status, killed.reason) == ("fail", f"its process was killed by SIGKILL{told}")
+    slow = dataclasses.replace(CASES["faulty/hangs"], timeout_s=60.0)
+    (cut,) = isolated.run_case(slow, ONCE, left_s=0.5)
+    assert "begun" not in cut.reason, "that was the case before"
 
 
+@pytest.mark.slow
 def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:
     assert isolated.run_case(CASES["faulty/right"], ONCE)[0].status == "pass"
     assert isolated._child is not None
@@ -167,12 +172,10 @@ def test_child_that_was_killed_is_started_again(isolated: Isolated) -> None:
     assert isolated.run_case(CASES["faulty/right"], ONCE)[0].status == "pass"
 
 
-def test_device_that_cannot_be_described_is_an_error() -> None:
-    with (
-        Isolated("cuda:99", COMMAND) as absent,
-        pytest.raises(BenchError, match=r"^cannot describe the device cuda:99"),
-    ):
-        absent.new_record("quick")
+def test_device_that_cannot_be_described_is_an_error(isolated: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "_device_name", "cuda:99")
+    with pytest.raises(BenchError, match=r"^cannot describe the device cuda:99"):
+        isolated.new_record("quick")
 
 
 @pytest.mark.gpu
@@ -184,6 +187,7 @@ def test_cases_of_a_gpu_run_in_processes_of_their_own_one_after_the_other() -> N
             assert {result.status for result in isolated.run_case(load_cases()[name], ONCE)} == {"pass"}
 
 
+@pytest.mark.slow
 def test_kill_of_the_run_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code = (

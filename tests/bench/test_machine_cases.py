@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,10 +173,8 @@ def test_attention_passes_and_a_wrong_one_is_refused(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- collectives
 
 
-@pytest.mark.parametrize("op", [
-    "all_reduce",
-    *(pytest.param(op, marks=pytest.mark.slow) for op in ("all_gather", "reduce_scatter", "broadcast", "all_to_all")),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"])
 def test_collective_passes_over_gloo(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = load_cases()[f"collectives/{op}"]
     monkeypatch.setattr(collectives, "_SMALL", (8, 4096))
@@ -230,14 +229,12 @@ def test_rollout_counts_tokens_and_refuses_missing_ones() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused() -> None:
-    for _ in range(3):  # what lies between two phases always takes nothing, unless others have the processor then
-        (result,) = passed("rl/step")
-        found = metrics(result)
-        phases = {name: found[name] for name in reinforcement.PHASES}
-        if sum(phases.values()) == pytest.approx(found["time"], rel=0.1):
-            break
-    assert sum(phases.values()) == pytest.approx(found["time"], rel=0.1)
+def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.process_time)  # what others have of the processor does not count
+    (result,) = passed("rl/step")
+    found = metrics(result)
+    phases = {name: found[name] for name in reinforcement.PHASES}
+    assert 0.9 * found["time"] < sum(phases.values()) <= found["time"]
     useful = sum(phases[name] for name in ("generate", "old_logprob", "update"))
     assert found["bubble"] == pytest.approx(1 - useful / found["time"])
     assert found["new_tokens"] * found["generate"] == pytest.approx(found["trained_tokens"] * found["time"])

@@ -10,16 +10,19 @@ import pytest
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import offload
 from rlcore.bench.measure import run_case
+from rlcore.bench.trial import Sampling
 from rlcore.engines.offload.arena import arena_of
 from rlcore.engines.offload.cargo import Departure
 from rlcore.registry import get_device
 
+ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 CONTENDERS = {
     "offload/cycle": ["arena"],
     "offload/first": ["arena", "arena_reserved", "torch_pin_memory"],
     "offload/swap": ["swap", "one_after_the_other"],
     "offload/five_engines": ["swap", "one_after_the_other"],
 }
+BY_DEFAULT = ("offload/cycle", "offload/first")
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +32,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     arena_of(get_device("cpu")).trim()
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in CONTENDERS]
+)
 def test_offload_case_passes_and_gives_shares_of_the_link(name: str) -> None:
-    results = run_case(load_cases()[name], get_device("cpu"))
+    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
     assert [(result.implementation, result.status, result.reason) for result in results] == [
         (contender, "pass", "") for contender in CONTENDERS[name]
     ]
@@ -42,7 +47,9 @@ def test_offload_case_passes_and_gives_shares_of_the_link(name: str) -> None:
             assert all(rate / link == pytest.approx(share) for rate, link, share in shares)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in CONTENDERS]
+)
 def test_offload_case_refuses_other_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     has_left = Departure.has_left
 

@@ -106,6 +106,7 @@ except t.BenchError as error:
 """
 
 
+@pytest.mark.slow
 def test_disk_that_fills_up_ends_the_run_and_what_was_done_survives(tmp_path: Path) -> None:
     """On a file system of 256 KiB, mounted where no other process sees it."""
     alone = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -8,12 +8,15 @@ import pytest
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.measure import run_case
+from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
 pytest.importorskip("transformers")
 
 trainer_offload = pytest.importorskip("rlcore.bench.cases.trainer_offload")
 training = pytest.importorskip("rlcore.bench.cases.training")
+
+ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +33,13 @@ CONTENDERS = {
     "offload/trainer": [("engine", None)],
     "offload/training": [("no offload", None), ("offload after each step", None)],
 }
-SLOW = ("offload/training", "train/materialize")
+SLOW = ("offload/trainer", "offload/training", "train/materialize")
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONTENDERS])
 def test_case_passes_on_a_host(name: str) -> None:
-    results = run_case(load_cases()[name], get_device("cpu"))
+    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
     assert [(one.implementation, one.params.get("lengths"), one.status, one.reason) for one in results] == [
         (contender, lengths, "pass", "") for contender, lengths in CONTENDERS[name]
     ]
@@ -61,6 +64,7 @@ def _other_loss(loss_fn: Any) -> Any:
     return other
 
 
+@pytest.mark.slow
 def test_a_model_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     materialize = pytest.importorskip("rlcore.bench.cases.materialize")
     work = load_cases()["train/materialize"].prepare(get_device("cpu"))

@@ -22,6 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow
 def test_each_way_brings_the_new_values_to_the_other_process() -> None:
     work = weight_sync._prepare(TINY._replace(experts=0), get_device("cpu"))
     ways = {contender.implementation: contender for contender in work.contenders}
