@@ -313,13 +313,14 @@ def test_the_first_choice_within_a_checkpointed_layer_under_autocast(decoder: De
         gradients(decoder, run(decoder))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 @pytest.mark.timeout(900)  # the compiler takes minutes where ten others want the processor
 @pytest.mark.parametrize(
     ("model_type", "backend", "layer_types"),
     [
         ("gemma2", "eager", ["sliding_attention"]),
-        pytest.param("qwen2", "aot_eager", ["sliding_attention", "full_attention"], marks=pytest.mark.slow),
+        ("qwen2", "aot_eager", ["sliding_attention", "full_attention"]),
     ],
 )
 def test_compiled_blocks(model_type: str, backend: str, layer_types: list[str]) -> None:

@@ -414,6 +414,7 @@ def test_a_copy_that_does_not_fit_is_refused_with_the_numbers(
     assert engine.load(tmp_path) == {"step": 1}
 
 
+@pytest.mark.slow
 def test_a_worker_killed_as_it_writes_in_the_background(
     policy: Any, qwen2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_in_float32_the_sampler_says_what_the_trainer_says(run_example: Run) -> 
         assert 0 < mean < p99 < most < 20 * rounding(1000)
 
 
+@pytest.mark.slow
 def test_hardware_buyer_reads_a_record_made_here(
     run_example: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
