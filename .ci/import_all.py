@@ -6,6 +6,7 @@ Fails too when a module of the checkout did not reach the installation.
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -15,10 +16,10 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(rlcore.__file__).resolve().parent
 NEEDS = {
     "rlcore.bench.pytest_plugin": "pytest",
-    "rlcore.engines.executors.kv_cache": "transformers",
-    "rlcore.kernels.linear_rows": "triton",
-    "rlcore.kernels.linear_tiled": "triton",
-    "rlcore.kernels.tile_budget": "triton",
+    "rlcore.engines.sampling.hf.kv_cache": "transformers",
+    "rlcore.kernels.linear.rows": "triton",
+    "rlcore.kernels.linear.tiled": "triton",
+    "rlcore.kernels.linear.tile_budget": "triton",
     "rlcore.packed.attention": "transformers",
     "rlcore.packed.choice": "transformers",
     "rlcore.packed.implementations": "transformers",
@@ -43,7 +44,7 @@ if missing:
     sys.exit(f"not in the installation: {', '.join(sorted(missing))}")
 
 NEEDS |= {name: "pytest" for name in expected if name.startswith("rlcore.conformance.")}
-NEEDS |= {name: "triton" for name in expected if name.startswith("rlcore.kernels.triton_")}
+NEEDS |= {name: "triton" for name in expected if re.match(r"rlcore\.kernels\.\w+\.triton", name)}
 left_out = {name for name, package in NEEDS.items() if importlib.util.find_spec(package) is None}
 for name in sorted(expected - left_out):
     importlib.import_module(name)

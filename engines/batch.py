@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, takes
-from rlcore.engines.completion import RequestOutput
+from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from rlcore.arguments import COUNT, FLAG, optional, takes
-from rlcore.engines.build_options import check_executor_options
+from rlcore.engines.executors.options import check_executor_options
 from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter

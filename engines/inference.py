@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlcore.arguments import FLAG, PATH, TEXT, optional, takes
-from rlcore.engines.completion import RequestOutput
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
-from rlcore.engines.executors.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.progress import progress_bar
 from rlcore.engines.residency import Move, State
-from rlcore.engines.sampling_params import SamplingParams
-from rlcore.engines.serving import AsynchronousRequests, Calls, Serving, check_prompts, cost_of, spread
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.progress import progress_bar
+from rlcore.engines.sampling.prompts import ParamsLike, Prompt, params_of_each, prompts_of
+from rlcore.engines.sampling.serving import AsynchronousRequests, Calls, Serving, check_prompts, cost_of, spread
 from rlcore.errors import StateError, SyncError
 
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
 from rlcore.engines.batch import to_packed
-from rlcore.engines.checkpoints.checkpointed import CheckpointedEngine
+from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
-from rlcore.engines.micro_batch import check_finite, check_tokens, shares
+from rlcore.engines.fsdp2.micro_batch import check_finite, check_tokens, shares
+from rlcore.engines.fsdp2.step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_order_of_rows, split_arguments
 from rlcore.engines.residency import State
-from rlcore.engines.sync.options import Checksums, RoundOptions
-from rlcore.engines.sync.place import Route
-from rlcore.engines.train_step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
-from rlcore.engines.weight_sync import WeightSync, as_targets
+from rlcore.engines.weight_sync.endpoint import Route
+from rlcore.engines.weight_sync.engines import WeightSync, as_targets
+from rlcore.engines.weight_sync.options import Checksums, RoundOptions
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.token_weights import Mode
-from rlcore.kernels.token_weights import token_weights as make_token_weights
+from rlcore.kernels.token.weights import Mode
+from rlcore.kernels.token.weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlcore.arguments import LIST, TEXT, WHOLE, Kind, kind_of, optional, takes
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.edges import rising_edges
+from rlcore.kernels.cu_seqlens import rising_edges
 from rlcore.kernels.operands import TENSOR, TENSORS, check_binary, check_tensor
 
 _LENGTHS = Kind(

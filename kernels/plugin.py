@@ -9,39 +9,44 @@ from rlcore.hookspecs import RegisterOp, hookimpl
 if TYPE_CHECKING:
     from rlcore.kernels.dispatch import Query
 
-_OPERATORS = ("token_logprob", "linear_logprob", "linear_loss")
+_LOGPROB_OPERATORS = {
+    "token_logprob": "token.logprob",
+    "linear_logprob": "linear.logprob",
+    "linear_loss": "linear.loss",
+}
 _RECURRENCES = ("gae", "discounted_return")
 _TRITON = (
-    ("token_logprob", "triton", 20, "triton_rows:token_logprob_triton", "rows_refusal"),
-    ("linear_logprob", "rows", 20, "linear_rows:linear_logprob_rows", "rows_refusal"),
-    ("linear_loss", "rows", 20, "linear_rows:linear_loss_rows", "rows_refusal"),
-    ("linear_logprob", "tiled", 30, "linear_tiled:linear_logprob_tiled", "tiled_refusal"),
-    ("linear_loss", "tiled", 30, "linear_tiled:linear_loss_tiled", "tiled_refusal"),
-    ("group_advantage", "triton", 20, "triton_advantages:group_advantage_triton", "groups_refusal"),
-    ("gae", "triton", 20, "triton_returns:gae_triton", "scans_refusal"),
-    ("discounted_return", "triton", 20, "triton_returns:discounted_return_triton", "scans_refusal"),
-    ("strided_copy", "triton", 20, "triton_strided_copy:TritonCopies", "copies_refusal"),
+    ("token_logprob", "triton", 20, "token.triton_rows:token_logprob_triton", "rows_refusal"),
+    ("linear_logprob", "rows", 20, "linear.rows:linear_logprob_rows", "rows_refusal"),
+    ("linear_loss", "rows", 20, "linear.rows:linear_loss_rows", "rows_refusal"),
+    ("linear_logprob", "tiled", 30, "linear.tiled:linear_logprob_tiled", "tiled_refusal"),
+    ("linear_loss", "tiled", 30, "linear.tiled:linear_loss_tiled", "tiled_refusal"),
+    ("group_advantage", "triton", 20, "returns.triton_group_advantage:group_advantage_triton", "groups_refusal"),
+    ("gae", "triton", 20, "returns.triton_scan:gae_triton", "scans_refusal"),
+    ("discounted_return", "triton", 20, "returns.triton_scan:discounted_return_triton", "scans_refusal"),
+    ("strided_copy", "triton", 20, "strided_copy.triton_copy:TritonCopies", "copies_refusal"),
 )
-"""Operator, name, priority, path and predicate. For any device type: ``target`` asks what Triton builds for here."""
+"""Operator, name, priority, path and predicate. ``triton_target`` says what Triton builds for the device at hand."""
 
 
 @hookimpl
 def rlcore_register_ops(register: RegisterOp) -> None:
-    for op in _OPERATORS:
-        for name, priority in (("reference", 0), ("chunked", 10)):
-            path = f"rlcore.kernels.{op}:{op}_{name}"
-            register(op, "*", path, name=name, priority=priority, when=f"{__name__}:{name}_refusal")
-    register("group_advantage", "*", "rlcore.kernels.advantages:group_advantage_reference", name="reference")
+    def builtin(op: str, name: str, priority: int, path: str, when: str | None = None) -> None:
+        when = when and f"rlcore.kernels.{when}"
+        register(op, "*", f"rlcore.kernels.{path}", name=name, priority=priority, when=when)
+
+    for op, module in _LOGPROB_OPERATORS.items():
+        builtin(op, "reference", 0, f"{module}:{op}_reference", "plugin:reference_refusal")
+        builtin(op, "chunked", 10, f"{module}:{op}_chunked", "plugin:chunked_refusal")
     for op in ("linear_logprob", "linear_loss"):
-        path = f"rlcore.kernels.vocab_parallel:{op}_vocab_parallel"
-        when = f"{__name__}:vocab_parallel_refusal"
-        register(op, "*", path, name="vocab_parallel", priority=15, when=when)
-    register("strided_copy", "*", "rlcore.kernels.strided_copy:ViewCopies", name="views")
+        builtin(op, "vocab_parallel", 15, f"linear.vocab_parallel:{op}_vocab_parallel", "plugin:vocab_parallel_refusal")
     for op in _RECURRENCES:
-        for name, priority in (("reference", 0), ("scan", 10)):
-            register(op, "*", f"rlcore.kernels.returns:{op}_{name}", name=name, priority=priority)
-    for op, name, priority, path, when in _TRITON:
-        register(op, "*", f"rlcore.kernels.{path}", name=name, priority=priority, when=f"rlcore.kernels.target:{when}")
+        builtin(op, "reference", 0, f"returns.scan:{op}_reference")
+        builtin(op, "scan", 10, f"returns.scan:{op}_scan")
+    builtin("group_advantage", "reference", 0, "returns.group_advantage:group_advantage_reference")
+    builtin("strided_copy", "views", 0, "strided_copy.op:ViewCopies")
+    for op, name, priority, path, refusal in _TRITON:
+        builtin(op, name, priority, path, f"triton_target:{refusal}")
 
 
 def reference_refusal(query: Query) -> str | None:

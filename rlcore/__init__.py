@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rlcore.engines.batch import collate as collate
     from rlcore.engines.inference import InferenceEngine as InferenceEngine
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
-    from rlcore.engines.offload.resident import offloaded as offloaded
+    from rlcore.engines.offload.group import offloaded as offloaded
     from rlcore.engines.runtime import init as init
     from rlcore.engines.swapping.swap import swap as swap
-    from rlcore.engines.sync.standalone import WeightReceiver as WeightReceiver
-    from rlcore.engines.sync.standalone import WeightSender as WeightSender
     from rlcore.engines.train import TrainEngine as TrainEngine
+    from rlcore.engines.weight_sync.api import WeightReceiver as WeightReceiver
+    from rlcore.engines.weight_sync.api import WeightSender as WeightSender
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
     from rlcore.meta import meta_device as meta_device
@@ -33,15 +33,15 @@ _HOME = {
     "NeedParallel": "rlcore.engines.need_parallel",
     "RlcoreError": "rlcore.errors",
     "TrainEngine": "rlcore.engines.train",
-    "WeightReceiver": "rlcore.engines.sync.standalone",
-    "WeightSender": "rlcore.engines.sync.standalone",
+    "WeightReceiver": "rlcore.engines.weight_sync.api",
+    "WeightSender": "rlcore.engines.weight_sync.api",
     "collate": "rlcore.engines.batch",
     "get_device": "rlcore.registry",
     "hookimpl": "rlcore.hookspecs",
     "init": "rlcore.engines.runtime",
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.meta",
-    "offloaded": "rlcore.engines.offload.resident",
+    "offloaded": "rlcore.engines.offload.group",
     "swap": "rlcore.engines.swapping.swap",
 }
 

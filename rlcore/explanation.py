@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from rlcore.errors import InvalidInputError, MissingDependencyError
-from rlcore.kernels.advantages import MODES
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import FLOATS
+from rlcore.kernels.returns.group_advantage import MODES
 from rlcore.registry import get_device, registry
 from rlcore.tensor_data import dtype_name
 

@@ -21,10 +21,10 @@ ELSEWHERE = {
     "rlcore.devices.ascend.attention": "tests/devices/ascend under torch_npu",
     "rlcore.devices.ascend.norm": "tests/devices/ascend under torch_npu",
     "rlcore.doctor.examine": "`rlcore doctor`, in processes of tests/doctor",
-    "rlcore.engines.executors.vllm.plugin": "vLLM's processes, in tests/engines/vllm",
+    "rlcore.engines.sampling.vllm.plugin": "vLLM's processes, in tests/engines/sampling/vllm",
     "rlcore.engines.launchers.child": "worker processes, in tests/engines/launchers",
-    "rlcore.kernels.linear_rows": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
-    "rlcore.kernels.linear_tiled": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
+    "rlcore.kernels.linear.rows": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
+    "rlcore.kernels.linear.tiled": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
 }
 """Modules, or packages of them, that are imported in other processes than those of the tests -> where."""
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from rlcore.bench.case import Quantity
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
-from rlcore.kernels.linear_logprob import linear_logprob
-from rlcore.kernels.linear_loss import linear_loss
+from rlcore.kernels.linear.logprob import linear_logprob
+from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.interface import LossFn
-from rlcore.kernels.rows import Logprobs
+from rlcore.kernels.softmax_rows import Logprobs
 from rlcore.registry import registry
 from rlcore.tensor_data import dtype_name
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import HEADS, Inputs, Size, assert_close, implementations
 from rlcore.device import Device
-from rlcore.kernels.linear_loss import linear_loss
+from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.combine import combine
 from rlcore.kernels.losses.gmpo import gmpo
 from rlcore.kernels.losses.gspo import gspo

@@ -17,13 +17,13 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
 from rlcore.device import Device
-from rlcore.kernels.advantages import group_advantage
-from rlcore.kernels.loss_in_chunks import LossOutput
+from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.combine import combine
 from rlcore.kernels.losses.penalty import entropy_bonus, kl
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.kernels.returns import discounted_return, gae
-from rlcore.kernels.token_loss import token_loss
+from rlcore.kernels.returns.group_advantage import group_advantage
+from rlcore.kernels.returns.scan import discounted_return, gae
+from rlcore.kernels.token.loss import token_loss
 from rlcore.registry import registry
 
 _HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24

@@ -27,10 +27,10 @@ from rlcore.bench.cases.kernel_inputs import (
 )
 from rlcore.bench.cases.kernel_peers import Score, linear_logprob_peers, token_logprob_peers
 from rlcore.device import Device
-from rlcore.kernels.linear_logprob import linear_logprob
+from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.losses.interface import PerToken, TermOutput
-from rlcore.kernels.rows import Logprobs
-from rlcore.kernels.token_logprob import token_logprob
+from rlcore.kernels.softmax_rows import Logprobs
+from rlcore.kernels.token.logprob import token_logprob
 
 _Output = tuple[Tensor | None, ...]
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.device import Device
-from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.group import Resident, exchange, optimizer_tensors
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_limits import cgroup_limits
-from rlcore.engines.offload.resident import Resident, exchange, optimizer_tensors
 from rlcore.types import OffloadReport
 
 _CYCLE_SHARE = 0.65

@@ -20,8 +20,8 @@ from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
-from rlcore.kernels.advantages import group_advantage
 from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.kernels.returns.group_advantage import group_advantage
 from rlcore.meta import meta_device
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.tensor_data import dtype_name

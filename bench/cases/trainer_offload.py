@@ -19,9 +19,9 @@ from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, policy, policy_class
 from rlcore.bench.cases.offload import Link, room_of_host
 from rlcore.device import Device
-from rlcore.engines.offload.arena import BLOCK_BYTES, arena_of
-from rlcore.engines.offload.resident import optimizer_tensors
-from rlcore.engines.sharding import local_part
+from rlcore.engines.fsdp2.sharding import local_part
+from rlcore.engines.offload.group import optimizer_tensors
+from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.types import OffloadReport

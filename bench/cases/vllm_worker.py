@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.device import Device
-from rlcore.engines.executors.vllm.share import Share
-from rlcore.engines.executors.vllm.worker import VllmWorker
-from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.storages import bytes_of
-from rlcore.engines.sync.proof import checksums
+from rlcore.engines.sampling.vllm.executor import VllmWorker
+from rlcore.engines.sampling.vllm.shard import Share
+from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.errors import UnsupportedError
 from rlcore.registry import registry
 from rlcore.types import IpcHandle

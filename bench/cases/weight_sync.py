@@ -22,15 +22,15 @@ from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.resident import offloaded
-from rlcore.engines.sync.holding import ModuleHolding
-from rlcore.engines.sync.options import RoundOptions
-from rlcore.engines.sync.parties import LocalParties, WorkerParties, call_each
-from rlcore.engines.sync.place import Route
-from rlcore.engines.sync.receiver import Receiver
-from rlcore.engines.sync.round import Rounds
-from rlcore.engines.sync.sender import Sender
-from rlcore.engines.sync.target import Target
+from rlcore.engines.offload.group import offloaded
+from rlcore.engines.weight_sync.channels.peers import LocalParties, WorkerParties, call_each
+from rlcore.engines.weight_sync.endpoint import Route
+from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.options import RoundOptions
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.engines.weight_sync.sender import Sender
+from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.target import Target
 from rlcore.nn import TrainModule
 from rlcore.types import IpcHandle, SyncReport
 from rlcore.weights.view import WeightView

@@ -19,7 +19,7 @@ from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.strided_copy import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import Copies, StridedPiece
 from rlcore.tensor_data import dtype_name
 
 _ALIGNMENT = 256

@@ -9,11 +9,11 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
+from rlcore.collectives.gather_bytes import exchange_bytes
 from rlcore.device import Device
 from rlcore.engines.checkpoints import checkpoint
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.damage import DamageError
-from rlcore.engines.sync.exchange import exchange_bytes
 from rlcore.errors import CheckpointError
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.engines.checkpoints.saved_tensor import parts_of
+from rlcore.engines.checkpoints.snapshot import Snapshot
 from rlcore.engines.checkpoints.tensor_file import Stamp
 from rlcore.engines.checkpoints.train_state import Captured
-from rlcore.engines.offload.snapshot import Snapshot
 from rlcore.errors import CheckpointError, DeviceError
 
 

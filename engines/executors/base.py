@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlcore.engines.completion import RequestOutput
-from rlcore.engines.executors.prompts import Prompt
-from rlcore.engines.executors.waiting import PauseMode
 from rlcore.engines.executors.worker import Worker
-from rlcore.engines.micro_batch import Share
-from rlcore.engines.sampling_params import SamplingParams
-from rlcore.engines.train_step import LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.fsdp2.micro_batch import Share
+from rlcore.engines.fsdp2.step import LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt
+from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import TrainModule
 from rlcore.weights.view import Adapters

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.resident import Exchange, Resident, exchange
-from rlcore.engines.offload.transfer import Grant, Progress
+from rlcore.engines.offload.copy import Grant, Progress
+from rlcore.engines.offload.group import Exchange, Resident, exchange
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.residency import Move
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.residency import Move
-from rlcore.engines.swapping.party import Step, parties_of
-from rlcore.engines.swapping.turns import take_turns
+from rlcore.engines.swapping.participants import Step, parties_of
+from rlcore.engines.swapping.round_robin import take_turns
 from rlcore.errors import InvalidInputError
 
 Entry = tuple[Engine, str | Sequence[str]]

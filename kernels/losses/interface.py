@@ -40,7 +40,7 @@ from torch import Tensor
 
 from rlcore.arguments import Kind
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.edges import check_edges
+from rlcore.kernels.cu_seqlens import check_edges
 
 PerToken = Mapping[str, Tensor]
 TermOutput = tuple[Tensor, dict[str, Tensor]]

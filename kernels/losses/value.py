@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.loss_in_chunks import LossOutput
+from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs
 from rlcore.kernels.operands import check_constant, check_float, check_positive, check_same_device, check_shape
-from rlcore.kernels.rows import wide_dtype
+from rlcore.kernels.softmax_rows import wide_dtype
 
 
 def value_loss(

@@ -18,10 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import rlcore
-from rlcore.engines.completion import RequestOutput
-from rlcore.engines.executors.prompts import ParamsLike
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.need_parallel import NeedParallel
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.engines.train import TrainEngine
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.meta import meta_device

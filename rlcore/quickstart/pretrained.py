@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlcore.engines.pretrained import check_model_folder, load_tokenizer
+from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.errors import CheckpointError, MissingDependencyError, one_line
 
 

@@ -11,8 +11,8 @@ from rlcore.bench.case import load_cases
 from rlcore.bench.cases import offload
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
-from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.cargo import Departure
+from rlcore.engines.offload.chunks import Departure
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.registry import get_device
 
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)

@@ -93,7 +93,7 @@ def test_offload_that_keeps_host_memory_is_refused(grown_mib: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_offload_that_brings_other_values_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.offload.cargo import Departure
+    from rlcore.engines.offload.chunks import Departure
 
     has_left = Departure.has_left
 

@@ -12,7 +12,7 @@ from rlcore.bench.cases import weight_sync_copies
 from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
-from rlcore.kernels.strided_copy import ViewCopies
+from rlcore.kernels.strided_copy.op import ViewCopies
 from rlcore.registry import get_device
 
 NAMES = [f"weight_sync/copies/{name}" for name in ("7b", "7b_float32", "7b_tp2", "30b_a3b")]

@@ -18,10 +18,10 @@ import torch
 from rlcore.bench.case import Case, Work, load_cases
 from rlcore.bench.cases import vllm_pair, vllm_worker, weight_sync_vllm
 from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model
-from rlcore.engines.pretrained import check_model_folder
-from rlcore.engines.weight_source import in_files
+from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
+from rlcore.weights.source import in_files
 
 CASES = ["7b", "7b_2_to_tp2", "7b_4_to_tp2_dp2", "30b_a3b", "30b_a3b_2_to_tp2", "30b_a3b_4_to_tp2_dp2"]
 

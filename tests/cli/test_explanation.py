@@ -10,8 +10,10 @@ import torch
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.explanation import OPTIONS, explain
-from rlcore.kernels import advantages, head_task, logit_task
 from rlcore.kernels.dispatch import choose
+from rlcore.kernels.linear import problem as head_task
+from rlcore.kernels.returns import group_advantage as advantages
+from rlcore.kernels.token import problem as logit_task
 from rlcore.packed.attention import packed_hidden_states
 from rlcore.registry import registry
 

@@ -18,7 +18,7 @@ import rlcore
 from rlcore import cli, ops
 from rlcore.bench.case import select_cases
 from rlcore.bench.result import read, write
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.model import quickstart_model

@@ -12,7 +12,7 @@ import pytest
 
 from rlcore.doctor import ascend, packages
 from rlcore.doctor.packages import TorchBuild
-from rlcore.engines.executors.vllm import ascend as executor
+from rlcore.engines.sampling.vllm import ascend as executor
 from tests.devices.ascend.test_contract import CLAIMED
 
 

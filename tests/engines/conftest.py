@@ -21,7 +21,7 @@ import torch
 import rlcore
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
-from rlcore.engines.sync.control_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines import block_compiler
-from rlcore.engines.block_compiler import BlockCompiler
-from rlcore.engines.sharding import Sharding, shard
+from rlcore.engines.fsdp2 import block_compiler
+from rlcore.engines.fsdp2.block_compiler import BlockCompiler
+from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.nn import TrainModule
 from tests.accuracy import assert_as_accurate, assert_within_rounding
 

@@ -23,11 +23,11 @@ from rlcore.engines.checkpoints import checkpoint, manifest
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.saved_tensor import Part, parts_of
 from rlcore.engines.checkpoints.saving import Saver
+from rlcore.engines.checkpoints.snapshot import Snapshot
 from rlcore.engines.checkpoints.tensor_file import Stamp
 from rlcore.engines.checkpoints.train_state import Captured
-from rlcore.engines.offload import arena as arena_module
-from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.snapshot import Snapshot
+from rlcore.engines.offload import host_arena as arena_module
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines.train_step import _clip_and_step
+from rlcore.engines.fsdp2.step import _clip_and_step
 from tests.accuracy import assert_same_bits, assert_within_rounding
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

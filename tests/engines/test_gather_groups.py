@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlcore.engines.gather_groups import complete_hooks, gather_groups
+from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.pretrained import check_model_folder, load_tokenizer
+from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.errors import CheckpointError
 
 Copy = Callable[[Path], Path]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError
 
 

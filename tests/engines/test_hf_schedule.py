@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rlcore.engines.executors.schedule import Sample, batches, expand
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sampling.hf.schedule import Sample, batches, expand
+from rlcore.engines.sampling.params import SamplingParams
 
 
 def samples_of(lengths: list[int], *, n: int = 1, max_tokens: int = 4) -> list[Sample]:

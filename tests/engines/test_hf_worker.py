@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines.completion import RequestOutput, VersionSpan
-from rlcore.engines.executors.hf import HfWorker
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sampling.completion import RequestOutput, VersionSpan
+from rlcore.engines.sampling.hf.executor import HfWorker
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
@@ -106,7 +106,7 @@ def test_greedy_equals_transformers_for_each_prompt_alone(folder: str, request: 
 def test_prompts_longer_than_one_prefill_pass_give_the_same(worker: HfWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"temperature": 0.0, "max_tokens": 8}
     whole = worker.generate(PROMPTS, params, version=0)
-    monkeypatch.setattr("rlcore.engines.executors.decoding._MAX_PREFILL_TOKENS", 10)  # two columns a pass
+    monkeypatch.setattr("rlcore.engines.sampling.hf.decoding._MAX_PREFILL_TOKENS", 10)  # two columns a pass
     parts = worker.generate(PROMPTS, params, version=0)
     assert tokens(parts) == tokens(whole)
 

@@ -22,9 +22,9 @@ import sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from rlcore.engines import weight_source
-from rlcore.engines.materialize import materialize
-from rlcore.engines.sharding import Sharding, shard
+from rlcore.weights import source as weight_source
+from rlcore.engines.fsdp2.materialize import materialize
+from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.meta import meta_device
 from rlcore.nn import TrainModule
 
@@ -81,9 +81,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter
 import rlcore
-from rlcore.engines import weight_source
-from rlcore.engines.materialize import materialize
-from rlcore.engines.sharding import Sharding, own_box, shard
+from rlcore.weights import source as weight_source
+from rlcore.engines.fsdp2.materialize import materialize
+from rlcore.engines.fsdp2.sharding import Sharding, own_box, shard
 from rlcore.nn import HuggingFaceTrainModule
 
 class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines import train_step
-from rlcore.engines.micro_batch import MicroBatch, micro_batches, on_device, shares
-from rlcore.engines.sharding import Sharding, shard
-from rlcore.engines.train_step import WEIGHT, StepOptions, _accumulate
+from rlcore.engines.fsdp2 import step as train_step
+from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device, shares
+from rlcore.engines.fsdp2.sharding import Sharding, shard
+from rlcore.engines.fsdp2.step import WEIGHT, StepOptions, _accumulate
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -183,7 +183,7 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
 
 CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """
 import os, torch
-from rlcore.engines.micro_batch import micro_batches, shares
+from rlcore.engines.fsdp2.micro_batch import micro_batches, shares
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))

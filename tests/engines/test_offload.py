@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import rlcore
-from rlcore.engines.offload import arena as arena_module
-from rlcore.engines.offload import transfer as transfer_module
-from rlcore.engines.offload.arena import Arena, Slab, arena_of
+from rlcore.engines.offload import copy as transfer_module
+from rlcore.engines.offload import host_arena as arena_module
+from rlcore.engines.offload.group import GradResident, Resident, exchange, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
-from rlcore.engines.offload.resident import GradResident, Resident, exchange, optimizer_tensors
+from rlcore.engines.offload.host_arena import Arena, Slab, arena_of
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import DeviceError, StateError, UnsupportedError
 from tests.accuracy import assert_same_bits

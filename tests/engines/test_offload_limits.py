@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.offload import arena as arena_module
+from rlcore.engines.offload import host_arena as arena_module
+from rlcore.engines.offload.group import Resident
 from rlcore.engines.offload.host_limits import HostLimit, cgroup_limits
-from rlcore.engines.offload.resident import Resident
 from rlcore.errors import DeviceError, InvalidInputError
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

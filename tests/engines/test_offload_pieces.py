@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.engines.offload import cargo as cargo_module
-from rlcore.engines.offload.arena import arena_of
-from rlcore.engines.offload.cargo import Arrival
-from rlcore.engines.offload.resident import Resident, exchange
+from rlcore.engines.offload import chunks as cargo_module
+from rlcore.engines.offload.chunks import Arrival
+from rlcore.engines.offload.group import Resident, exchange
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.registry import get_device
 
 MB = 1 << 20

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.executors.fsdp2 import Fsdp2Worker
-from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.fsdp2.executor import Fsdp2Worker
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import DeviceError, RlcoreError, WorkerDiedError, WorkerError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -51,7 +51,8 @@ class SmallDevice:
 
     def install(self, patch: pytest.MonkeyPatch, dies_after: int | None = None) -> None:
         """In this process, until ``patch`` is undone."""
-        from rlcore.engines.offload import arena, transfer
+        from rlcore.engines.offload import copy as transfer
+        from rlcore.engines.offload import host_arena as arena
 
         for module in (arena, transfer):
             patch.setattr(module, "BLOCK_BYTES", 4096)

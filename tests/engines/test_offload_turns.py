@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.offload import arena as arena_module
-from rlcore.engines.offload.arena import arena_of
+from rlcore.engines.offload import host_arena as arena_module
+from rlcore.engines.offload.host_arena import arena_of
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.sampling_params import SamplingParams
-from rlcore.engines.serving import AsynchronousRequests, Serving, spread
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.serving import AsynchronousRequests, Serving, spread
 from rlcore.errors import InvalidInputError, StateError
 
 REFUSED, UNSENT = 99, 98

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import rlcore
-from rlcore.engines import block_compiler
-from rlcore.engines.sharding import Sharding, shard
+from rlcore.engines.fsdp2 import block_compiler
+from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from tests.accuracy import assert_as_accurate

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.pieces import own_pieces
-from rlcore.engines.sharding import reshard
+from rlcore.engines.fsdp2.pieces import own_pieces
+from rlcore.engines.fsdp2.sharding import reshard
 from rlcore.nn import HuggingFaceTrainModule
 
 from .plain_training import Truth

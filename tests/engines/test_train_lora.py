@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rlcore
-from rlcore.engines.sync.holding import ModuleHolding
+from rlcore.engines.weight_sync.module_source import ModuleHolding
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule, TrainModule
 from rlcore.ops import ppo_clip

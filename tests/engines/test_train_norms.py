@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore import rms_norm
-from rlcore.engines import block_compiler
+from rlcore.engines.fsdp2 import block_compiler
 from rlcore.registry import OpImplementation, registry
 
 from .train_batches import packed_batch

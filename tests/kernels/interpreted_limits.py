@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlcore.kernels import programs
-from rlcore.kernels.triton_rows import gradient_tile, statistics_tile
+from rlcore.kernels import triton_programs as programs
+from rlcore.kernels.token.triton_rows import gradient_tile, statistics_tile
 from rlcore.registry import registry
 from rlcore.types import ProgramLimits
 from tests.kernels.interpreted_triton import assert_matches_float64, random_logits

@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels import advantages, operands, triton_returns, triton_rows
+from rlcore.kernels import operands
+from rlcore.kernels.returns import group_advantage as advantages
+from rlcore.kernels.returns import triton_scan as triton_returns
+from rlcore.kernels.token import triton_rows
 from rlcore.ops import discounted_return, gae, group_advantage, token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_advantages_as_exact

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels import linear_tiled, triton_rows, triton_tiles
+from rlcore.kernels.autograd.loss_in_chunks import LossTask
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.head_task import HeadTask
-from rlcore.kernels.loss_in_chunks import LossTask
-from rlcore.kernels.rows import Rows
+from rlcore.kernels.linear import tiled as linear_tiled
+from rlcore.kernels.linear import triton_tiles
+from rlcore.kernels.linear.problem import HeadTask
+from rlcore.kernels.softmax_rows import Rows
+from rlcore.kernels.token import triton_rows
 from rlcore.ops import (
     Logprobs,
     combine,
@@ -213,7 +215,7 @@ def random_tokens(num_rows: int) -> dict[str, Any]:
 @pytest.fixture
 def _tiles_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under the interpreter tiles are refused, as it gets products of bfloat16 wrong; these tests are in float32."""
-    monkeypatch.setattr("rlcore.kernels.target.tiled_refusal", lambda query: None)
+    monkeypatch.setattr("rlcore.kernels.triton_target.tiled_refusal", lambda query: None)
     monkeypatch.setattr(linear_tiled, "rows_of_a_wave", lambda num_columns, device: 64)
     choose.cache_clear()
     yield

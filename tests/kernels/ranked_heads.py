@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels import vocab_shard
-from rlcore.kernels.linear_head import LinearHead
+from rlcore.kernels.linear import vocab_shard
+from rlcore.kernels.linear.head import LinearHead
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 from tests.accuracy import assert_as_accurate, assert_within_rounding
 from tests.kernels.plain import assert_equal_in_float64, doubled

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.advantages import MODES
+from rlcore.kernels.returns.group_advantage import MODES
 from rlcore.ops import group_advantage
 from tests.accuracy import assert_within_rounding
 from tests.kernels.plain import assert_advantages_as_exact

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels import compiled
+from rlcore.kernels.autograd import compiled
 from rlcore.ops import linear_logprob, linear_loss, token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64, doubled

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.linear_head import LinearHead
+from rlcore.kernels.linear.head import LinearHead
 from rlcore.ops import (
     combine,
     entropy_bonus,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.programs import Launch, columns, launches, limits
+from rlcore.kernels.triton_programs import Launch, columns, launches, limits
 from rlcore.registry import registry
 from rlcore.types import ProgramLimits
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels.copy_words import tables
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.strided_copy import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.words import tables
 from tests.accuracy import assert_within_rounding
 
 CASTS = [

@@ -9,7 +9,7 @@ from rlcore.errors import InvalidInputError
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-from rlcore.kernels.tile_budget import rows_scored_at_once, strip_fitting
+from rlcore.kernels.linear.tile_budget import rows_scored_at_once, strip_fitting
 
 V = 151936
 NUM_TILES = math.ceil(V / 256)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.kernels import target
+from rlcore.kernels import triton_target as target
 from rlcore.kernels.dispatch import Query, choose
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")

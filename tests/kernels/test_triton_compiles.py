@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from rlcore.kernels import triton_scaled, triton_tiles  # noqa: E402
+from rlcore.kernels.linear import triton_scaled, triton_tiles  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
     NONE,
     OPTIONS,
@@ -100,9 +100,9 @@ def compiled(name: str, arch: int) -> Any:
 
 
 def test_every_kernel_is_compiled() -> None:
-    named = {(kernel.__module__.rpartition(".")[2], kernel.__name__) for kernel, _, _ in KERNELS.values()}
+    named = {(kernel.__module__.removeprefix("rlcore.kernels."), kernel.__name__) for kernel, _, _ in KERNELS.values()}
     assert named == {(file, name) for file, names in launched().items() for name in names}
-    portable = {kernel.__module__.rpartition(".")[2] for kernel, _, _ in PORTABLE.values()}
+    portable = {kernel.__module__.removeprefix("rlcore.kernels.") for kernel, _, _ in PORTABLE.values()}
     assert portable == launched().keys() & portable_files()
 
 

@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlcore.kernels import plugin, triton_advantages, triton_returns, triton_rows, triton_strided_copy
-from rlcore.kernels.copy_words import Kind
+from rlcore.kernels import plugin
+from rlcore.kernels.returns import triton_group_advantage as triton_advantages
+from rlcore.kernels.returns import triton_scan as triton_returns
+from rlcore.kernels.strided_copy import triton_copy as triton_strided_copy
+from rlcore.kernels.strided_copy.words import Kind
+from rlcore.kernels.token import triton_rows
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 OPTIONS = ("num_warps", "num_stages")
@@ -107,13 +111,13 @@ PORTABLE: dict[str, Case] = {
 
 
 def launched(folder: Path = KERNELS) -> dict[str, set[str]]:
-    """Of each file, the names of the kernels that it launches."""
+    """Module within ``kernels/`` -> names of the kernels that it launches."""
     found = {}
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
         names = {ast.unparse(call.value) for call in calls if isinstance(call, ast.Subscript)}
         if names := {name for name in names if name.endswith("_kernel")}:
-            found[path.stem] = names
+            found[".".join(path.relative_to(folder).with_suffix("").parts)] = names
     return found
 
 
@@ -129,12 +133,16 @@ def reached_files(entry: str, folder: Path = KERNELS) -> set[str]:
     while entries:
         if (name := entries.pop()) not in reached:
             reached.add(name)
-            entries += _imports(folder / f"{name}.py")
+            entries += _imports(folder, name)
     return reached
 
 
-def _imports(path: Path) -> list[str]:
-    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+def _imports(folder: Path, module: str) -> list[str]:
+    nodes = ast.walk(ast.parse(_file(folder, module).read_text("utf-8")))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     ours = [module.removeprefix("rlcore.kernels.") for module in modules if module.startswith("rlcore.kernels.")]
-    return [name for name in ours if (path.parent / f"{name}.py").exists()]
+    return [name for name in ours if _file(folder, name).exists()]
+
+
+def _file(folder: Path, module: str) -> Path:
+    return folder.joinpath(*module.split(".")).with_suffix(".py")

@@ -60,7 +60,7 @@ def test_the_tokenizer_has_one_token_a_character(written: Path, reader: str) -> 
 
 
 def test_an_engine_reads_the_folder(written: Path) -> None:
-    from rlcore.engines.pretrained import check_model_folder, load_tokenizer
+    from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 
     tokenizer = load_tokenizer(check_model_folder(written))
     assert tokenizer is not None

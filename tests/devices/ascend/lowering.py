@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
-from rlcore.kernels.programs import limits
+from rlcore.kernels.triton_programs import limits
 from tests.devices.ascend.kernel_lint import findings
 from tests.devices.ascend.live_bytes import live_bytes
 from tests.devices.ascend.offers import ARCHITECTURE, DEVICE, implementations
@@ -40,7 +40,7 @@ def report() -> dict[str, Any]:
 def entry(case: Case) -> dict[str, Any]:
     tile = case.tile(DEVICE)
     found: dict[str, Any] = {
-        "file": case.kernel.__module__.rpartition(".")[2],
+        "file": case.kernel.__module__.removeprefix("rlcore.kernels."),
         "tile": {name: value for name, value in tile.items() if isinstance(value, int) and name not in OPTIONS},
     }
     try:

@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from triton.backends.compiler import GPUTarget
 
-from rlcore.kernels import plugin, target
+from rlcore.kernels import plugin
+from rlcore.kernels import triton_target as target
 from rlcore.kernels.dispatch import Query
 from rlcore.registry import resolve
 from tests.kernels.triton_cases import launched, reached_files
@@ -29,6 +30,6 @@ def implementations() -> list[dict[str, Any]]:
     with mock.patch.multiple(target, **_TRITON):
         for op, name, _, path, when in plugin._TRITON:
             files = kernels & reached_files(path.partition(":")[0])
-            refusal = resolve(f"rlcore.kernels.target:{when}")(Query(DEVICE, torch.bfloat16, 4096, 151_936))
+            refusal = resolve(f"rlcore.kernels.triton_target:{when}")(Query(DEVICE, torch.bfloat16, 4096, 151_936))
             found.append({"op": op, "name": name, "files": sorted(files), "refusal": refusal})
     return found

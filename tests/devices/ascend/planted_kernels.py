@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rlcore.kernels.programs import limits
+from rlcore.kernels.triton_programs import limits
 from tests.devices.ascend.kernel_lint import findings
 from tests.devices.ascend.lowering import DEVICE, lower
 

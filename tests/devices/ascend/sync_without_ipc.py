@@ -17,7 +17,7 @@ import torch
 import rlcore
 from rlcore.errors import UnsupportedError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "engines" / "sync"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "engines" / "weight_sync"))
 from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, write
 
 SIZES = Sizes(experts=3, is_tied=True, has_state=True)

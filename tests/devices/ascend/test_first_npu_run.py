@@ -125,9 +125,9 @@ def test_the_real_wheel_without_cann(without_cann: dict[str, str], run_python: A
 
 _PLANTED = """
 from rlcore.hookspecs import hookimpl
-from rlcore.kernels.linear_logprob import linear_logprob_chunked
-from rlcore.kernels.returns import gae_scan
-from rlcore.kernels.rows import Logprobs
+from rlcore.kernels.linear.logprob import linear_logprob_chunked
+from rlcore.kernels.returns.scan import gae_scan
+from rlcore.kernels.softmax_rows import Logprobs
 
 @hookimpl
 def rlcore_register_ops(register):

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from rlcore.conformance.table import into
-from rlcore.kernels import programs
-from rlcore.kernels.rows import Rows, RowStatistics
+from rlcore.kernels import triton_programs as programs
+from rlcore.kernels.softmax_rows import Rows, RowStatistics
 from rlcore.registry import registry
 from rlcore.types import ProgramLimits
 from tests.devices.ascend.kernel_lint import findings, grid_finding
@@ -30,7 +30,7 @@ from tests.devices.ascend.triton_environment import make
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-from rlcore.kernels import triton_rows
+from rlcore.kernels.token import triton_rows
 from tests.devices.ascend.offers import implementations
 from tests.kernels.triton_cases import PORTABLE
 
@@ -48,7 +48,7 @@ LIMITS = ProgramLimits(tile_bytes=100, num_programs=10)
 
 def test_the_report_is_of_the_portable_kernels_with_the_tiles_that_they_have() -> None:
     """Cases that are new since are found below, by the compiler."""
-    files = {case.kernel.__module__.rpartition(".")[2] for case in PORTABLE.values()}
+    files = {case.kernel.__module__.removeprefix("rlcore.kernels.") for case in PORTABLE.values()}
     assert {entry["file"] for entry in KEPT["kernels"].values()} == files
     for name, entry in KEPT["kernels"].items():
         assert entry["tile"].items() <= PORTABLE[name].tile("npu").items(), REMAKE
@@ -58,7 +58,7 @@ def test_the_report_is_of_the_portable_kernels_with_the_tiles_that_they_have() -
 def test_every_kernel_that_is_offered_lowers_and_passes_the_lint() -> None:
     faulty = {entry["file"] for entry in KEPT["kernels"].values() if entry["message"] or entry["findings"]}
     offered = {file for user in KEPT["implementations"] if user["refusal"] is None for file in user["files"]}
-    assert offered == {"triton_rows"}
+    assert offered == {"token.triton_rows"}
     assert not offered & faulty
 
 
@@ -263,7 +263,7 @@ class TestWithTheCompiler:
         code = """
             import json, types, torch
             from triton.runtime import driver
-            from rlcore.kernels import target
+            from rlcore.kernels import triton_target as target
             from rlcore.kernels.dispatch import Query, choose
 
             def chosen():

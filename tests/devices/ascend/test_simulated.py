@@ -22,7 +22,7 @@ from tests.devices.ascend.uses import uses
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(1200)]
 
 TASKS = Path(__file__).with_name("simulated_tasks.py")
-ROUNDS = Path(__file__).parents[2] / "engines" / "sync" / "test_rounds_on_gpus.py"
+ROUNDS = Path(__file__).parents[2] / "engines" / "weight_sync" / "test_rounds_on_gpus.py"
 
 
 def operators(folder: Path) -> Simulation:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import rlcore
-from rlcore.engines.executors.vllm import ascend, regions
-from rlcore.engines.executors.vllm.worker import VllmWorker
 from rlcore.engines.launchers import process
+from rlcore.engines.sampling.vllm import ascend
+from rlcore.engines.sampling.vllm import mapped_allocations as regions
+from rlcore.engines.sampling.vllm.executor import VllmWorker
 from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
 from rlcore.registry import registry
 from rlcore.types import DeviceSpec

@@ -2,8 +2,8 @@
 
 python -m tests.devices.ascend.vllm_contract VLLM_WHEEL VLLM_ASCEND_WHEEL ...     writes vllm_contract.json
 
-The uses are those that ``tests/engines/vllm/contract.py`` collects of vLLM, and what ``ascend.py`` puts in the place of
-some: the worker, the runners, the allocator.
+The uses are those that ``tests/engines/sampling/vllm/contract.py`` collects of vLLM, and what ``ascend.py`` puts in
+the place of some: the worker, the runners, the allocator.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm import contract as vllm
-from tests.engines.vllm.typed_uses import interfaces
+from tests.engines.sampling.vllm import contract as vllm
+from tests.engines.sampling.vllm.typed_uses import interfaces
 
 RECORD = Path(__file__).with_name("vllm_contract.json")
 ASCEND = vllm.OURS / "ascend.py"

@@ -24,7 +24,7 @@ from rlcore.engines.launchers.plain import dump_plain_call, import_path, load_pl
 from rlcore.engines.launchers.wire import WorkerReference
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.residency import Move
-from rlcore.engines.sampling_params import SamplingParams
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 

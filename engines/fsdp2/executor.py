@@ -1,0 +1,255 @@
+"""The train executor: what each worker does with the user's module, sharded over them by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.engines.checkpoints import train_state
+from rlcore.engines.checkpoints.checkpoint import Checkpoint
+from rlcore.engines.checkpoints.export import export
+from rlcore.engines.checkpoints.loading import agreed
+from rlcore.engines.checkpoints.saving import Saver
+from rlcore.engines.executors.base import TrainExecutor
+from rlcore.engines.fsdp2.materialize import materialize, read_again
+from rlcore.engines.fsdp2.micro_batch import Share
+from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
+from rlcore.engines.fsdp2.sharding import Sharding, reshard, shard
+from rlcore.engines.fsdp2.step import LossOptions, ScoreOptions, StepOptions, evaluate, score, train_step
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload.group import GradResident, Resident, optimizer_tensors
+from rlcore.engines.offload.guards import Guard
+from rlcore.engines.weight_sync.channels.peers import call_each
+from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.sender import Sender
+from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.nn import TrainModule
+from rlcore.rms_norm import use_device_norms
+from rlcore.weights.adapters import adapted_layers
+from rlcore.weights.names import mismatch
+from rlcore.weights.source import WeightSource, open_weights
+from rlcore.weights.view import Adapters, whole
+
+_COLLECTIVE_TIMEOUT_S = 3600.0
+"""Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
+
+
+_PARTING_S = 2.0
+"""For receivers to let go of what this worker shares, when it closes."""
+
+
+class Fsdp2Worker(TrainExecutor):
+    """Owns its shards of the module on one device."""
+
+    runs_on_many_devices = True
+    options_class = Sharding
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._context = context
+        self._saver = Saver(self.device)
+
+    def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
+        """Shard and materialize the module; True if it has an optimizer.
+
+        Args:
+            seed: of parameters that start fresh.
+            options: those of ``Sharding``.
+        """
+        self._sharding = sharding = Sharding(**options)
+        device, context = self.device.torch_device, self._context
+        source = open_weights(module, sharding.torch_dtype)
+        self._class_name = type(module).__name__  # FSDP changes it
+        if sharding.device_norms and not sharding.compile:
+            use_device_norms(module, device)  # before the classes are FSDP's or another's
+        shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
+        materialize(module, source, device, seed=seed)
+        module.train()
+        module.on_weights_materialized()
+        if context.world_size > 1:
+            _check_optimizers(module)
+        self.module = module
+        self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
+        self._residents = self._make_residents()
+        return bool(train_state.optimizers_of(module))
+
+    def _make_residents(self) -> dict[str, Resident]:
+        module, class_name = self.module, self._class_name
+
+        def weights() -> Iterator[nn.Parameter]:
+            reshard(module)
+            return module.parameters()
+
+        def guard_weights(guard: Guard, state: str) -> None:
+            message = f"the weights of this {class_name} are {state}; call the engine's onload('weights')"
+            guard.guard_module(module, message)
+            guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
+
+        def guard_optimizers(guard: Guard, state: str) -> None:
+            message = f"the optimizer of this {class_name} are {state}; call the engine's onload('optimizer')"
+            guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
+
+        def guard_grads(guard: Guard, state: str) -> None:
+            message = f"the grads of this {class_name} are {state}; call the engine's onload('grads')"
+            guard.guard_steps(train_state.optimizers_of(module).values(), message)
+            if state == "offloaded" and any(parameter.grad is not None for parameter in module.parameters()):
+                message = (
+                    f"the grads of this {class_name} are in host memory, where zero_grad() does not reach them; "
+                    "drop them by the engine's meta('grads'), or call its onload('grads') first"
+                )
+                guard.guard_zero_grad([module, *train_state.optimizers_of(module).values()], message)
+
+        return {
+            "weights": Resident(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
+            "optimizer": Resident(
+                self.device,
+                lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
+                guard_optimizers,
+            ),
+            "grads": GradResident(self.device, module, guard_grads),
+        }
+
+    # ------------------------------------------------------------------------------------------- training
+
+    def train_step(self, share: Share, loss_fn: Any, options: StepOptions) -> dict[str, float]:
+        reduce_each = self._sharding.reduce_each_micro_batch
+        return train_step(self.module, self.device, share, loss_fn, options=options, reduce_each=reduce_each)
+
+    def evaluate(self, share: Share, loss_fn: Any, options: LossOptions) -> dict[str, float]:
+        return evaluate(self.module, self.device, share, loss_fn, options)
+
+    def score(self, share: Share, options: ScoreOptions) -> Tensor:
+        return score(self.module, self.device, share, options)
+
+    # ----------------------------------------------------------------------------------------- weight sync
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Of the sender of this rank's weights."""
+        return call_each([self._sender], method, calls)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, who call it together."""
+        self._context.process_group(_COLLECTIVE_TIMEOUT_S)
+        return exchange_bytes(data, self.device.torch_device)
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
+        """Whole weights; of several workers in processes of their own only the first has them."""
+        weights = self._whole_weights(adapters)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self._speaks}
+
+    def _whole_weights(self, adapters: Adapters = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Gathered one at a time: all workers must take all of them."""
+        reshard(self.module)
+        for name, tensor in self.module.named_weights(adapters):
+            yield name, whole(tensor)
+
+    @property
+    def _speaks(self) -> bool:
+        """Its user's program has no other worker to ask."""
+        return self._context.rank == 0 or self._context.joins_torchrun
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        reshard(self.module)
+        has_adapters = bool(adapted_layers(self.module))
+        own = {weight.name: weight for weight in self.module.weight_views("only" if has_adapters else "base")}
+        if found := mismatch({name: weight.view for name, weight in own.items()}, state):
+            call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
+            raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
+        for name, weight in own.items():
+            if state[name].is_floating_point() != weight.view.is_floating_point():
+                raise InvalidInputError(
+                    f"load_state_dict() does not round {name} from {state[name].dtype} to {weight.view.dtype}; "
+                    "convert it first"
+                )
+            if _has_nan(state[name]):
+                raise InvalidInputError(
+                    f"load_state_dict() got NaN in {name}; give weights that are numbers, and nothing is changed"
+                )
+        if computed := [name for name, weight in own.items() if not weight.parts]:
+            raise UnsupportedError(
+                f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
+            )
+        for name, weight in own.items():
+            for part in weight.parts:
+                for box, tensor in own_pieces(part.view, part.parameter):
+                    tensor.copy_(read_piece(state[name].__getitem__, part, box))
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
+        """See ``Saver.save``."""
+        reshard(self.module)
+        captured = train_state.capture(self.module, self.device)
+        captured = replace(captured, state=captured.state | {"extra": extra})
+        return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
+
+    def end_save(self) -> float | None:
+        return self._saver.end()
+
+    def is_save_over(self) -> bool:
+        return self._saver.is_over()
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """The ``extra`` that was saved."""
+        reshard(self.module)
+        frozen = train_state.unsaved(self.module)
+
+        def look(saved: Checkpoint) -> tuple[train_state.TrainState, WeightSource | None]:
+            state = train_state.check(saved, self.module, self.device)
+            return state, open_weights(self.module, self._sharding.torch_dtype) if frozen else None
+
+        state, base = agreed(folder, self.device, look)
+        self._sender.revoke()
+        self._residents["weights"].forget()
+        self._residents["optimizer"].forget()
+        try:
+            if base is not None:
+                read_again(self.module, base, frozen)
+            train_state.restore(state, self.module)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is right, and yet this worker could not take all of it: "
+                f"{type(error).__name__}: {error}; call load() again, or restart(): until then some of its weights and "
+                "optimizer states are the checkpoint's and some are not"
+            ) from error
+        return state.plain.extra
+
+    def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
+        """The first worker writes."""
+        reshard(self.module)
+        writes = self._context.rank == 0
+        export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=writes, algorithm=algorithm)
+
+    def close(self) -> None:
+        self._saver.wait()
+        self._close_sender()
+        super().close()
+
+    def _close_sender(self) -> None:
+        if hasattr(self, "_sender"):  # the build may have failed
+            self._sender.close(_PARTING_S)
+
+
+def _check_optimizers(module: TrainModule) -> None:
+    """Of sharded parameters; torch would refuse after a whole backward, by the name of an operator."""
+    for name, optimizer in train_state.optimizers_of(module).items():
+        if isinstance(optimizer, torch.optim.SGD) and any(group["fused"] for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
+                "torch has no such kernel for sharded parameters; leave fused out",
+            )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # of some float8 torch cannot tell it
+    return bool(numbers.isnan().any())

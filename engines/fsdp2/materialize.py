@@ -1,0 +1,154 @@
+"""Give a module on the meta device its values: each rank reads its own part of every tensor, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
+from rlcore.engines.fsdp2.sharding import like, local_part, own_box
+from rlcore.engines.offload.storages import owned
+from rlcore.errors import CheckpointError
+from rlcore.nn import TrainModule
+from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
+from rlcore.weights.source import WeightSource
+from rlcore.weights.view import WeightPart
+
+
+def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
+    """Put real parameters in place of the meta ones, sharded as they are; tied parameters stay one.
+
+    Args:
+        seed: of the random numbers that fresh parameters start from: the same on every rank, however many there are.
+
+    Raises:
+        CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
+    """
+    reader = _Reader(module, source)
+    reader.check()
+    for old, names in names_by_parameter(module).items():
+        local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
+        if not reader.read(old, local):
+            local.copy_(_fresh(module, names[0], seed)[own_box(old)])
+        new = nn.Parameter(like(old, local), requires_grad=old.requires_grad)
+        for name in names:
+            owner, leaf = owner_of(module, name)
+            owner._parameters[leaf] = new
+    for name, buffer in module.named_buffers():
+        owner, leaf = owner_of(module, name)
+        owner._buffers[leaf] = owned(reader.buffer(name, buffer).to(device))
+
+
+def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
+    """Overwrite parameters of a materialized module by what its source has."""
+    reader = _Reader(module, source)
+    for parameter in parameters:
+        reader.read(parameter, local_part(parameter.detach()))
+
+
+class _Reader:
+    """Finds a module's tensors in a source: by the module's names, or as the weights that a checkpoint holds."""
+
+    def __init__(self, module: TrainModule, source: WeightSource) -> None:
+        self._module = module
+        self._source = source
+        layers = adapted_layers(module)
+        self._names = {
+            id(parameter): [*names, *(base_name(layers, name) or name for name in names)]
+            for parameter, names in names_by_parameter(module).items()
+        }
+        self._weights = [*module.weight_views("base"), *(module.weight_views("only") if layers else ())]
+        self._parts: dict[int, list[tuple[str, WeightPart]]] = {}
+        for weight in self._weights:
+            for part in weight.parts:
+                self._parts.setdefault(id(part.parameter), []).append((weight.name, part))
+
+    def read(self, parameter: Tensor, local: Tensor) -> bool:
+        """Fill this rank's part of a parameter; False if the source does not have it, or not all of it."""
+        source, parts = self._source, self._parts.get(id(parameter), [])
+        # crosses in the file's dtype: nothing is converted on the host
+        if name := next((name for name in self._names[id(parameter)] if name in source), None):
+            if local.numel():
+                local.copy_(source[name].read(own_box(parameter)).to(local.device))
+            return True
+        if not parts or any(name not in source for name, _ in parts):
+            return False
+        for name, part in parts:
+            for box, piece in own_pieces(part.view, parameter, local):
+                piece.copy_(read_piece(source[name].read, part, box).to(local.device))
+        return True
+
+    def buffer(self, name: str, buffer: Tensor) -> Tensor:
+        names = [name, *(weight.name for weight in self._weights if weight.parameter is buffer)]
+        return next((self._source[found].read(()) for found in names if found in self._source), buffer)
+
+    def check(self) -> None:
+        """Raise CheckpointError, naming all of it, unless the source is that of the module."""
+        module, source = self._module, self._source
+        shapes = {weight.name: weight.view.shape for weight in self._weights if weight.parts}
+        missing: list[str] = []
+        for parameter, names in names_by_parameter(module).items():
+            shapes |= dict.fromkeys(self._names[id(parameter)], parameter.shape)
+            if source.keys().isdisjoint(self._names[id(parameter)]) and not _starts_fresh(module, names[0]):
+                stored = [name for name, _ in self._parts.get(id(parameter), [])] or names[:1]
+                missing += [name for name in stored if name not in source]
+        buffers = dict(module.named_buffers())
+        # what a converting loader leaves over, it has judged itself
+        unexpected = [] if source.is_whole else sorted(source.keys() - shapes.keys() - buffers.keys())
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the weights do not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}. "
+                "Parameters that start fresh go into the class attribute `new_parameters`."
+            )
+        for name in source.keys() & shapes.keys():
+            if source[name].shape != shapes[name]:
+                raise CheckpointError(
+                    f"{name} has shape {list(shapes[name])}; the checkpoint has {list(source[name].shape)}"
+                )
+        for name, buffer in buffers.items():
+            if buffer.is_meta and self.buffer(name, buffer) is buffer:
+                raise CheckpointError(
+                    f"buffer {name} of {type(module).__name__} has no values; make the module under "
+                    "rlcore.meta_device(), which leaves buffers real"
+                )
+
+
+def names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter once, with every name it has."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds a parameter or buffer, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _starts_fresh(module: TrainModule, name: str) -> bool:
+    return name.startswith(module.new_parameters) or name in adapter_names(module)
+
+
+def _fresh(module: nn.Module, name: str, seed: int) -> Tensor:
+    """A whole parameter on the host, as peft starts an adapter, or as its owner's ``reset_parameters`` makes it."""
+    owner, leaf = owner_of(module, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.rpartition(".")[0].encode(), seed & 0xFFFFFFFF))
+        if name in adapter_names(module):
+            return fresh_adapter(module, name)
+        if not hasattr(owner, "reset_parameters"):
+            raise CheckpointError(
+                f"the checkpoint has no {name}, and {type(owner).__name__} no reset_parameters() to start it with"
+            )
+        own = {id(held): nn.Parameter(torch.empty(held.shape)) for held in owner.parameters(recurse=False)}
+        fresh: Any = copy.deepcopy(owner, own)
+        fresh.reset_parameters()
+    value: Tensor = fresh.get_parameter(leaf).detach()
+    return value

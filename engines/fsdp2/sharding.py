@@ -1,0 +1,305 @@
+"""FSDP2 around a module: which parts are gathered at a time, in which dtype, and when gradients are exchanged.
+
+FSDP divides gradients by the number of ranks, as users of it expect of their own methods. A loss over the whole batch
+wants their sum: ``train_step`` multiplies it by that number.
+
+A single worker has nothing to gather or to exchange: there FSDP would copy every block twice a step, its gradients
+once, and run its hooks in Python around each. See ``rlcore.compute_dtype`` for what stands in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from rlcore.compute_dtype import (
+    ComputeDtype,
+    computing,
+    computing_inside,
+    computing_outside,
+    replace_method,
+    set_compute_dtype,
+    stop_computing,
+)
+from rlcore.engines.fsdp2.block_compiler import BlockCompiler
+from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
+from rlcore.errors import InvalidInputError
+from rlcore.nn import TrainModule
+
+_FAILED = "_rlcore_failed_in_a_batch"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a module is laid out over the workers and computed."""
+
+    dtype: str = "float32"
+    """Of the parameters that are trained, and so of the optimizer's states; frozen ones have ``compute_dtype``."""
+    compute_dtype: str | None = None
+    """Of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
+    replicas: int = 1
+    """Copies of the weights, each sharded over world size / ``replicas`` workers (HSDP)."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Compute each block's activations again in the backward instead of keeping them: all, or, "selective", all but the
+    results of matrix products, of attention, and of operators that are not torch's own."""
+    compile: bool = False
+    """Compile the forward of each block."""
+    reduce_each_micro_batch: bool = False
+    """Exchange gradients after every micro-batch: more traffic, but each worker keeps only its part of them. Else
+    whole gradients are held from the first micro-batch of a step to its last."""
+    gather_bytes: int = 1 << 30
+    """Blocks that follow each other in a list are gathered together up to so many bytes: the host does as much for each
+    exchange as for the work of a small block, and the device would wait for it. 0 gathers each alone."""
+    device_norms: bool = True
+    """RMSNorm by the device's operator, where a plugin offers one that gives what the module gives. Compiled blocks
+    keep their own, which the compiler fuses with what is around it."""
+
+    def __post_init__(self) -> None:
+        compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
+        for name, value in (("dtype", self.dtype), ("compute_dtype", compute_dtype)):
+            if value not in list(DTYPES):  # a list: some values have no hash
+                raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        recompute = self.activation_checkpointing
+        if not isinstance(recompute, bool) and recompute != "selective":
+            raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
+        for name in ("compile", "reduce_each_micro_batch", "device_norms"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, least in (("replicas", 1), ("gather_bytes", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def torch_compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.compute_dtype or self.dtype]
+
+
+def shard(
+    module: TrainModule, options: Sharding, device: torch.device, join_world: Callable[[], Any], size: int
+) -> None:
+    """Shard a meta module over ``size`` workers; that of a single one is left whole.
+
+    Args:
+        join_world: makes the default process group, if it is needed.
+    """
+    _retype(module, options)
+    blocks = _blocks(module)
+    is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
+    compiler = BlockCompiler()
+    for block in blocks.values():
+        _replace_forward(block, options, is_alone=is_alone, compiler=compiler)
+    if is_alone:
+        _compute_alone(module, options)
+    if size == 1:
+        return
+    torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
+    join_world()
+    # To torch meshes of one shape and names are equal, and it remembers results of operations with their mesh: so that
+    # of another engine in this process, whose groups may be gone, would come back.
+    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    names = f"replicate_{world}", f"shard_{world}"
+    mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
+    groups = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
+    groups.append([module])
+    for group in groups:
+        fully_shard(group, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
+        complete_hooks(group, options.torch_compute_dtype)
+    # FSDP gathers the root's own parameters, head and embedding, around these calls, and keeps them until the backward
+    module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
+    register_fsdp_forward_method(module, "hidden_states")
+
+
+def _compute_alone(module: TrainModule, options: Sharding) -> None:
+    """Cast parameters where nobody gathers them."""
+    set_compute_dtype(module, options.torch_compute_dtype)
+    for name in ("forward", "hidden_states"):
+        replace_method(module, name, computing)
+
+
+def _retype(module: nn.Module, options: Sharding) -> None:
+    """Meta parameters of another dtype; tied ones stay one."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part._parameters.items():
+            if old is not None:
+                dtype = options.torch_dtype if old.requires_grad else options.torch_compute_dtype
+                converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
+                part._parameters[name] = converted[old]
+
+
+def _blocks(module: TrainModule) -> dict[str, nn.Module]:
+    """By name; the outermost first."""
+    classes = set(module.wrap_classes())
+    return {name: part for name, part in module.named_modules() if name and type(part).__name__ in classes}
+
+
+def _replace_forward(block: nn.Module, options: Sharding, *, is_alone: bool, compiler: BlockCompiler) -> None:
+    def replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if is_alone:
+            forward = computing_inside(forward, _surroundings(options))
+        if options.activation_checkpointing:
+            forward = functools.wraps(forward)(_checkpointed(forward, options))
+        if options.compile:
+            forward = compiler.compiled(forward, type(block))
+        return computing_outside(forward) if options.compile and is_alone else forward
+
+    replace_method(block, "forward", replaced)
+
+
+def _checkpointed(forward: Callable[..., Any], options: Sharding) -> Callable[..., Any]:
+    kept: dict[str, Any] = {}
+    if options.activation_checkpointing == "selective":
+        kept["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selected)
+    return functools.partial(checkpoint, forward, use_reentrant=False, **kept)
+
+
+def _selected(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps what costs more than reading it back: products and attention, and kernels that torch does not know."""
+    is_own = getattr(operator, "namespace", "") in {"aten", "prims"}
+    is_cheap = is_own and getattr(operator, "overloadpacket", operator) not in flop_registry
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_cheap else CheckpointPolicy.MUST_SAVE
+
+
+def _surroundings(options: Sharding) -> Callable[[ComputeDtype], AbstractContextManager[None]]:
+    """Of a block's forward that computes in another dtype than its parameters have."""
+    if options.compile:
+        return lambda _: nullcontext()  # what it does again in the backward is in the graph
+    return ComputeDtype.again if options.activation_checkpointing else ComputeDtype.keeping_no_casts
+
+
+def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """FSDP's backward hangs on the result, and is lost if a view is changed in place."""
+
+    @functools.wraps(hidden_states)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        hidden_TH = hidden_states(*args, **kwargs)
+        return hidden_TH if hidden_TH._base is None else hidden_TH.clone()
+
+    return call
+
+
+def num_gradient_parts(module: nn.Module) -> int:
+    """What FSDP divides gradients by."""
+    return dist.get_world_size() if isinstance(module, FSDPModule) else 1
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Of all ranks together, the same on each. As ``torch.nn.utils.get_total_norm``, which dispatches every one of
+    hundreds of sharded tensors in Python: the device waited 8 ms."""
+    norm = torch.nn.utils.get_total_norm([local_part(gradient) for gradient in gradients])
+    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
+    if sharded is None:
+        return norm
+    shard_dim = next(dim for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard))
+    squared = norm.square()
+    dist.all_reduce(squared, group=sharded.device_mesh.get_group(shard_dim))
+    return squared.sqrt()
+
+
+def sync_gradients(module: nn.Module, is_wanted: bool) -> None:
+    """Whether the next backward exchanges gradients, those of earlier ones with it."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_wanted)
+
+
+@contextmanager
+def leaving_it_sharded(module: nn.Module) -> Iterator[None]:
+    """For all workers together. Afterwards nothing stays gathered, and a failure does not reach the next round."""
+    if not isinstance(module, FSDPModule):
+        try:
+            yield
+        finally:
+            stop_computing(module)
+        return
+    _drop_failed_gradients(module)
+    try:
+        yield
+    except BaseException:
+        setattr(module, _FAILED, True)
+        if hasattr(module, "reset_iter_state"):  # newer torch
+            module.reset_iter_state()
+        raise
+    finally:
+        module.set_requires_gradient_sync(True)
+        reshard(module)
+
+
+def _drop_failed_gradients(module: nn.Module) -> None:
+    """Those of micro-batches before a failure are on the gathered parameters, which can only be seen gathered.
+
+    Not at the failure: were it one worker's alone, it would wait here for the others, and nobody would hear of it.
+    """
+    if not getattr(module, _FAILED, False):
+        return
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+    for parameter in module.parameters():
+        parameter.grad = None
+    delattr(module, _FAILED)
+    reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what FSDP keeps gathered after a forward without a backward: ``parameters()`` are the shards again."""
+    stop_computing(module)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def own_box(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of a tensor that this rank holds, as a slice for each dimension; of a plain tensor all."""
+    bounds = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                start, stop = bounds[placement.dim]
+                chunk = -(-(stop - start) // tensor.device_mesh.size(mesh_dim))  # as torch.chunk: the last are short
+                start = min(stop, start + chunk * tensor.device_mesh.get_local_rank(mesh_dim))
+                bounds[placement.dim] = start, min(stop, start + chunk)
+    return tuple(slice(*bound) for bound in bounds)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(sharded: Tensor, local: Tensor) -> Tensor:
+    """A tensor laid out as another one, of which ``local`` is this rank's part."""
+    if not isinstance(sharded, DTensor):
+        return local
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Of the ranks that hold the same part of a tensor, one."""
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    mesh = tensor.device_mesh
+    return all(
+        isinstance(placement, Shard) or mesh.get_local_rank(mesh_dim) == 0
+        for mesh_dim, placement in enumerate(tensor.placements)
+    )

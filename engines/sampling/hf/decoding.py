@@ -1,0 +1,222 @@
+"""One batch of completions, from prefill to the last token, with a transformers model.
+
+Prompts are padded on the left, so that all rows append to the cache at the same column. Each distinct prompt
+is prefilled once and its cache row is repeated for its samples. Rows that ended leave when enough have.
+
+Legend: N = samples of the batch, B = rows still in it, P = distinct prompts, L = columns, S = new tokens,
+V = vocabulary, E = stop tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.sampling.hf.sampler import Sampler
+from rlcore.engines.sampling.hf.schedule import Sample
+from rlcore.errors import RlcoreError
+
+# Activations of one forward pass: at 16384 tokens a 7B model's widest layer takes 0.6 GB in bfloat16.
+_MAX_PREFILL_TOKENS = 16384
+# Selecting rows copies the cache once, as every step does; dropping a quarter of them soon pays for it.
+_COMPACT_BELOW = 0.75
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What one sample became."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    is_stopped: bool
+    """The last token is a stop token."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is known of each row still in the batch."""
+
+    sample_B: Tensor
+    """Which sample the row makes."""
+    is_alive_B: Tensor
+    prompt_length_B: Tensor
+    max_tokens_B: Tensor
+    stop_BE: Tensor
+    mask_BL: Tensor | None
+    """False on padding, columns of new tokens included; None without padding."""
+
+    def select(self, index_B: Tensor) -> None:
+        self.sample_B = self.sample_B[index_B]
+        self.is_alive_B = self.is_alive_B[index_B]
+        self.prompt_length_B = self.prompt_length_B[index_B]
+        self.max_tokens_B = self.max_tokens_B[index_B]
+        self.stop_BE = self.stop_BE[index_B]
+        if self.mask_BL is not None:
+            self.mask_BL = self.mask_BL[index_B]
+
+
+class BatchDecoder:
+    """Decodes one batch. Make one for each."""
+
+    def __init__(
+        self,
+        module: Any,
+        samples: Sequence[Sample],
+        *,
+        eos_token_ids: Sequence[int],
+        max_positions: int | None,
+    ) -> None:
+        self._module = module
+        self._samples = samples
+        self._max_positions = max_positions
+        self._device: torch.device = module.get_input_embeddings().weight.device
+        self._prompts = list(dict.fromkeys(sample.prompt for sample in samples))
+        self._num_prompt_columns = max(map(len, self._prompts))
+        self._num_steps = max(sample.params.max_tokens for sample in samples)
+        params = [sample.params for sample in samples]
+        self._sampler = Sampler(params, [sample.key for sample in samples], self._device)
+        self._stop_NE = self._stop_tokens(eos_token_ids)
+        self._token_SN = torch.zeros(self._num_steps, len(samples), dtype=torch.long, device=self._device)
+        self._logprob_SN = torch.zeros(self._num_steps, len(samples), device=self._device)
+        self._length_N = torch.zeros(len(samples), dtype=torch.long, device=self._device)
+        self._is_broken = torch.zeros((), dtype=torch.bool, device=self._device)
+        self._cache: Any = None
+
+    def run(self, on_finished: Callable[[int], None]) -> list[Decoded]:
+        """Decodes every sample; ``on_finished`` hears how many more are done.
+
+        Raises:
+            RlcoreError: the model gives NaN or infinite logits.
+        """
+        num_alive = len(self._samples)
+        logits_BV, rows = self._prefill()
+        for step in range(self._num_steps):
+            token_B = self._sample(logits_BV, rows, step)
+            num_left = self._count_alive(rows)
+            on_finished(num_alive - num_left)
+            num_alive = num_left
+            if num_alive == 0:
+                break
+            if num_alive < _COMPACT_BELOW * len(token_B):
+                token_B = self._compact(rows, token_B)
+            logits_BV = self._advance(token_B, rows, step)
+        return self._collect()
+
+    def _sample(self, logits_BV: Tensor, rows: _Rows, step: int) -> Tensor:
+        """Draws and records a token for each row; rows that ended draw too, recorded past their length."""
+        token_B, logprob_B = self._sampler.sample(logits_BV, step)
+        self._token_SN[step].index_copy_(0, rows.sample_B, token_B)
+        self._logprob_SN[step].index_copy_(0, rows.sample_B, logprob_B)
+        self._length_N.index_add_(0, rows.sample_B, rows.is_alive_B.long())
+        ends_B = (token_B[:, None] == rows.stop_BE).any(1) | (rows.max_tokens_B <= step + 1)
+        rows.is_alive_B = rows.is_alive_B & ~ends_B
+        self._is_broken = ~logprob_B.isfinite().all()
+        return token_B
+
+    def _count_alive(self, rows: _Rows) -> int:
+        """The one wait for the device in a step."""
+        num_alive, is_broken = torch.stack([rows.is_alive_B.sum(), self._is_broken.long()]).tolist()
+        if is_broken:
+            raise RlcoreError(
+                f"the model {type(self._module).__name__} gives NaN or infinite logits; its weights are "
+                f"damaged or overflow {self._module.dtype}: sync or load good weights, "
+                f"or build with another dtype"
+            )
+        return int(num_alive)
+
+    def _compact(self, rows: _Rows, token_B: Tensor) -> Tensor:
+        index_B = rows.is_alive_B.nonzero().squeeze(1)
+        rows.select(index_B)
+        self._sampler.select(index_B)
+        self._cache.reorder_cache(index_B)
+        return token_B[index_B]
+
+    def _prefill(self) -> tuple[Tensor, _Rows]:
+        from rlcore.engines.sampling.hf.kv_cache import grow_in_blocks  # loads transformers
+
+        token_PL, mask_PL = self._padded_prompts()
+        position_PL = (mask_PL.long().cumsum(1) - 1).clamp_(min=0)
+        num_columns = self._num_prompt_columns
+        chunk = max(1, _MAX_PREFILL_TOKENS // len(self._prompts))
+        is_padded = any(len(prompt) < num_columns for prompt in self._prompts)
+        for start in range(0, num_columns, chunk):
+            end = min(start + chunk, num_columns)
+            visible = mask_PL[:, :end] if is_padded else None
+            logits_PV = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible)
+        index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
+        prompt_N = self._tensor([index_of[sample.prompt] for sample in self._samples])
+        self._cache.reorder_cache(prompt_N)
+        grow_in_blocks(self._cache, max_new_columns=self._num_steps - 1)
+        columns_PL = torch.nn.functional.pad(mask_PL, (0, self._num_steps), value=True)
+        return logits_PV[prompt_N], self._first_rows(columns_PL[prompt_N] if is_padded else None)
+
+    def _first_rows(self, mask_NL: Tensor | None) -> _Rows:
+        num_samples = len(self._samples)
+        return _Rows(
+            sample_B=torch.arange(num_samples, device=self._device),
+            is_alive_B=torch.ones(num_samples, dtype=torch.bool, device=self._device),
+            prompt_length_B=self._tensor([len(sample.prompt) for sample in self._samples]),
+            max_tokens_B=self._tensor([sample.params.max_tokens for sample in self._samples]),
+            stop_BE=self._stop_NE,
+            mask_BL=mask_NL,
+        )
+
+    def _advance(self, token_B: Tensor, rows: _Rows, step: int) -> Tensor:
+        """Logits of the next token, given the one at ``step``."""
+        position_B = rows.prompt_length_B + step
+        if self._max_positions is not None:
+            # A row that ended may wait for the others beyond the last position the model has.
+            position_B = position_B.clamp(max=self._max_positions - 1)
+        num_columns = self._num_prompt_columns + step + 1
+        visible = None if rows.mask_BL is None else rows.mask_BL[:, :num_columns]
+        return self._forward(token_B[:, None], position_B[:, None], visible)
+
+    def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+        """Logits [B, V] of the last column; the cache grows by the columns given."""
+        output = self._module(
+            input_ids=token_BL,
+            position_ids=position_BL,
+            attention_mask=mask_BL,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = output.past_key_values
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def _padded_prompts(self) -> tuple[Tensor, Tensor]:
+        width = self._num_prompt_columns
+        token_PL = self._tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in self._prompts])
+        num_padding_P = self._tensor([width - len(prompt) for prompt in self._prompts])
+        return token_PL, torch.arange(width, device=self._device) >= num_padding_P[:, None]
+
+    def _stop_tokens(self, eos_token_ids: Sequence[int]) -> Tensor:
+        """[N, E], rows filled up with a number that is no token."""
+        stops = [
+            (*sample.params.stop_token_ids, *(() if sample.params.ignore_eos else eos_token_ids))
+            for sample in self._samples
+        ]
+        width = max(1, *map(len, stops)) if stops else 1
+        return self._tensor([[*stop, *[_NO_TOKEN] * (width - len(stop))] for stop in stops])
+
+    def _collect(self) -> list[Decoded]:
+        last_N = self._token_SN.gather(0, self._length_N[None] - 1).squeeze(0)
+        is_stopped_N = (last_N[:, None] == self._stop_NE).any(1)
+        num_steps = int(self._length_N.max())
+        columns = zip(
+            self._token_SN[:num_steps].T.tolist(),
+            self._logprob_SN[:num_steps].T.tolist(),
+            self._length_N.tolist(),
+            is_stopped_N.tolist(),
+            strict=True,
+        )
+        return [Decoded(tokens[:n], logprobs[:n], stopped) for tokens, logprobs, n, stopped in columns]
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, device=self._device)

@@ -1,0 +1,282 @@
+"""The inference executor ``hf``: what one worker runs, a transformers model on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.arguments import COUNT
+from rlcore.engines.executors.base import InferenceExecutor
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.guards import Guard
+from rlcore.engines.offload.storages import owned
+from rlcore.engines.sampling.completion import RequestOutput, VersionSpan
+from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
+from rlcore.engines.sampling.hf.schedule import Sample, batches, expand
+from rlcore.engines.sampling.model_folder import ModelFolder, check_model_folder
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import ParamsLike, Prompt, PromptReader, params_of_each, seeds_of_each
+from rlcore.engines.sampling.request_queue import PauseMode, WaitingRequests
+from rlcore.engines.weight_sync.channels.peers import call_each
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
+from rlcore.errors import (
+    CheckpointError,
+    InvalidInputError,
+    MissingDependencyError,
+    StateError,
+    SyncError,
+    UnsupportedError,
+    one_line,
+)
+from rlcore.weights.names import mismatch
+
+# Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
+# holding blocks of earlier sizes; sampling holds about six [B, V] float32 tensors, sorted values included.
+_CACHE_SHARE, _LOGITS_SHARE = 0.5, 0.25
+_LOGITS_BYTES = 6 * 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfOptions:
+    """What ``build`` of the executor ``hf`` takes."""
+
+    dtype: str | torch.dtype = "auto"
+    """Dtype of the weights, such as "bfloat16"; "auto" is what config.json says."""
+    attn_implementation: str | None = None
+    """transformers' name of an attention; None lets it choose."""
+    max_num_seqs: int | None = None
+    """Most completions decoded together; None fits a quarter of the free device memory."""
+    max_num_tokens: int | None = None
+    """Most tokens cached at a time; None fits half of the free device memory."""
+
+    def __post_init__(self) -> None:
+        _dtype(self.dtype)
+        for name in ("max_num_seqs", "max_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and not COUNT.has(value):
+                raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
+
+
+class HfWorker(InferenceExecutor):
+    """Generates with a Hugging Face causal language model on one device.
+
+    Whether the weights are on the device is the engine's business: it calls ``generate`` when they are.
+    """
+
+    options_class = HfOptions
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._module: Any | None = None
+        self._incoming: Any | None = None
+
+    @property
+    def module(self) -> Any:
+        """The transformers model: eval mode, no parameter needs a gradient."""
+        if self._module is None:
+            raise StateError("the hf worker has no model yet; call build(path)")
+        return self._module
+
+    @classmethod
+    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
+        check_model_folder(path)
+
+    def build(self, path: str | Path, /, **options: Any) -> None:
+        """Load model and tokenizer; ``options`` are those of ``HfOptions``."""
+        chosen = HfOptions(**options)
+        folder = check_model_folder(path)
+        module = _load_module(folder, dtype=_dtype(chosen.dtype), attn_implementation=chosen.attn_implementation)
+        self._module = module.to(self.device.torch_device)
+        for parameter in module.parameters():
+            parameter.data = owned(parameter.data)
+        text_config = module.config.get_text_config()
+        self._vocab_size = folder.vocab_size
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._reader = PromptReader(folder, self._max_positions)
+        self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
+        self._cached_token_bytes = self._measure_cached_token()
+        self._receiver = Receiver(ModuleTarget(self._module, self.device))
+        self._requests = WaitingRequests(lambda prompts, params, at: self.generate(prompts, params, version=at))
+        self._residents = {
+            "weights": Resident(self.device, self._module.parameters, self._guard_weights),
+            # Each generate() makes its own cache and drops it: nothing is held in between.
+            "kv_cache": Resident(self.device, tuple, lambda guard, state: None),
+        }
+
+    def _guard_weights(self, guard: Guard, state: str) -> None:
+        guard.guard_module(self.module, f"the weights of the hf executor are {state}; call onload('weights')")
+
+    def read_weights(self, path: str | Path) -> None:
+        dtype = next(self.module.parameters()).dtype
+        loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
+        if found := mismatch(dict(self.module.named_parameters()), dict(loaded.named_parameters())):
+            raise SyncError(f"{path} holds another model than the inference engine, which keeps its weights: {found}")
+        self._incoming = loaded
+
+    def take_weights(self, *, version: int) -> None:
+        loaded, self._incoming = self._incoming, None
+        if loaded is None:
+            raise StateError("take_weights() has nothing to take; call read_weights(path) first")
+        load_by_name(self.module, loaded.named_parameters())
+        self._receiver.reloaded()
+
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
+    ) -> None:
+        self._reader.read(prompts, params, numbers)
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> None:
+        self._requests.submit(numbers, prompts, params)
+
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
+        return self._requests.collect(version)
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        return self._requests.abort(numbers)
+
+    def pause(self, mode: PauseMode, *, version: int) -> None:
+        self._requests.pause(mode, version)
+
+    def resume(self) -> None:
+        self._requests.resume()
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        return call_each([self._receiver], method, calls)
+
+    def close(self) -> None:
+        if hasattr(self, "_receiver"):  # the build may have failed
+            self._receiver.close()
+        super().close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        version: int,
+    ) -> list[RequestOutput]:
+        """Raise StateError before ``build``; ``params`` may also be one for all prompts."""
+        module = self.module
+        each = params_of_each(prompts, params)
+        token_ids = self._reader.read(prompts, each)
+        samples = expand(token_ids, each, seeds_of_each(each))
+        decoded: dict[tuple[int, int], Decoded] = {}
+        max_num_seqs, max_num_tokens = self._batch_limits()
+        with torch.inference_mode():
+            for batch in batches(samples, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens):
+                decoder = BatchDecoder(
+                    module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions
+                )
+                done = decoder.run(self.emit)
+                decoded |= {(s.request, s.index): result for s, result in zip(batch, done, strict=True)}
+        outputs = self._outputs(samples, decoded, version)
+        return [
+            replace(output, prompt=prompt if isinstance(prompt, str) else None)
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
+
+    def _outputs(
+        self, samples: list[Sample], decoded: Mapping[tuple[int, int], Decoded], version: int
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for sample in samples:
+            if sample.index == 0:
+                outputs.append(RequestOutput(None, list(sample.prompt), []))
+            result = decoded[sample.request, sample.index]
+            spans = (VersionSpan(version, 0, len(result.token_ids)),)
+            outputs[-1].outputs.append(
+                self._reader.completion(result.token_ids, result.logprobs, is_stopped=result.is_stopped, spans=spans)
+            )
+        return outputs
+
+    def _batch_limits(self) -> tuple[int, int]:
+        """max_num_seqs and max_num_tokens, from the memory that is free now where they were not given."""
+        memory = self.device.memory
+        stats = memory.stats()
+        # What the allocator holds and does not use is free to it.
+        available = memory.info().free_bytes + max(0, stats.reserved_bytes - stats.allocated_bytes)
+        seqs = int(available * _LOGITS_SHARE) // (self._vocab_size * _LOGITS_BYTES)
+        tokens = int(available * _CACHE_SHARE) // self._cached_token_bytes
+        return self._max_num_seqs or max(1, seqs), self._max_num_tokens or max(1, tokens)
+
+    def _measure_cached_token(self) -> int:
+        """Bytes that one token takes in the cache, measured, as it depends on the architecture."""
+        with torch.inference_mode():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device.torch_device)
+            layers = self.module(input_ids=token, use_cache=True).past_key_values.layers
+        tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        num_bytes: int = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return max(1, num_bytes)
+
+
+def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implementation: str | None) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingDependencyError("transformers", needed_for="the hf executor", extra="hf") from error
+    try:
+        with _without_bars():
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder.path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # many types; the user sees the original as the cause
+        raise CheckpointError(
+            f"transformers cannot load {folder.path} as a causal language model: {one_line(error)}"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"the weights in {folder.path} lack {len(missing)} tensors of {type(module).__name__}, such as "
+            f"{missing[0]!r}, which would be left random; save the checkpoint again, whole"
+        )
+    _check_can_decode(module)
+    return module.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """A program has its own display, and weights of a disk load in seconds."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _check_can_decode(module: Any) -> None:
+    accepted = inspect.signature(module.forward).parameters
+    needed = ("position_ids", "attention_mask", "past_key_values", "logits_to_keep")
+    if lacking := [name for name in needed if name not in accepted]:
+        raise UnsupportedError(
+            f"{type(module).__name__} in the hf executor",
+            f"its forward takes no {', '.join(lacking)}; use vllm",
+        )
+
+
+def _dtype(value: str | torch.dtype) -> str | torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if value == "auto":
+        return "auto"
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(f'dtype must be "auto" or a floating-point dtype such as "bfloat16", got {value!r}')
+    return found

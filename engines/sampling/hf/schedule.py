@@ -1,0 +1,58 @@
+"""Which completions are decoded together: batches bounded in rows and cached tokens, with little padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlcore.engines.sampling.hf.sampler import sample_keys
+from rlcore.engines.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion to be made."""
+
+    request: int
+    """Index of its prompt among the prompts of the call."""
+    index: int
+    """Which of the prompt's n samples it is."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    key: int
+    """Key of its random numbers."""
+
+
+def expand(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Sample]:
+    """The n samples of every prompt."""
+    return [
+        Sample(request, index, tuple(prompt), one, key)
+        for request, (prompt, one, seed) in enumerate(zip(prompts, params, seeds, strict=True))
+        for index, key in enumerate(sample_keys(prompt, seed=seed, n=one.n))
+    ]
+
+
+def batches(samples: Sequence[Sample], *, max_num_seqs: int, max_num_tokens: int) -> Iterator[list[Sample]]:
+    """Splits samples into batches, longest prompts first.
+
+    Samples of equal prompts come together, so that a batch prefills each prompt once.
+
+    Args:
+        samples: in any order.
+        max_num_seqs: most rows in a batch.
+        max_num_tokens: most cached tokens in a batch, padding and new tokens included; a sample that needs
+            more is a batch of its own.
+    """
+    batch: list[Sample] = []
+    longest_prompt = longest_completion = 0
+    for sample in sorted(samples, key=lambda s: (-len(s.prompt), s.prompt)):
+        prompt = max(longest_prompt, len(sample.prompt))
+        completion = max(longest_completion, sample.params.max_tokens)
+        rows = len(batch) + 1
+        if batch and (rows > max_num_seqs or rows * (prompt + completion) > max_num_tokens):
+            yield batch
+            batch, prompt, completion = [], len(sample.prompt), sample.params.max_tokens
+        batch.append(sample)
+        longest_prompt, longest_completion = prompt, completion
+    if batch:
+        yield batch

@@ -1,0 +1,155 @@
+"""Which arguments a vLLM engine is made with: the user's, checked by name, and those that rlcore sets."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.device import Device
+from rlcore.engines.engine import Engine
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.sampling.model_folder import ModelFolder
+from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError
+
+EXTENSION = "rlcore.engines.sampling.vllm.extension.RlcoreWorkerExtension"
+
+_OWN = {
+    "model": "it is the engine's path",
+    "tokenizer": "it is the model folder's",
+    "skip_tokenizer_init": "rlcore reads and writes text itself",
+    "tensor_parallel_size": "name it in build(), outside the engine arguments",
+    "data_parallel_size": "name it in build(), outside the engine arguments",
+    "pipeline_parallel_size": "a replica is tensor-parallel only",
+    "distributed_executor_backend": "the workers are rlcore's",
+    "worker_cls": "the workers are rlcore's",
+    "worker_extension_cls": "weights are synced through rlcore's own",
+    "enable_sleep_mode": "offload() and onload() need it as rlcore sets it",
+    "enable_cumem_allocator": "offload() and onload() need it as rlcore sets it",
+    "logprobs_mode": "log-probs are of the distribution that was sampled from",
+    "use_tqdm_on_load": "the log stays quiet",
+}
+"""What the user cannot choose, and why."""
+_PARAMETERS_OF_BUILD = inspect.signature(Engine.build).parameters.values()
+
+_KV_SHARE = 0.7
+"""Of the device memory that is free beside the weights; the rest is for activations and captured graphs."""
+_MOST_HOST_KV_BYTES = 4 << 30
+_WEIGHT_BYTES = {"float32": 4, "float": 4}
+
+
+def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: WorkerContext) -> dict[str, Any]:
+    """All arguments of the engine that drives the context's devices, where ``given`` are the user's.
+
+    Raises:
+        InvalidInputError, MissingDependencyError: as ``check_arguments``.
+        DeviceError: no memory is left for a KV cache.
+    """
+    check_arguments(given)
+    device, is_rank = context.device, not context.devices  # of torchrun
+    size = context.world_size if is_rank else len(context.devices)
+    replica = _rank_of_torchrun() // size if is_rank else context.rank
+    arguments = {
+        "model": os.fspath(folder.path),
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "external_launcher" if is_rank else "uni" if size == 1 else "mp",
+        "worker_extension_cls": EXTENSION,
+        "enable_sleep_mode": not device.spec.is_host,
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
+        **given,
+        # vLLM refuses to start when less than this share is free; what it may use is said in bytes.
+        "gpu_memory_utilization": 0.01,
+        "seed": given.get("seed", 0) + replica,  # they must not all draw the same
+    }
+    if arguments.get("kv_cache_memory_bytes") is None:
+        weight_bytes = _weight_bytes(folder, str(given.get("dtype", "auto"))) // size
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(device, weight_bytes, given.get("gpu_memory_utilization"))
+    return arguments
+
+
+def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:
+    """Their names, without importing vLLM: that takes seconds, and may leave a context on a device.
+
+    Args:
+        python: the interpreter whose vLLM it is; None is this one.
+
+    Raises:
+        InvalidInputError: a name that is rlcore's to set, or unknown to that vLLM, with the nearest.
+        MissingDependencyError: this interpreter has no vLLM.
+    """
+    for name in given:
+        if name in _OWN:
+            raise InvalidInputError(f"build() takes no {name!r} for the vllm executor: {_OWN[name]}")
+    names = _argument_names(_package_here() if python is None else _package_of(python))
+    for name in given:
+        if names and name not in names:
+            own = [each.name for each in _PARAMETERS_OF_BUILD if each.kind is each.KEYWORD_ONLY]
+            nearest = difflib.get_close_matches(name, [*own, *names], n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f", and build() takes {', '.join(own)}"
+            raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def _package_here() -> Path:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder that happens to have the name
+        raise MissingDependencyError("vllm", needed_for="the vllm executor", extra="vllm")
+    return Path(found.origin).parent
+
+
+def _package_of(python: str | os.PathLike[str]) -> Path | None:
+    """Where an environment has it, unless somewhere else; None if it is not there."""
+    program = os.path.expanduser(os.fspath(python))
+    environment = Path(shutil.which(program) or program).parents[1]
+    return next(environment.glob("lib/python3*/site-packages/vllm"), None)
+
+
+def _argument_names(package: Path | None) -> list[str]:
+    """The fields of ``vllm.EngineArgs``; none where they cannot be read, and vLLM itself is to judge."""
+    source = package and package / "engine" / "arg_utils.py"
+    if source is None or not source.is_file():
+        return []
+    return [
+        ast.unparse(item.target)
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+    ]
+
+
+def _rank_of_torchrun() -> int:
+    return int(os.environ["RANK"])
+
+
+def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
+    """Of the whole model, in the dtype that it will have."""
+    weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
+    stored = str(folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16")))
+    if dtype == "auto":
+        return weight_bytes
+    return weight_bytes * _WEIGHT_BYTES.get(dtype, 2) // _WEIGHT_BYTES.get(stored, 2)
+
+
+def _kv_cache_bytes(device: Device, weight_bytes: int, utilization: float | None) -> int:
+    """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile.
+
+    Args:
+        utilization: share of the whole device that weights, KV cache and all else may take, as vLLM means it.
+    """
+    memory = device.memory.info()
+    free_bytes = memory.free_bytes if utilization is None else int(memory.total_bytes * utilization)
+    if weight_bytes >= free_bytes:
+        raise DeviceError(
+            f"{device.name} has {free_bytes} bytes free, and the weights need {weight_bytes}; offload another engine "
+            "first"
+        )
+    found = int((free_bytes - weight_bytes) * _KV_SHARE)
+    return min(found, _MOST_HOST_KV_BYTES) if device.spec.is_host else found

@@ -1,0 +1,139 @@
+"""What the executor takes from vllm-ascend, vLLM's plugin for NPUs, where it does otherwise than vLLM.
+
+Declared: held against the wheels (``tests/devices/ascend/vllm_contract.py``), never run. Weights arrive through
+rlcore's own extension as everywhere; vllm-ascend's weight transfer is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rlcore.device import Device
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.settings import Settings
+
+if TYPE_CHECKING:
+    from rlcore.engines.sampling.vllm.interfaces import Allocation
+
+VERSIONS = ("0.23.0", "0.26.0rc1")
+"""Those whose wheels were read; the code of the versions between and beside them may differ."""
+_DISTRIBUTION = "vllm-ascend"
+_INSTALL = f"pip install '{_DISTRIBUTION}=={VERSIONS[0]}' 'vllm=={VERSIONS[0].rpartition('.')[0]}.*'"
+_FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"
+
+
+class NpuAllocator(Protocol):
+    """vllm_ascend.device_allocator.camem.CaMemAllocator"""
+
+    pointer_to_data: dict[int, NpuAllocation]
+
+
+class NpuAllocation(Protocol):
+    """vllm_ascend.device_allocator.camem.AllocationData"""
+
+    handle: tuple[int, int, int, int]
+    tag: str
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Then it is vLLM's platform."""
+    return importlib.util.find_spec("vllm_ascend") is not None
+
+
+def prepare(vllm_version: str) -> None:
+    """Set its environment, before an engine is made.
+
+    Raises:
+        UnsupportedError: a version that was not held against the code, or of another vLLM.
+        InvalidInputError: weights are to be kept in the vendor's order, in which nothing can be synced.
+    """
+    check_versions(importlib.metadata.version(_DISTRIBUTION), vllm_version)
+    if os.environ.setdefault(_FORMAT_SWITCH, "0") != "0":
+        raise InvalidInputError(
+            f"{_FORMAT_SWITCH}={os.environ[_FORMAT_SWITCH]} keeps weights in the vendor's order (FRACTAL_NZ), into "
+            "which no weight can be synced; unset it, or set it to 0"
+        )
+
+
+def check_device(device: Device) -> None:
+    """Before vLLM is imported, which would fail later and say less.
+
+    Raises:
+        UnsupportedError: an NPU without vllm-ascend, or vllm-ascend without an NPU; or a simulated device, unless
+            ``RLCORE_SIMULATED=1`` asks for that.
+    """
+    if device.evidence == "simulated" and not Settings.from_env().simulated:
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}, {device.properties().name}",
+            "it is simulated, and vLLM's kernels are not; set RLCORE_SIMULATED=1 to try how far it comes",
+        )
+    is_npu = device.spec.vllm_plugin == _DISTRIBUTION
+    if is_npu and not is_installed():
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}",
+            f"{sys.executable} has no vllm-ascend; in an environment of its own: {_INSTALL}, and there this rlcore; "
+            "then build(python=<its bin/python>)",
+        )
+    if is_installed() and not is_npu:
+        raise UnsupportedError(
+            f"the vllm executor on {device.name}",
+            f"{sys.executable} has vllm-ascend, by which vLLM runs on NPUs only; give build(python=...) another one",
+        )
+
+
+def check_versions(version: str, vllm_version: str) -> None:
+    """Each is made for the vLLM of the same number.
+
+    Raises:
+        UnsupportedError: another version than those read, or beside a vLLM of another number.
+    """
+    if version not in VERSIONS:
+        known = f"the vllm executor was held against {' and '.join(VERSIONS)} alone"
+        raise UnsupportedError(f"vllm-ascend {version}", f"{known}; {_INSTALL}")
+    if _minor(version) != _minor(vllm_version):
+        made_for = f"it is made for vLLM {_minor(version)}"
+        raise UnsupportedError(f"vllm-ascend {version} beside vLLM {vllm_version}", made_for)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def allocations(tag: str) -> list[Allocation]:
+    """Device memory that its allocator has under a tag; its addresses stay when it is unmapped."""
+    from vllm_ascend.device_allocator.camem import CaMemAllocator  # type: ignore[import-not-found]
+
+    allocator: NpuAllocator = CaMemAllocator.get_instance()
+    found: list[Any] = [allocation for allocation in allocator.pointer_to_data.values() if allocation.tag == tag]
+    for allocation in found:  # they do not say whether they are mapped; rlcore alone unmaps them
+        vars(allocation).setdefault("is_asleep", False)
+    return found
+
+
+def map_memory(allocation: Allocation) -> None:
+    from vllm_ascend.device_allocator.camem import create_and_map
+
+    create_and_map(allocation.handle)
+    allocation.is_asleep = False
+
+
+def unmap_memory(allocation: Allocation) -> None:
+    from vllm_ascend.device_allocator.camem import unmap_and_release
+
+    unmap_and_release(allocation.handle)
+    allocation.is_asleep = True
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """Memory of somebody else's. Of torch's own making it would lack what torch_npu's operators ask of a storage."""
+    import torch_npu  # type: ignore[import-not-found]
+
+    return torch_npu._C._construct_storage_from_data_pointer(address, device, nbytes)

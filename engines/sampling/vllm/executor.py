@@ -1,0 +1,276 @@
+"""The inference executor ``vllm``: what one worker runs, a vLLM engine on all devices of a replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from rlcore.engines.executors.base import InferenceExecutor
+from rlcore.engines.executors.worker import MemoryReport
+from rlcore.engines.launchers.worker import WorkerContext, raised
+from rlcore.engines.residency import Move
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.request_queue import PauseMode
+from rlcore.engines.sampling.vllm import ascend, versions
+from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.extension import Answer
+from rlcore.engines.sampling.vllm.interfaces import Engine
+from rlcore.engines.sampling.vllm.replica import Replica
+from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.weight_sync.planning.manifest import Manifest
+from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
+from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
+from rlcore.weights.names import mismatch
+from rlcore.weights.source import in_files
+
+_MEETING_S = 600.0
+"""For the other ranks to come to build(), who load as long as this one."""
+_SYNC, _VALUES = "a weight sync", "weights without values"
+
+
+class VllmWorker(InferenceExecutor):
+    """Drives one replica. Whether its weights are on the devices is the inference engine's business."""
+
+    runs_on_many_devices: ClassVar[bool] = True
+    owns_process: ClassVar[bool] = True
+    joins_torchrun: ClassVar[bool] = True
+    drives_replica: ClassVar[bool] = True
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._context = context
+        self._engine: Engine | None = None
+        self._host_memory: tuple[int | None, int | None] | None = None
+        self._differing: list[str] = []
+
+    @classmethod
+    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
+        check_arguments(options, python)
+        check_model_folder(path)
+
+    def build(self, path: str | Path, /, **engine_args: Any) -> None:
+        """Loads the model and allocates the KV cache.
+
+        Args:
+            path: a Hugging Face model folder with safetensors weights.
+            engine_args: vLLM's own (``vllm.EngineArgs``), but for those that rlcore sets. ``kv_cache_memory_bytes`` is
+                a device's; without it, most of what is free beside the weights.
+
+        Raises:
+            CheckpointError: the folder is incomplete or damaged.
+            InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
+            MissingDependencyError, UnsupportedError: vLLM is absent, of a version that rlcore does not know, or a build
+                for other devices; or the device is a simulated one.
+            WorkerDiedError: a process that vLLM started has ended.
+        """
+        ascend.check_device(self.device)
+        self._folder = check_model_folder(path)
+        self.vllm_version = versions.prepare()
+        versions.check_platform(self.device)
+        arguments = engine_arguments(engine_args, self._folder, self._context)
+        reader = PromptReader(self._folder, None, "max_model_len")
+        if self._is_rank:
+            self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
+        processes = WorkerProcesses(self._context)
+        with processes.needed_for("build"):
+            engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
+        reader.max_positions = engine.vllm_config.model_config.max_model_len
+        self._engine, self._replica = engine, Replica(engine, processes, reader, self.device.activate)
+        if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # no folder has what was made up
+            found = self._call("differing_after_reload", str(path))
+            self._differing = sorted({name for names in found for name in names})
+        if self._host_memory is not None:
+            self._call("reserve", *self._host_memory)
+
+    # ------------------------------------------------------------------------------------------- generation
+
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
+    ) -> None:
+        self._replica.check(prompts, params, numbers)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> list[RequestOutput]:
+        return self._replica.run(prompts, params, version, self.emit)
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> None:
+        if self._is_rank and self._context.world_size > 1:
+            raise UnsupportedError(
+                f"submit() on {self._context.world_size} ranks of torchrun",
+                "they cannot make the same steps beside the program; use generate(), or tensor_parallel_size 1",
+            )
+        self._replica.submit(numbers, prompts, params, version)
+
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
+        return self._replica.collect(timeout_s)
+
+    def progress(self) -> dict[int, int]:
+        """Tokens that requests under way have so far, by their numbers."""
+        return self._replica.progress()
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        return self._replica.abort(numbers)
+
+    def pause(self, mode: PauseMode, *, version: int) -> None:
+        self._replica.pause(mode)
+
+    def resume(self) -> None:
+        self._replica.resume()
+
+    # -------------------------------------------------------------------------------------------- residency
+
+    def onload(self, tag: str) -> OffloadReport:
+        return self._move(Move.ONLOAD, tag)
+
+    def offload(self, tag: str) -> OffloadReport:
+        return self._move(Move.OFFLOAD, tag)
+
+    def meta(self, tag: str) -> OffloadReport:
+        return self._move(Move.META, tag)
+
+    def _move(self, move: Move, tag: str) -> OffloadReport:
+        if move is not Move.ONLOAD:
+            self._replica.hold(f"its {tag}, which left the device")
+            if tag == "kv_cache":
+                self._replica.forget_cached()
+            elif move is Move.META:
+                self._replica.hold(_VALUES)
+        found, is_away = zip(*self._call("move", move, tag), strict=True)
+        if any(away is (move is Move.ONLOAD) for away in is_away):
+            raise RlcoreError(f"{move.value}({tag!r}) left {sum(is_away)} of {len(is_away)} vLLM workers without it")
+        if move is Move.ONLOAD:
+            self._replica.release(f"its {tag}, which left the device")
+        return OffloadReport(
+            moved_bytes=sum(report["moved_bytes"] for report in found),
+            freed_device_bytes=sum(report["freed_device_bytes"] for report in found),
+            seconds=max(report["seconds"] for report in found),
+            pinned=all(report["pinned"] for report in found),
+            first_use=any(report["first_use"] for report in found),
+        )
+
+    def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
+        """As ``Worker.reserve_host_memory``, of each of the replica's devices.
+
+        Processes that vLLM starts for them hear of it when they have loaded the model.
+        """
+        if self._num_shares == 1:  # vLLM's worker is in this process: it loads while the memory is allocated
+            super().reserve_host_memory(host_memory_bytes, reserve_host_bytes)
+        else:
+            self._host_memory = host_memory_bytes, reserve_host_bytes
+
+    def memory_report(self) -> MemoryReport:
+        """Of all devices of the replica together."""
+        found = self._call("memory")
+
+        def total(*path: str) -> int:
+            values: list[Any] = found
+            for name in path:
+                values = [value[name] for value in values]
+            return sum(values)
+
+        return {
+            "device": ", ".join(self._context.devices),
+            "tags": {
+                tag: {key: total("tags", tag, key) for key in ("device_bytes", "host_bytes")}  # type: ignore[misc]
+                for tag in found[0]["tags"]
+            },
+            "stats": MemoryStats(**{key: total("stats", key) for key in found[0]["stats"]}),
+            "info": MemoryInfo(**{key: total("info", key) for key in found[0]["info"]}),
+        }
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def read_weights(self, path: str | Path) -> None:
+        folder = check_model_folder(path)
+        self._require_reload("load()")
+        if found := mismatch(in_files(self._folder.weight_files), in_files(folder.weight_files)):
+            raise SyncError(f"{folder.path} holds another model than the inference engine's: {found}")
+        self._incoming = folder.path
+
+    def take_weights(self, *, version: int) -> None:
+        self._replica.hold(_VALUES)
+        self._call("reload", str(self._incoming))
+        self._replica.weights_changed(version)
+        self._replica.release(_VALUES)
+
+    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+        """Call the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
+        if method == "begin":
+            self._replica.hold(_SYNC)
+        if method == "prepare" and calls:
+            self._require_reload("a weight sync")
+            self._check_trainer(Manifest.from_bytes(calls[0][1]))
+        each: list[Any] = [()] * self._num_shares if calls is None else calls
+        results = self._call_each("sync", [(method, arguments) for arguments in each])
+        if method == "commit":
+            self._replica.weights_changed(version=each[0][1])
+            self._replica.release(_SYNC, _VALUES)
+        elif method == "abandon" and all(self._call("is_whole")):  # nothing was written
+            self._replica.release(_SYNC)
+        return results
+
+    def _require_reload(self, purpose: str) -> None:
+        if self._differing:
+            raise UnsupportedError(
+                f"{purpose} into {self._folder.path.name} on {self._context.device_name}",
+                f"vLLM {self.vllm_version} reloads {len(self._differing)} tensors otherwise than it first loaded or "
+                f"made them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
+            )
+
+    def _check_trainer(self, manifest: Manifest) -> None:
+        """Of another model's weights vLLM's loaders would fail midway, or not at all."""
+        own = in_files(self._folder.weight_files)
+        given = {weight.name: weight for weight in manifest.weights}
+        shared = own.keys() & given.keys()
+        found = mismatch({name: own[name] for name in shared}, {name: given[name] for name in shared})
+        if found or not shared:
+            raise SyncError(
+                "the trainer's model is not the inference engine's, which keeps its weights: "
+                f"{found or 'no weight of the one has the name of one of the other'}"
+            )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._replica.close()
+        if self._engine is None or not self._is_rank:
+            super().close()
+            return
+        self._engine.collective_rpc("rlcore_call", args=("close", msgspec.msgpack.encode([()])))
+        with versions.leaving(self._engine, self.device):
+            super().close()
+
+    # --------------------------------------------------------------------------------- vLLM's own workers
+
+    @property
+    def _is_rank(self) -> bool:
+        """Of torchrun: this process has one of vLLM's workers, and its replica the others elsewhere."""
+        return not self._context.devices
+
+    @property
+    def _num_shares(self) -> int:
+        return len(self._context.devices) or 1
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every ``Share``; results by rank."""
+        return self._call_each(method, [arguments] * self._num_shares)
+
+    def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if self._engine is None:
+            raise StateError("the vllm worker has no engine yet; call build(path)")
+        with self._replica.between_steps(method):
+            found = self._engine.collective_rpc("rlcore_call", args=(method, msgspec.msgpack.encode(calls)))
+        answers = [msgspec.msgpack.decode(data, type=Answer) for data in found]
+        for answer in answers:
+            if answer.failure is not None:
+                raise raised(answer.failure, self._context, method)
+        return [answer.result for answer in answers]

@@ -1,0 +1,40 @@
+"""What a replica is at: a job for each prompt, of as many samples as were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlcore.engines.sampling.completion import Completion, RequestOutput, VersionSpan
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """All samples of one prompt."""
+
+    number: int
+    prompt: str | None
+    token_ids: list[int]
+    completions: list[Completion | None]
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """None until every sample has ended."""
+        done = [completion for completion in self.completions if completion is not None]
+        return RequestOutput(self.prompt, self.token_ids, done) if len(done) == len(self.completions) else None
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One completion being made."""
+
+    job: Job
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def close_span(self, version: int) -> None:
+        """The tokens since the last span are of ``version``."""
+        start = self.spans[-1].end if self.spans else 0
+        if len(self.token_ids) > start:
+            self.spans.append(VersionSpan(version, start, len(self.token_ids)))

@@ -1,0 +1,95 @@
+"""Memory of vLLM's allocator as the arena moves it: unmapped and mapped again at the address it had.
+
+Captured graphs keep addresses, so that storages cannot be freed and allocated anew here. It stands where
+``engines/offload`` has storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.device import Device
+from rlcore.engines.offload.chunks import Departure
+from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.storages import bytes_of
+from rlcore.engines.sampling.vllm import ascend, versions
+from rlcore.engines.sampling.vllm.interfaces import Allocation
+from rlcore.types import OffloadReport
+
+
+def _memory() -> Any:
+    """Whose allocator it is."""
+    return ascend if ascend.is_installed() else versions
+
+
+class MappedRegion:
+    """One allocation, with what the mover asks of a storage."""
+
+    def __init__(self, allocation: Allocation, device: Device) -> None:
+        self._allocation = allocation
+        self.device: torch.device = device.torch_device
+        _, self._size, self.address, *_ = allocation.handle
+
+    @property
+    def _cdata(self) -> int:
+        return int(self.address)
+
+    def nbytes(self) -> int:
+        return 0 if self._allocation.is_asleep else int(self._size)
+
+    def resize_(self, nbytes: int) -> None:
+        """0 gives the memory to the driver, when nothing uses it; anything else takes as much as there was."""
+        if nbytes and self._allocation.is_asleep:
+            _memory().map_memory(self._allocation)
+        elif not nbytes and not self._allocation.is_asleep:
+            _memory().unmap_memory(self._allocation)
+
+
+@bytes_of.register
+def _(storage: MappedRegion, start: int, nbytes: int) -> Tensor:
+    found = _memory().storage_at(storage.address + start, storage.device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
+
+
+class MappedResident(Resident):
+    """A tag whose memory is vLLM's.
+
+    Args:
+        kept: small tensors there whose values outlive a release, such as rotary tables: nobody sends them again.
+    """
+
+    def __init__(self, device: Device, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__(device, tuple, lambda guard, state: None)
+        self._tag = tag
+        self._kept = kept
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def _storages(self) -> list[Any]:
+        return [MappedRegion(allocation, self.device) for allocation in _memory().allocations(self._tag)]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(region.nbytes() for region in self._storages())
+
+    def departure(self) -> Departure:
+        self._prepare_to_leave()
+        return super().departure()
+
+    def meta(self) -> OffloadReport:
+        if not self.is_away:
+            self._prepare_to_leave()
+        return super().meta()
+
+    def has_arrived(self) -> None:
+        super().has_arrived()
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+    def _prepare_to_leave(self) -> None:
+        """Wait for what uses the memory: to unmap it waits for nothing, and a wait for each piece would stop copies."""
+        self.device.synchronize()
+        self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._kept()]

@@ -1,0 +1,297 @@
+"""One vLLM engine at work: requests go in, completions come out, and rlcore decides when it makes a step.
+
+``run`` steps it in the calling thread until its own requests have ended. What was ``submit``-ted is stepped by a thread
+beside. Between two steps the weights may change: each completion says which of its tokens came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.hf.sampler import sample_keys
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
+from rlcore.engines.sampling.vllm import versions
+from rlcore.engines.sampling.vllm.interfaces import Engine, Request
+from rlcore.engines.sampling.vllm.jobs import Job, Sample
+from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.errors import RlcoreError, StateError, WorkerDiedError
+
+PAUSED = "a pause"
+
+
+class Replica:
+    """Thread-safe. ``activate`` makes the engine's device that of the calling thread."""
+
+    def __init__(
+        self, engine: Engine, processes: WorkerProcesses, reader: PromptReader, activate: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._processes = processes
+        self._reader = reader
+        self._activate = activate
+        self._samples: dict[str, Sample] = {}
+        self._done: dict[int, RequestOutput] = {}
+        self._wanted: set[int] = set()  # jobs of run(): nobody collects them
+        self._next_number = -1
+        self._version = 0
+        self._held: set[str] = set()
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def between_steps(self, method: str) -> Iterator[None]:
+        """Within, vLLM can be asked something for ``method``, and makes no step of its own accord.
+
+        Raises:
+            WorkerDiedError: a process of vLLM's has ended.
+            RlcoreError: a step in the background has failed.
+        """
+        with self._turn(), self._processes.needed_for(method):
+            self._require_stepping()
+            yield
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._num_waiting += 1
+        with self._changed:
+            self._num_waiting -= 1
+            yield
+            self._changed.notify_all()
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], numbers: Sequence[int]) -> None:
+        self._reader.read(prompts, params, numbers)
+
+    def run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
+    ) -> list[RequestOutput]:
+        """Complete these prompts; ``advance`` hears the number of completions that ended, as they do.
+
+        Raises:
+            StateError: paused or held; or the caller has given the call up.
+        """
+        with self.between_steps("generate"):
+            self._require_running("generate()")
+            self._set_version(version)
+            numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
+            self._next_number -= len(prompts)
+            self._wanted.update(numbers)
+            try:
+                self._add(list(numbers), prompts, params, is_streamed=False)
+                while not all(number in self._done for number in numbers):
+                    if self._processes.context.is_given_up():
+                        raise StateError("generate() has ended early: nobody waits for it any more")
+                    if num_ended := self._step(numbers):
+                        advance(num_ended)
+                return [self._done.pop(number) for number in numbers]
+            except BaseException:
+                self._drop(set(numbers))
+                raise
+            finally:
+                self._wanted.difference_update(numbers)
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
+    ) -> None:
+        """Begin these, whose outputs ``collect`` gives under these numbers (>= 0)."""
+        with self.between_steps("submit"):
+            self._set_version(version)
+            self._add(numbers, prompts, params, is_streamed=True)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run_in_background, name="rlcore-vllm", daemon=True)
+                self._thread.start()
+
+    def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
+        """What has ended; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
+        with self.between_steps("collect"):
+            self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
+            self._require_stepping()
+            return {number: self._done.pop(number) for number in self._ready()}
+
+    def progress(self) -> dict[int, int]:
+        """Tokens that requests under way have so far, by their numbers."""
+        with self.between_steps("progress"):
+            found: dict[int, int] = {}
+            for sample in self._samples.values():
+                found[sample.job.number] = found.get(sample.job.number, 0) + len(sample.token_ids)
+            return found
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        """Give these up, or all that were submitted; they are never collected. Returns how many were unfinished."""
+        with self.between_steps("abort"):
+            jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
+            chosen = jobs if numbers is None else jobs.intersection(numbers)
+            self._drop(chosen)
+            for number in self._ready() if numbers is None else numbers:
+                self._done.pop(number, None)
+            return len(chosen)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Make no more steps. "abort" gives up what is under way, "wait" finishes it first, "keep" leaves it."""
+        check_pause_mode(mode)
+        if mode == "abort":
+            self.abort(None)
+        with self.between_steps("pause"):
+            while mode == "wait" and self._samples:
+                self._step(())
+            self._held.add(PAUSED)
+
+    def resume(self) -> None:
+        """Go on where ``pause`` stopped."""
+        with self._turn():
+            self._held.discard(PAUSED)
+
+    def hold(self, reason: str) -> None:
+        """Make no step until this reason is gone, and all others."""
+        with self._turn():
+            self._held.add(reason)
+
+    def release(self, *reasons: str) -> None:
+        with self._turn():
+            self._held.difference_update(reasons)
+
+    def forget_cached(self) -> None:
+        """Drop all keys, values and encodings that were computed; requests under way compute theirs again."""
+        with self.between_steps("forget_cached"):
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _run_in_background(self) -> None:
+        self._activate()
+        while True:
+            while self._num_waiting:  # a lock is not fair
+                time.sleep(1e-4)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._samples and not self._held))
+                if self._is_closed:
+                    return
+                try:
+                    with self._processes.needed_for("submit"):
+                        self._step(())
+                except BaseException as error:  # whoever asks next is told
+                    self._failure = error
+                    self._changed.notify_all()
+                    return
+
+    def _step(self, counted: Sequence[int]) -> int:
+        """One step of the engine; returns how many samples of the ``counted`` jobs ended."""
+        num_ended = 0
+        for output in self._engine.step():
+            sample = self._samples.get(output.request_id)
+            if sample is not None and self._take(output, sample):
+                del self._samples[output.request_id]
+                num_ended += sample.job.number in counted
+        self._changed.notify_all()
+        return num_ended
+
+    def _take(self, output: Request, sample: Sample) -> bool:
+        """Add what a step made of a sample; True if it has ended."""
+        (sampled,) = output.outputs
+        token_ids = list(sampled.token_ids)
+        logprobs = [float(entry[token].logprob) for token, entry in zip(token_ids, sampled.logprobs or (), strict=True)]
+        if not all(map(math.isfinite, logprobs)):
+            raise RlcoreError(f"the model gives NaN or infinite logits for prompt {sample.job.token_ids}")
+        sample.token_ids += token_ids
+        sample.logprobs += logprobs
+        if sampled.finish_reason is None:
+            return False
+        sample.close_span(self._version)
+        job = sample.job
+        job.completions[sample.index] = self._reader.completion(
+            sample.token_ids,
+            sample.logprobs,
+            is_stopped=sampled.finish_reason == "stop",
+            spans=tuple(sample.spans),
+        )
+        if (done := job.output) is not None:
+            self._done[job.number] = done
+        return True
+
+    def _add(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, is_streamed: bool
+    ) -> None:
+        encoded = self._reader.read(prompts, params)
+        for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            job = Job(number, text, list(token_ids), [None] * one.n)
+            keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
+            for index, key in enumerate(keys):
+                name = f"{number}-{index}"
+                self._samples[name] = Sample(job, index)
+                self._engine.add_request(
+                    name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
+                )
+
+    def _sampling(self, params: SamplingParams, key: int | None, *, is_streamed: bool) -> Any:
+        own_stops = () if params.ignore_eos else self._reader.stop_token_ids
+        return versions.sampling_params(
+            is_streamed=is_streamed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            stop_token_ids=sorted({*params.stop_token_ids, *own_stops}),
+            ignore_eos=True,  # the model's own stops are named above
+            seed=key,
+        )
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def _ready(self) -> list[int]:
+        return [number for number in self._done if number not in self._wanted]
+
+    def _drop(self, jobs: set[int]) -> None:
+        names = [name for name, sample in self._samples.items() if sample.job.number in jobs]
+        self._engine.abort_request(names)
+        for name in names:
+            del self._samples[name]
+        for number in jobs:
+            self._done.pop(number, None)
+
+    def weights_changed(self, version: int) -> None:
+        """What comes now is of this version; what was computed before is dropped, and computed again where needed."""
+        with self.between_steps("weights_changed"):
+            self._set_version(version)
+            self.forget_cached()
+
+    def _set_version(self, version: int) -> None:
+        if version != self._version:
+            for sample in self._samples.values():
+                sample.close_span(self._version)
+            self._version = version
+
+    def _require_stepping(self) -> None:
+        if isinstance(self._failure, WorkerDiedError):
+            raise self._failure
+        if self._failure is not None:
+            raise RlcoreError(
+                f"vLLM failed in the background and makes no more steps: {self._failure}; call restart()"
+            ) from self._failure
+
+    def _require_running(self, purpose: str) -> None:
+        if PAUSED in self._held:
+            raise StateError(f"{purpose} is refused while the engine is paused; call resume()")
+        if self._held:
+            raise StateError(f"{purpose} is refused: the replica is held because of {', '.join(sorted(self._held))}")

@@ -1,0 +1,140 @@
+"""One vLLM worker's share of a replica: where its weights and its KV cache are, and how they are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.residency import Move
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.vllm import versions
+from rlcore.engines.sampling.vllm.interfaces import Worker
+from rlcore.engines.sampling.vllm.mapped_allocations import MappedResident
+from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
+from rlcore.engines.sampling.vllm.target import VllmTarget
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.errors import DeviceError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.types import OffloadReport
+from rlcore.weights.source import in_files
+
+_log = logging.getLogger(__name__)
+_NEVER_FREED: list[Any] = []
+"""Models and KV caches of shares that were closed while there was no room to map their memory again."""
+
+
+class Share:
+    """Made when the model is loaded and the KV cache is allocated."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.device = get_device(str(worker.device))
+        self.runner = worker.model_runner
+        self._target = VllmTarget(self.model, worker.vllm_config, self.device)
+        self._receiver = Receiver(self._target)
+        if self.device.spec.is_host:  # no graph is captured that would keep addresses
+            self._residents = {
+                "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
+                "kv_cache": Resident(self.device, lambda: versions.kv_caches(self.runner), lambda guard, state: None),
+            }
+        else:
+            self._residents = {
+                "weights": MappedResident(self.device, "weights", self._kept),
+                "kv_cache": MappedResident(self.device, "kv_cache", tuple),
+            }
+
+    @property
+    def model(self) -> nn.Module:
+        return self.runner.get_model()
+
+    # -------------------------------------------------------------------------------------------- residency
+
+    def move(self, move: str, tag: str) -> tuple[OffloadReport, bool]:
+        """The KV cache is never copied: what leaves is lost, and what comes back is zero.
+
+        Returns:
+            the report, and whether the tag is away now.
+        """
+        resident = self._residents[tag]
+        if move == Move.ONLOAD:
+            was_away = resident.is_away
+            report = resident.onload()
+            if tag == "kv_cache" and was_away:
+                versions.after_kv_cache_is_back(self.runner)
+        else:
+            report = resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
+        return report, resident.is_away
+
+    def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
+        arena = arena_of(self.device)
+        if host_memory_bytes is not None:
+            arena.set_limit(host_memory_bytes)
+        if reserve_host_bytes is not None:
+            arena.reserve(reserve_host_bytes)
+
+    def memory(self) -> dict[str, Any]:
+        memory = self.device.memory
+        return {
+            "tags": {
+                tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
+                for tag, resident in self._residents.items()
+            },
+            "stats": dataclasses.asdict(memory.stats()),
+            "info": dataclasses.asdict(memory.info()),
+        }
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What lies among the weights and no sync brings again."""
+        yield from self.model.buffers()
+        yield from (tensor for _, tensor in self._target.strays())
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    def reload(self, path: str) -> None:
+        """vLLM's own load of a model folder into the live model, with what it does after loading."""
+        found = in_files(check_model_folder(path).weight_files)
+        with self._target.reloading():
+            self._target.reload((name, tensor.read(())) for name, tensor in found.items())
+        self.device.synchronize()
+        self._receiver.reloaded()
+
+    def differing_after_reload(self, path: str) -> list[str]:
+        """Of the folder that the model was loaded from, as it was loaded.
+
+        Raises:
+            UnsupportedError: vLLM generates with packed copies of weights, which no reload reaches.
+        """
+        if versions.packs_weights():
+            raise UnsupportedError("vLLM's build for the CPU with packed weights", "they were to be left plain")
+        return differing_after_reload(self._target, in_files(check_model_folder(path).weight_files))
+
+    def close(self) -> None:
+        """Let go of the model. What is away is mapped again first, as vLLM's allocator frees only what is."""
+        self._receiver.close()
+        versions.forget_reloads(self.model)
+        away = [resident for resident in self._residents.values() if resident.is_away]
+        try:
+            for resident in away:
+                resident.meta()
+                resident.onload()
+        except DeviceError as error:
+            _NEVER_FREED.append((self.model, list(versions.kv_caches(self.runner))))
+            _log.warning(
+                "this process can make no other vLLM engine: the memory of the last one was away when it was closed, "
+                "and there is no room to bring it back. Call cuda() before close(). %s",
+                error,
+            )
+        self.__dict__ = {}
+
+    def is_whole(self) -> bool:
+        """What the model holds is of one version."""
+        return self._receiver.is_whole
+
+    def sync(self, method: str, arguments: Sequence[Any]) -> Any:
+        """A call of the receiver of weights."""
+        return getattr(self._receiver, method)(*arguments)

@@ -1,0 +1,96 @@
+"""The weights of one vLLM worker, as a weight sync writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.device import Device
+from rlcore.engines.offload.storages import distinct_storages
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.vllm import versions
+from rlcore.engines.sampling.vllm.interfaces import Config
+from rlcore.engines.sampling.vllm.meta_model import meta_model
+from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
+from rlcore.errors import CheckpointError
+from rlcore.weights.source import TensorSlices, in_files
+
+
+class VllmTarget(Target):
+    """``device`` is rlcore's, where the model is."""
+
+    def __init__(self, model: nn.Module, vllm_config: Config, device: Device) -> None:
+        self.device = device
+        self._vllm_config = vllm_config
+        self._model: Any = model
+        self._tensors: dict[str, Tensor] = {}
+        self._is_reloading = False
+
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        return meta_model(self._vllm_config)
+
+    def checkpoint(self) -> dict[str, Tensor] | None:
+        """Of its folder; None where vLLM was given a name, or files of another kind."""
+        try:
+            files = check_model_folder(self._vllm_config.model_config.model).weight_files
+        except CheckpointError:
+            return None
+        return {name: _on_meta(found) for name, found in in_files(files).items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Kept from the first call on: a reload takes them out of the model for a while."""
+        if not self._tensors:
+            self._tensors = dict(self._plain())
+        return self._tensors
+
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        derived = {id(module) for module, _ in self.strays()}
+        for prefix, module in self._model.named_modules():
+            if id(module) not in derived:
+                own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+                own |= module.named_buffers(recurse=False)
+                for name, tensor in own.items():
+                    yield (f"{prefix}.{name}" if prefix else name), tensor.detach()
+
+    def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Tensors of the model that are neither parameters nor buffers nor its KV cache, and their modules.
+
+        Such as what MLA derives from its weights after loading: nothing but loading makes them right.
+        """
+        known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        layer_caches = versions.layer_caches(self._vllm_config.compilation_config)
+        caches = {storage._cdata for storage in distinct_storages(layer_caches)}
+        for module in self._model.modules():
+            for value in vars(module).values():
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, Tensor) and id(tensor) not in known and self._is_here(tensor, caches):
+                        yield module, tensor
+
+    def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
+        return tensor.device == self.device.torch_device and tensor.untyped_storage()._cdata not in others
+
+    def reload(self, weights: Weights) -> None:
+        with nullcontext() if self._is_reloading else self.reloading():
+            self._model.load_weights(weights)
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        self.tensors()
+        self._is_reloading = True
+        try:
+            with versions.reloading(self._model, self._vllm_config):
+                yield
+        finally:
+            self._is_reloading = False
+
+    def committed(self, version: int) -> None:
+        """What was computed with earlier weights is the replica's, which drops it."""
+
+
+def _on_meta(found: TensorSlices) -> Tensor:
+    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
+    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")

@@ -1,0 +1,137 @@
+"""``rlcore_ipc``: rlcore's weight sync as a back end of vLLM's own weight transfer.
+
+llm = LLM(model, weight_transfer_config={"backend": "rlcore_ipc"})
+llm.init_weight_transfer_engine({"init_info": {"address": "/run/user/1000/weights"}})
+llm.start_weight_update()
+llm.update_weights({"update_info": {}})                      # while the trainer is in sender.send()
+llm.finish_weight_update()
+
+controls = accept_controls("/run/user/1000/weights", number=1)     # in the trainer, one for each vLLM worker
+sender = rlcore.WeightSender(policy.named_weights, controls)
+sender.send()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.vllm import versions
+from rlcore.engines.sampling.vllm.interfaces import Config
+from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
+from rlcore.engines.sampling.vllm.target import VllmTarget
+from rlcore.engines.weight_sync.api import WeightReceiver
+from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
+from rlcore.errors import StateError, SyncError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.weights.source import in_files
+
+
+@dataclass(frozen=True)
+class InitInfo:
+    """Where the trainer listens, and how long to wait for it."""
+
+    address: str
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class UpdateInfo:
+    """The longest wait for any message of the trainer's."""
+
+    timeout_s: float = 120.0
+
+
+class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: ignore[misc]
+    """Of one worker; the base class has its methods' meanings."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    vllm_config: Config
+
+    _control: ControlSocket | None = None
+    _receiver: WeightReceiver | None = None
+    _is_checked = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Connect to the trainer.
+
+        Raises:
+            SyncError: nobody listens there.
+            UnsupportedError: this vLLM holds weights that a reload would not reach.
+        """
+        self.shutdown()
+        target = VllmTarget(self.model, self.vllm_config, get_device(str(self.device)))
+        if target.device.spec.is_host and not self._is_checked:
+            self._check_reload(target)
+            self._is_checked = True
+        control = ControlSocket.connect(init_info.address, init_info.timeout_s)
+        self._control, self._receiver = control, WeightReceiver(target, control)
+
+    def _check_reload(self, target: VllmTarget) -> None:
+        """vLLM's build for the CPU packs weights when it loads them, those of experts always.
+
+        Called while the model has the weights of its folder.
+        """
+        if versions.packs_weights():
+            raise UnsupportedError(
+                "rlcore_ipc in vLLM's build for the CPU, as it is set",
+                "it packs weights and then generates with its copies; set RLCORE_VLLM_PLAIN_WEIGHTS=1 before it starts",
+            )
+        folder = check_model_folder(self.vllm_config.model_config.model)
+        if found := differing_after_reload(target, in_files(folder.weight_files)):
+            raise UnsupportedError(
+                "rlcore_ipc in vLLM's build for the CPU with this model",
+                f"it reloads {len(found)} tensors otherwise than it first loaded them, such as {found[0]!r}",
+            )
+
+    def start_weight_update(self) -> None:
+        """Nothing needs to be prepared: a round begins when the trainer begins it."""
+        self._connected()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class, which would wait for a device that is not there on a host."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take part in one round.
+
+        Raises:
+            SyncError: it failed; says whether the model's weights are whole.
+        """
+        self._connected().receive(update_info.timeout_s)
+
+    def finish_weight_update(self) -> None:
+        """Raises SyncError where the last round left a mixture."""
+        if not self._connected().is_whole:
+            raise SyncError(
+                "the last weight update stopped midway and the model's weights are a mixture: do not generate before a "
+                "complete update_weights()"
+            )
+
+    def shutdown(self) -> None:
+        """Let go of the trainer's memory and of the connection."""
+        if self._receiver is not None and self._control is not None:
+            self._receiver.close()
+            self._control.close()
+        self._control = self._receiver = None
+
+    def _connected(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise StateError('call init_weight_transfer_engine({"init_info": {"address": ...}}) first')
+        return self._receiver
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The trainer's side, which vLLM 0.26 asks for here.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "trainer_send_weights() of rlcore_ipc",
+            "the trainer gives weights by rlcore.WeightSender(named_tensors, controls).send()",
+        )

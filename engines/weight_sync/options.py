@@ -1,0 +1,69 @@
+"""What the caller of a weight sync asks for, and the time that is left of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.arguments import FLAG
+from rlcore.engines.weight_sync.endpoint import ROUTES, Route
+from rlcore.engines.weight_sync.transports.slabs import check_slot_bytes
+from rlcore.errors import InvalidInputError, SyncError
+
+Checksums = Literal["off", "sample", "always"]
+CHECKSUMS = ("off", "sample", "always")
+_SAMPLED = 16
+"""With "sample" one bucket in so many carries a checksum, the first always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """Of one round; ``TrainEngine.sync_weights`` says what they mean."""
+
+    version: int
+    route: Route | None = None
+    is_staged: bool = False
+    is_verified: bool = False
+    checksums: Checksums = "sample"
+    slab_bytes: int | None = None
+    is_same: bool = False
+    """As far as is known here, neither side's weights have changed since the last round between them."""
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.route is not None and self.route not in ROUTES:
+            raise InvalidInputError(f"route must be one of {', '.join(ROUTES)}, or None, got {self.route!r}")
+        if self.checksums not in CHECKSUMS:
+            raise InvalidInputError(f"checksums must be one of {', '.join(CHECKSUMS)}, got {self.checksums!r}")
+        for name, value in {"staged": self.is_staged, "verify": self.is_verified}.items():
+            if not FLAG.has(value):
+                raise InvalidInputError(f"{name} must be {FLAG.words}, got {value!r}")
+        if self.slab_bytes is not None:
+            check_slot_bytes(self.slab_bytes)
+        if type(self.version) is not int or self.version < 0:
+            raise InvalidInputError(f"version must be a whole number of at least 0, or None, got {self.version!r}")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
+            raise InvalidInputError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+
+    def is_checked(self, step: int) -> bool:
+        return self.checksums == "always" or (self.checksums == "sample" and step % _SAMPLED == 0)
+
+
+class Clock:
+    """The time of one round."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._started = time.perf_counter()
+
+    def left(self) -> float:
+        """Seconds; raises SyncError when none are."""
+        left_s = self._timeout_s - self.seconds
+        if left_s <= 0:
+            raise SyncError(f"the weight sync did not end within {self._timeout_s:g} s")
+        return left_s
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started

@@ -1,0 +1,303 @@
+"""Which elements of which trainer rank go where in one worker of an engine: a recording, cut by the rows of the ranks.
+
+    trainer: parameters, by rows         recording: loader                 plan: pieces
+    rank 0: rows [0, 6)  ----+      weight q: rows [0, 4) -> qkv[0:4]      rank 0: q rows [0, 4)  -> qkv[0:4]
+    rank 1: rows [6, 12) ----+      weight k: rows [4, 8) -> qkv[4:8]      rank 0: k rows [4, 6)  -> qkv[4:6]
+                                                                           rank 1: k rows [6, 8)  -> qkv[6:8]
+
+Every element of a destination in ``destinations`` is in one piece or one fill. All others are written by the engine's
+own loader (``fallback``), which is given ``fallback_weights``, or are not the trainer's (``untouched``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from rlcore.engines.weight_sync.planning.dispatch_trace import Constant
+from rlcore.engines.weight_sync.planning.loader_trace import Destination, NotPlain, Recording, Write
+from rlcore.engines.weight_sync.planning.manifest import Manifest, Message, Parameter, Rows, dtype_of
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, coalesce, cut
+from rlcore.errors import SyncError
+from rlcore.tensor_data import dtype_name
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Elements of what one rank holds of a parameter, and where they go."""
+
+    rank: int
+    parameter: int
+    destination: int
+    """Index in ``Plan.destinations``."""
+    shape: tuple[int, ...]
+    source_offset: int
+    """In elements, from the first of the rank's rows."""
+    source_stride: tuple[int, ...]
+    offset: int
+    """In elements, from the destination's first."""
+    stride: tuple[int, ...]
+
+    @property
+    def copy(self) -> Copy:
+        return Copy(self.shape, self.source_offset, self.source_stride, self.offset, self.stride)
+
+
+class Fill(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Elements of a destination that are the same whatever the weights are, such as padding."""
+
+    destination: int
+    value: float
+    shape: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+
+class Fallback(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A destination that the engine's own loader writes."""
+
+    destination: Destination
+    reason: str
+    weights: tuple[int, ...]
+    """All that reach it, by their numbers in the manifest."""
+
+
+class Plan(Message, frozen=True):
+    """Of one worker of an engine; sent and compared by digest."""
+
+    manifest_digest: str
+    destinations: tuple[Destination, ...]
+    pieces: tuple[Piece, ...]
+    """By rank, then by parameter."""
+    fills: tuple[Fill, ...]
+    fallback: tuple[Fallback, ...]
+    fallback_weights: tuple[int, ...]
+    """What the engine's loader is given, by number, in the manifest's order."""
+    fallback_bytes: int
+    """Of these weights, in the trainer's dtypes."""
+    needed_bytes: int
+    """Of all pieces, in the trainer's dtypes."""
+    untouched: tuple[Destination, ...]
+
+    def fill(self, live: Mapping[str, Tensor]) -> None:
+        """Write the constants into the live tensors."""
+        for one in self.fills:
+            tensor = live[self.destinations[one.destination].name]
+            tensor.as_strided(one.shape, one.stride, int(tensor.storage_offset()) + one.offset).fill_(one.value)
+
+    def check(self, manifest: Manifest, live: Mapping[str, Tensor]) -> None:
+        """Raise SyncError unless this plan was made for these weights and tensors."""
+        if manifest.digest != self.manifest_digest:
+            raise SyncError(
+                f"this plan was made for the weights {self.manifest_digest[:12]}, and the trainer has "
+                f"{manifest.digest[:12]}: its model or its sharding is another one. Make a new plan."
+            )
+        if wrong := misfits(self.destinations, live):
+            name, reason = next(iter(wrong.items()))
+            raise SyncError(
+                f"this plan was made for another engine: {name} cannot be written by it, since {reason} "
+                f"({len(wrong)} of {len(self.destinations)} such tensors). Make a new plan."
+            )
+
+
+def misfits(destinations: Iterable[Destination], live: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of destinations that are not as in the recording where the engine serves, and how they differ."""
+    found: dict[str, str] = {}
+    by_address: dict[int, str] = {}
+    for destination in destinations:
+        tensor = live.get(destination.name)
+        if tensor is None:
+            found[destination.name] = "the engine has no such tensor"
+            continue
+        wanted = destination.shape, destination.stride, destination.dtype
+        given = tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype)
+        if given != wanted:
+            found[destination.name] = f"it is {_layout(*given)} in the engine and {_layout(*wanted)} in its loader"
+        other = by_address.setdefault(tensor.data_ptr(), destination.name)
+        if other != destination.name and tensor.numel():
+            reason = f"{other} and {destination.name} are one memory in the engine and two in its loader"
+            found[other] = found[destination.name] = reason
+    return found
+
+
+def _layout(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
+    return f"{dtype} {list(shape)} with strides {list(stride)}"
+
+
+def make_plan(
+    recording: Recording,
+    *,
+    excluded: Mapping[str, str] | None = None,
+    own_ranks: Collection[int] = (),
+    spread: int = 0,
+) -> Plan:
+    """Cut what was recorded by the rows that each rank has.
+
+    Args:
+        excluded: destinations to leave to the engine's loader, and why.
+        own_ranks: ranks on the receiver's own device, which are chosen where there are replicas.
+        spread: number of the receiver, so that receivers take from different replicas.
+
+    Raises:
+        SyncError: no rank has some of the rows.
+    """
+    manifest = recording.manifest
+    fallen = _fallen(recording, excluded or {})
+    fallen_names = {one.destination.name for one in fallen}
+    plain = [one for one in recording.written if one.destination.name not in fallen_names]
+    cutter = _Cutter(manifest, own_ranks, spread)
+    pieces: list[Piece] = []
+    fills: list[Fill] = []
+    for number, written in enumerate(plain):
+        fills += _fills(number, written.writes)
+        for parameter, copies in _by_parameter(manifest, written.writes).items():
+            for copy in coalesce(copies):
+                pieces += cutter.pieces(number, parameter, copy)
+    pieces.sort(key=lambda piece: (piece.rank, piece.parameter, piece.destination, piece.offset))
+    lost = recording.failures.keys() - {-1} | (recording.idle if recording.failures else frozenset())
+    given = sorted(lost.union(*(one.weights for one in fallen)))
+    itemsizes = [dtype_of(parameter.dtype).itemsize for parameter in manifest.parameters]
+    return Plan(
+        manifest_digest=manifest.digest,
+        destinations=tuple(one.destination for one in plain),
+        pieces=tuple(pieces),
+        fills=tuple(fills),
+        fallback=tuple(Fallback(one.destination, one.reason, tuple(sorted(one.weights))) for one in fallen),
+        fallback_weights=tuple(given),
+        fallback_bytes=sum(manifest.weights[weight].nbytes for weight in given),
+        needed_bytes=sum(piece.copy.numel * itemsizes[piece.parameter] for piece in pieces),
+        untouched=tuple(recording.untouched),
+    )
+
+
+def _by_parameter(manifest: Manifest, writes: Iterable[Write]) -> dict[int, list[Copy]]:
+    found: dict[int, list[Copy]] = defaultdict(list)
+    for copy, origin in writes:
+        if not isinstance(origin, Constant):
+            parameter = manifest.weights[origin.weight].parameter
+            assert parameter is not None
+            found[parameter].append(copy)
+    return found
+
+
+def _fills(number: int, writes: Iterable[Write]) -> list[Fill]:
+    found: dict[float, list[Copy]] = defaultdict(list)
+    for copy, origin in writes:
+        if isinstance(origin, Constant):
+            found[origin.value].append(copy)
+    return [
+        Fill(number, value, copy.shape, copy.offset, copy.stride)
+        for value, copies in found.items()
+        for copy in coalesce(copies)
+    ]
+
+
+# --------------------------------------------------------------------------------------------- what falls back
+
+
+def _fallen(recording: Recording, excluded: Mapping[str, str]) -> list[NotPlain]:
+    """What the loader itself must write.
+
+    Engines load and post-process a module at a time. So all of a module falls back, and so does every module that a
+    weight of it reaches.
+    """
+    fallen = list(recording.not_plain)
+    plain: list[NotPlain] = []
+    for written in recording.written:
+        weights = frozenset(write.origin.weight for write in written.writes if not isinstance(write.origin, Constant))
+        candidate = NotPlain(written.destination, excluded.get(written.destination.name, ""), weights)
+        (fallen if candidate.reason else plain).append(candidate)
+    news = fallen
+    while news:
+        modules = {module: one.destination.name for one in news for module in _modules(one.destination)}
+        causes = {weight: one.destination.name for one in news for weight in one.weights}
+        news, rest = [], []
+        for one in plain:
+            cause = next((modules[module] for module in _modules(one.destination) if module in modules), None)
+            if cause is None:
+                cause = next((causes[weight] for weight in one.weights if weight in causes), None)
+            if cause is None:
+                rest.append(one)
+            else:
+                news.append(one._replace(reason=f"it is loaded together with {cause}, which is not plain"))
+        fallen += news
+        plain = rest
+    return fallen
+
+
+def _modules(destination: Destination) -> set[str]:
+    """Those that own it; parameters of the model itself belong together no more than modules do."""
+    return {name.rpartition(".")[0] for name in (destination.name, *destination.aliases)} - {""}
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+
+class _Holders(NamedTuple):
+    rows: Rows
+    ranks: list[int]
+    """Replicas of each other."""
+
+
+class _Cut(NamedTuple):
+    holders: _Holders
+    copy: Copy
+    """Its source is counted from the first of the holders' rows."""
+
+
+class _Cutter:
+    """Cuts copies by rows; once for all copies that differ only in where they go and come from, such as experts."""
+
+    def __init__(self, manifest: Manifest, own_ranks: Collection[int], spread: int) -> None:
+        self._manifest = manifest
+        self._own_ranks = own_ranks
+        self._spread = spread
+        self._cuts = functools.cache(self._cut)
+
+    def pieces(self, destination: int, parameter: int, copy: Copy) -> list[Piece]:
+        described = self._manifest.parameters[parameter]
+        return [
+            Piece(
+                self._rank(holders.ranks, parameter),
+                parameter,
+                destination,
+                part.shape,
+                part.source_offset,
+                part.source_stride,
+                part.offset + copy.offset,
+                part.stride,
+            )
+            for holders, part in self._cuts(copy._replace(offset=0), described.shape, described.layout)
+        ]
+
+    def _rank(self, ranks: list[int], parameter: int) -> int:
+        own = [rank for rank in ranks if rank in self._own_ranks]
+        return own[0] if own else ranks[(parameter + self._spread) % len(ranks)]
+
+    def _cut(self, copy: Copy, shape: tuple[int, ...], layout: int) -> list[_Cut]:
+        row = Parameter(shape, "", layout).row_numel
+        found = []
+        for holders in _holders(self._manifest.layouts[layout]):
+            first, end = (bound * row for bound in holders.rows)
+            found += [
+                _Cut(holders, part._replace(source_offset=part.source_offset - first)) for part in cut(copy, first, end)
+            ]
+        if missing := copy.numel - sum(part.copy.numel for part in found):
+            raise SyncError(
+                f"no trainer rank holds {missing} elements of a parameter of shape {list(shape)}, whose rows are held "
+                f"as {list(self._manifest.layouts[layout])}. The manifest is not of one trainer."
+            )
+        return found
+
+
+@functools.lru_cache(4096)
+def _holders(layout: tuple[Rows, ...]) -> list[_Holders]:
+    by_rows: dict[Rows, list[int]] = defaultdict(list)
+    for rank, rows in enumerate(layout):
+        if rows[0] < rows[1]:
+            by_rows[rows].append(rank)
+    return [_Holders(rows, ranks) for rows, ranks in sorted(by_rows.items())]

@@ -1,0 +1,190 @@
+"""Whether a plan writes what the engine's own load writes, tried on values that are made for it.
+
+    values by a hash of their place -> the engine's own load, with what it does after loading -> sums of its tensors
+    tensors poisoned                -> the same values through the plan                       -> sums, which must agree
+
+A kernel that wants its weights in another order than the loader gave them, or anything that a recording cannot see,
+shows as another sum: that tensor is left to the engine's loader. The engine must be out of service, for all that is
+planned is overwritten; a whole round makes it right again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engines.weight_sync.planning.manifest import Manifest, dtype_of
+from rlcore.engines.weight_sync.planning.plan import Piece, Plan, misfits
+from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+
+_POISONS = (96, -96)
+"""Beyond the values that are made, which are within [-1, 1), and of every dtype."""
+_CHUNK = 1 << 24
+_BATCH_BYTES = 1 << 28
+_ODD = (0x2545F4914F6CDD1D, 0x1D8E4E27C47D124F)
+
+Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+@torch.no_grad()
+def prove(
+    plan: Plan, manifest: Manifest, tensors: Callable[[], Mapping[str, Tensor]], reload: Reload
+) -> dict[str, str]:
+    """Destinations of the plan that it does not write as the engine's own load does, and why: to be excluded from it.
+
+    Args:
+        tensors: the engine's live tensors, by the names of its destinations.
+        reload: the engine's own load of named weights, all of those of the manifest.
+    """
+    live = _planned(plan, tensors())
+    if not live:
+        return {}
+    poison(live.values(), 0)
+    reload(made_weights(manifest, next(iter(live.values())).device))
+    if wrong := misfits(plan.destinations, tensors()):
+        return {name: f"after a load, {reason}" for name, reason in wrong.items()}
+    live = _planned(plan, tensors())
+    golden = checksums(live.values())
+    poison(live.values(), 1)
+    apply_made(plan, manifest, live)
+    return {
+        name: "the engine's own load leaves other values in it than its loader copied"
+        for name, one, other in zip(live, golden, checksums(live.values()), strict=True)
+        if one != other
+    }
+
+
+def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {destination.name: tensors[destination.name] for destination in plan.destinations}
+
+
+# ------------------------------------------------------------------------------------------------------ values
+
+
+def made_weights(manifest: Manifest, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a manifest with values that depend on the parameter and the place in it alone."""
+    parameters = manifest.parameters
+    last, whole = -1, torch.empty(0)
+    for number, weight in enumerate(manifest.weights):
+        if weight.parameter is None:
+            numel = torch.Size(weight.shape).numel()
+            yield weight.name, made(len(parameters) + number, numel, weight.dtype, device).view(weight.shape)
+            continue
+        if weight.parameter != last:
+            last = weight.parameter
+            whole = made(last, parameters[last].numel, parameters[last].dtype, device)
+        yield weight.name, whole.as_strided(weight.shape, weight.stride, weight.offset)
+
+
+def made(number: int, numel: int, dtype: str, device: torch.device) -> Tensor:
+    """[numel] values of tensor ``number``: the same on every device and in every process."""
+    values = torch.empty(numel, dtype=dtype_of(dtype), device=device)
+    places = _places(min(numel, _CHUNK), device)
+    for chunk, first in enumerate(range(0, numel, _CHUNK)):
+        part = values[first : first + _CHUNK]
+        bits = _mixed(places[: part.numel()] ^ _seed(number, chunk)) >> 40  # 24 bits with a sign
+        part.copy_(bits.float() / 2**23 if values.is_floating_point() else bits & 63)
+    return values
+
+
+def _places(count: int, device: torch.device) -> Tensor:
+    return _mixed(torch.arange(count, dtype=torch.int64, device=device))
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = bits * _ODD[0]
+    bits = bits ^ (bits >> 29)
+    return bits * _ODD[1]
+
+
+def _seed(number: int, chunk: int) -> int:
+    wrapped = ((number + 1) * _ODD[1] + (chunk + 1) * _ODD[0]) % 2**64
+    return wrapped - 2**63
+
+
+# -------------------------------------------------------------------------------------------------------- apply
+
+
+def apply_made(plan: Plan, manifest: Manifest, live: Mapping[str, Tensor]) -> None:
+    """Write the live tensors by the plan, from the values of ``made_weights``."""
+    plan.fill(live)
+    destinations = list(_planned(plan, live).values())
+    by_parameter = sorted(plan.pieces, key=lambda piece: piece.parameter)
+    batch: list[Piece] = []
+    nbytes = 0
+    for parameter, group in itertools.groupby(by_parameter, key=lambda piece: piece.parameter):
+        described = manifest.parameters[parameter]
+        nbytes += described.numel * dtype_of(described.dtype).itemsize
+        batch += group
+        if nbytes >= _BATCH_BYTES:
+            _apply(batch, manifest, destinations)
+            batch, nbytes = [], 0
+    if batch:
+        _apply(batch, manifest, destinations)
+
+
+def _apply(pieces: Sequence[Piece], manifest: Manifest, destinations: Sequence[Tensor]) -> None:
+    places: dict[tuple[int, int], int] = {}
+    wholes: dict[int, Tensor] = {}
+    parts: list[Tensor] = []
+    for piece in pieces:
+        if (piece.rank, piece.parameter) in places:
+            continue
+        described = manifest.parameters[piece.parameter]
+        if piece.parameter not in wholes:
+            device = destinations[piece.destination].device
+            wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
+        first, end = (bound * described.row_numel for bound in manifest.layouts[described.layout][piece.rank])
+        places[piece.rank, piece.parameter] = len(parts)
+        parts.append(wholes[piece.parameter][first:end])
+    moves = [
+        StridedPiece(
+            places[piece.rank, piece.parameter],
+            piece.destination,
+            piece.shape,
+            piece.source_offset,
+            piece.source_stride,
+            piece.offset,
+            piece.stride,
+        )
+        for piece in pieces
+    ]
+    Copies(moves, parts, destinations).run()
+
+
+def poison(tensors: Iterable[Tensor], which: int) -> None:
+    """Fill with the first or the second of two values that no load leaves."""
+    for tensor in tensors:
+        tensor.fill_(_POISONS[which] if tensor.dtype.is_signed else _POISONS[which] % 256)
+
+
+# ----------------------------------------------------------------------------------------------------- checksums
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Of each tensor a number that changes with any element or two exchanged ones; made on its device.
+
+    Tensors of one shape and dtype with the same bytes at the same indices have the same.
+    """
+    sums = [_checksum(tensor) for tensor in tensors]
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    places = _places(min(words.numel(), _CHUNK), tensor.device) | 1
+    for chunk, first in enumerate(range(0, words.numel(), _CHUNK)):
+        part = words[first : first + _CHUNK]
+        total += (part.long() * places[: part.numel()]).sum() * (_seed(0, chunk) | 1)
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """[numel] whole numbers with the bits of a tensor, in the order of its indices."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(whole)

@@ -1,0 +1,136 @@
+"""What a receiver writes into: the weights of one worker of an inference engine, as that engine holds them.
+
+An executor's worker implements ``Target``; a module whose parameters have the checkpoint's names has ``ModuleTarget``.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.device import Device
+from rlcore.errors import SyncError
+from rlcore.weights.catalog import named_tensors, stored_tensors
+from rlcore.weights.names import mismatch
+
+Weights = Iterable[tuple[str, Tensor]]
+LoadWeights = Callable[[Weights], Any]
+
+
+class Target(ABC):
+    """One full or tensor-parallel share of an engine's weights. Its methods are called in the process that holds it."""
+
+    device: Device
+    """The rlcore device of ``tensors()``."""
+    is_plain: ClassVar[bool] = False
+    """The loader copies and does nothing else, now or later: plans need no proof."""
+
+    @abstractmethod
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        """A second instance of the engine's model on the meta device, and the engine's own loader of it.
+
+        The loader is called once, with all weights on meta. What it copies where is recorded; nothing live is touched.
+        """
+
+    def checkpoint(self) -> Mapping[str, Tensor] | None:
+        """The weights that the engine was made from, on meta, by the names that its loader knows; None: not known.
+
+        Asked for where a trainer's weights fill a tensor in part: what these leave too is padding.
+        """
+        return None
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The live parameters and buffers, by their names in the meta model.
+
+        One that is missing, or of another shape, dtype or stride than there, is written by ``reload`` only.
+        """
+
+    @abstractmethod
+    def reload(self, weights: Weights) -> None:
+        """The engine's own load into the live model, with what it does after loading.
+
+        Called with all weights, or with those alone that cannot be copied by a plan; inside ``reloading()`` with one
+        part of them after the other.
+        """
+
+    def reloading(self) -> AbstractContextManager[None]:
+        """Entered before the first part is given to ``reload``, and left after the last."""
+        return nullcontext()
+
+    @abstractmethod
+    def committed(self, version: int) -> None:
+        """The weights are whole, and of this version: drop what comes from earlier ones, such as prefix caches."""
+
+
+class ModuleTarget(Target):
+    """A module that takes each weight as it is, by the parameter's own name or that in checkpoints."""
+
+    is_plain = True
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        self.device = device
+        self._module = module
+        self._reloaded: dict[str, Tensor] | None = None
+
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        meta = meta_copy(self._module)
+        return meta, lambda weights: load_by_name(meta, weights)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in named_tensors(self._module)}
+
+    def reload(self, weights: Weights) -> None:
+        own = self._by_every_name() if self._reloaded is None else self._reloaded
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        self._reloaded = self._by_every_name()  # once: it takes seconds where there are thousands of experts
+        try:
+            yield
+        finally:
+            self._reloaded = None
+
+    def _by_every_name(self) -> dict[str, Tensor]:
+        return stored_tensors(self._module) | self.tensors()
+
+    def committed(self, version: int) -> None:
+        """Nothing is kept from earlier weights."""
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on meta; tied ones stay tied, nothing is copied."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+@torch.no_grad()
+def load_by_name(module: nn.Module, weights: Weights) -> None:
+    """Copy each weight into the parameter of its name, or the part of one that has its name in checkpoints.
+
+    Raises:
+        SyncError: names or shapes differ; nothing is written then.
+    """
+    given, own = dict(weights), dict[str, Tensor](module.named_parameters())
+    if given.keys() != own.keys():
+        own = stored_tensors(module)
+    if found := mismatch(own, given):
+        raise SyncError(
+            f"the trainer's model is not the inference engine's, which still serves its old weights: {found}"
+        )
+    for name, parameter in own.items():
+        parameter.copy_(given[name])

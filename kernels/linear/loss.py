@@ -1,0 +1,214 @@
+"""Any loss of log-probabilities, from hidden states, with its gradients formed in the forward pass.
+
+    loss = sum_t token_weight[t] * value[t]      value, stats = loss_fn(logprob, entropy, per_token)
+
+logprob and entropy as in ``linear_logprob``. Chunk by chunk: logits, their statistics, the loss on [t]
+vectors and its two small gradients by autograd, the gradient of the logits in their place, and from it those
+of hidden states, weight and bias. Three products of T V H instead of the four of a log-probability whose
+gradient is not known in advance; the backward only multiplies by the upstream scalar. A loss of sequences takes
+those four where one is longer than a chunk, in two passes (``scored_loss``).
+
+Letters: T rows, H hidden size, V vocabulary.
+Order of this file: reference, chunked implementation, public operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rlcore.arguments import WHOLE, optional, takes
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.autograd.compiled import graph_break
+from rlcore.kernels.autograd.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
+from rlcore.kernels.autograd.scorer import Scorer
+from rlcore.kernels.dispatch import choose
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals
+from rlcore.kernels.linear.logprob import chunk_rows, linear_logprob_chunked, linear_logprob_reference
+from rlcore.kernels.linear.problem import HeadInputs, HeadTask, head_inputs, head_task
+from rlcore.kernels.linear.scored_loss import scored_loss
+from rlcore.kernels.linear.vocab_shard import partial_statistics_
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens
+from rlcore.kernels.losses.interface import LOSS, LossFn, checked_edges, sequence_level
+from rlcore.kernels.losses.mixing import refusing_mixtures
+from rlcore.kernels.operands import (
+    TENSOR,
+    TENSORS,
+    check_no_nan,
+    is_debugging,
+    unlowered,
+)
+from rlcore.kernels.softmax_rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
+from rlcore.kernels.token.loss import loss_of_scores
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def linear_loss_reference(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
+) -> LossOutput:
+    """The definition."""
+    scores = linear_logprob_reference(hidden_TH, weight_VH, bias_V, task)
+    extra = sequence_entries(loss.cu_seqlens, loss.tokens)
+    return loss_of_scores(loss.loss_fn, *scores, loss.tokens, extra)
+
+
+class _HeadWork(SummingWork):
+    """Plain torch, on any device."""
+
+    def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:
+        self.head, needs = LinearHead(inputs.weight, inputs.bias, task.softcap), Needs.of(*inputs)
+        self.dtype = self.head.wide
+        self._hidden_TH, self._task = inputs.hidden.detach(), task
+        self._gradients = HeadGradients(self.head, needs, len(inputs.hidden), task.shard) if any(needs) else None
+        self._last: tuple[slice, Rows, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        self._last = None  # room for this chunk
+        rows = self._task.rows.at(chunk)
+        known_TH = rows.known(self._hidden_TH[chunk])
+        logits_TV = self.head.logits(known_TH)
+        slope_TV = None if self._gradients is None else self.head.softcap_slope(logits_TV)
+        found = self._statistics_(logits_TV, rows)
+        self._last = (chunk, rows, known_TH, logits_TV, slope_TV, found)
+        return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
+
+    def _statistics_(self, logits_TV: Tensor, rows: Rows) -> RowStatistics:
+        if self._task.shard is None:
+            return statistics_(logits_TV, rows, with_entropy=self._task.with_entropy)
+        return self._task.shard.merged(partial_statistics_(logits_TV, rows, with_entropy=self._task.with_entropy), rows)
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        assert self._last is not None and self._gradients is not None
+        chunk, rows, known_TH, exp_TV, slope_TV, found = self._last
+        g_logprob_T, g_entropy_T = rows.known_vector(g_logprob_T), rows.known_vector(g_entropy_T)
+        dlogits_TV = gradient_(exp_TV, rows, found, g_logprob_T, g_entropy_T)
+        self._gradients.add(chunk, dlogits_TV, slope_TV, known_TH)
+
+    def totals(self) -> Totals:
+        assert self._gradients is not None
+        return self._gradients.totals()
+
+
+def linear_loss_chunked(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    task: HeadTask,
+    loss: LossTask,
+    *,
+    scorer: Scorer = linear_logprob_chunked,
+) -> LossOutput:
+    """Plain torch in chunks of rows, or of whole sequences, on any device; longer ones by ``scorer``."""
+    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
+    rows = chunk_rows(hidden_TH, weight_VH, task)
+    if loss.exceeds(rows):
+        return scored_loss(scorer, inputs, task, loss)
+    return loss_in_chunks(_HeadWork(inputs, task), inputs, loss, rows)
+
+
+@graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
+@takes(
+    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, cu_seqlens=optional(TENSOR),
+    bias=optional(TENSOR), ignore_index=WHOLE,
+)  # fmt: skip
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss_fn: LossFn,
+    *,
+    per_token: Mapping[str, Tensor],
+    token_weight: Tensor,
+    cu_seqlens: Tensor | None = None,
+    with_entropy: bool = True,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    group: ProcessGroup | None = None,
+    memory_budget_bytes: int | None = None,
+    implementation: str | None = None,
+) -> LossOutput:
+    """``sum_t token_weight[t] * loss_fn(logprob, entropy, per_token)[t]`` without ``[T, V]`` logits.
+
+    A token counts unless its target is ``ignore_index`` or its weight is 0. Others contribute exactly
+    nothing, to the loss and to every gradient, whatever they hold, NaN included.
+
+    Args:
+        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
+        weight: [V, H], same dtype. May be the tied embedding.
+        targets: [T], int64 or int32 token ids, or ``ignore_index``.
+        loss_fn: see ``rlcore.kernels.losses.interface``; a plain PyTorch function of [t] vectors, run chunk
+            by chunk (on whole sequences if marked ``@sequence_level``). Gradients flow to ``logprob`` and ``entropy``
+            alone: what it closes over, such as a learnable coefficient, gets none (``RLCORE_DEBUG=1`` refuses that);
+            ``token_loss`` gives it one.
+        per_token: [T] or [T, ...] tensors that ``loss_fn`` reads, without gradient.
+        token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
+        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses. Reading it waits for its
+            device: a CPU tensor costs nothing.
+        with_entropy: compute the entropy; False passes None to ``loss_fn``.
+        bias: [V], any float dtype.
+        temperature: the sampler's; > 0, a float or [T].
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        logit_scale: > 0; multiplies the logits.
+        ignore_index: marks targets that do not count.
+        group: a process group over which the vocabulary is split.
+        memory_budget_bytes: limit of memory beyond the gradients and their float32 accumulators; None is
+            ``chunks.DEFAULT_BUDGET_BYTES``. Where a sequence-level loss has a longer sequence than it
+            allows, all log-probabilities come first, and the logits once more for the gradients.
+        implementation: run this one or raise; None chooses.
+
+    Returns:
+        ``(loss, stats)``: a scalar, differentiable in ``hidden``, ``weight`` and ``bias`` and 0 if no token
+        counts, and scalars by name. Nothing waits for the device.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or value outside the above, or a ``loss_fn`` that returns
+            them.
+        UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
+    """
+    inputs = head_inputs(hidden, weight, bias, targets, group)
+    check_tokens("targets", targets, per_token, token_weight)
+    token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
+    check_no_nan("token_weight", token_weight)
+    task = head_task(
+        inputs,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        group=group,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    inputs = task.whole(inputs)
+    is_sequence_level = isinstance(loss_fn, sequence_level)
+    loss = LossTask(
+        refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
+        TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~task.rows.is_ignored),
+        _sequence_edges(cu_seqlens, per_token, len(targets)) if is_sequence_level else None,
+    )
+    query = task.query(inputs, *(["sequence_level"] if is_sequence_level else []))
+    run = choose("linear_loss", query, implementation).fn
+    with unlowered(hidden.device.type):
+        result: LossOutput = run(*inputs, task, loss)
+    return result
+
+
+def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Tokens of weight 0 become ignored, and ignored tokens get weight 0."""
+    is_left_out_T = (target_T == ignore_index) | (weight_T == 0)
+    return weight_T.masked_fill(is_left_out_T, 0.0), target_T.masked_fill(is_left_out_T, ignore_index)
+
+
+def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], num_rows: int) -> list[int]:
+    edges: list[int] = checked_edges(cu_seqlens, per_token, "linear_loss", "hidden").tolist()
+    if edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
+        raise InvalidInputError(f"cu_seqlens must rise from 0 to the {num_rows} rows of hidden; got {edges}")
+    return edges

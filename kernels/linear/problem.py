@@ -1,0 +1,177 @@
+"""What the operators that start from hidden states are given: three tensors that may get gradients, and a task.
+
+Letters: T rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.dispatch import Query
+from rlcore.kernels.linear.vocab_shard import VocabularyShard
+from rlcore.kernels.operands import (
+    check_flag,
+    check_float,
+    check_ignore_index,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    checked_targets,
+    checked_temperature,
+)
+from rlcore.kernels.softmax_rows import Rows, wide_dtype
+
+
+class HeadInputs(NamedTuple):
+    """The tensors that may get gradients, in the order in which every implementation takes and returns them."""
+
+    hidden: Tensor
+    """[T, H]"""
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTask:
+    """Everything else. Made, and checked, by the public operators."""
+
+    rows: Rows
+    softcap: float | None = None
+    with_entropy: bool = False
+    memory_budget_bytes: int | None = None
+    shard: VocabularyShard | None = None
+    """The weight is this rank's part of the vocabulary."""
+
+    def whole(self, inputs: HeadInputs) -> HeadInputs:
+        """With the rows of all ranks, where each has a part of them."""
+        return inputs if self.shard is None else inputs._replace(hidden=self.shard.all_rows(inputs.hidden))
+
+    def query(self, inputs: HeadInputs, *options: str) -> Query:
+        """For the dispatcher; ``options`` are features in use besides the task's own."""
+        flags = {
+            "bias": inputs.bias is not None,
+            "entropy": self.with_entropy,
+            "softcap": self.softcap is not None,
+            "memory_budget": self.memory_budget_bytes is not None,
+            "group": self.shard is not None,
+        }
+        names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
+        hidden, weight, _ = inputs
+        return Query(hidden.device.type, hidden.dtype, int(hidden.shape[1]), int(weight.shape[0]), names)
+
+
+def head_inputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup | None
+) -> HeadInputs:
+    """What is multiplied: whole tensors, as ``torch.nn.functional.linear`` would lower them under autocast.
+
+    Raises:
+        InvalidInputError: a shape, dtype or device does not fit.
+    """
+    for name, tensor in {"hidden": hidden, "weight": weight}.items():
+        check_tensor(name, tensor)
+    if _is_dtensor(hidden):
+        raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInputError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
+            "Of a DeviceMesh it is mesh.get_group(dim)"
+        )
+    if group is not None and _is_dtensor(weight):
+        raise InvalidInputError("with group= weight must be this rank's rows; got a DTensor: pass weight.to_local()")
+    inputs = _lowered(HeadInputs(hidden, weight, bias))
+    hidden, weight, bias = inputs
+    check_float("hidden", hidden)
+    if hidden.dim() != 2:
+        raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or (len(weight) == 0 and group is None):
+        raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
+    if weight.dtype != hidden.dtype:
+        raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
+    if not _is_split(hidden, targets, group):
+        parts = "" if group is None else f", or of the equal parts that {group.size()} ranks have"
+        check_shape("targets", targets, (len(hidden),), f"one token for each row of hidden{parts}")
+    check_same_device("hidden", hidden.device, weight=weight, targets=targets, bias=bias)
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, (len(weight),), "one value for each row of weight")
+    return inputs
+
+
+def _is_split(hidden: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Each rank has an equal part of the rows: the lengths alone say so, on every rank."""
+    return group is not None and targets.dim() == 1 and len(targets) == len(hidden) * group.size() != len(hidden)
+
+
+def _lowered(inputs: HeadInputs) -> HeadInputs:
+    device_type = inputs.hidden.device.type
+    is_lowered = torch.is_autocast_enabled(device_type) and inputs.hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device_type) if is_lowered else None
+    weight, bias = _whole("weight", inputs.weight, dtype), inputs.bias
+    return HeadInputs(
+        inputs.hidden if dtype is None else inputs.hidden.to(dtype),
+        weight,
+        None if bias is None else _whole("bias", bias, dtype),
+    )
+
+
+def _whole(name: str, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In ``dtype`` (None keeps its own), gathered if it is a DTensor."""
+    if not _is_dtensor(x):
+        return x if dtype is None else x.to(dtype)
+    from rlcore.kernels.linear.sharded_weight import gathered
+
+    return gathered(name, x, x.dtype if dtype is None else dtype)
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    return isinstance(x, DTensor)
+
+
+def head_task(
+    inputs: HeadInputs,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    with_entropy: bool,
+    ignore_index: int,
+    group: dist.ProcessGroup | None,
+    memory_budget_bytes: int | None,
+) -> HeadTask:
+    """The task of scoring ``targets``.
+
+    Raises:
+        InvalidInputError: a value is outside of what ``linear_logprob`` accepts.
+    """
+    check_flag("with_entropy", with_entropy)
+    check_ignore_index(ignore_index)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    check_positive("logit_scale", logit_scale)
+    if memory_budget_bytes is not None:
+        check_positive("memory_budget_bytes", memory_budget_bytes)
+        memory_budget_bytes = int(memory_budget_bytes)
+    temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
+    vocab_size = len(inputs.weight)
+    if group is None:
+        rows = Rows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
+        return HeadTask(rows, softcap, with_entropy, memory_budget_bytes)
+    is_split = _is_split(inputs.hidden, targets, group)
+    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden), is_split=is_split)
+    rows = Rows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
+    return HeadTask(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

@@ -1,0 +1,175 @@
+"""A vocabulary of which each rank of a process group holds a part: what the ranks tell each other about their rows.
+
+The ranks have the same rows of hidden states, or each an equal part of them, and each its own rows of the weight: any
+number of them, in the order of the ranks. Of its part r of the logits z a rank finds, c = sharpness (z - m_r) and y the
+target,
+
+    m_r = max z      a_r = sum exp(c)      z_y, or -inf if the target is elsewhere      d_r = sum exp(c) c
+
+All ranks gather these, and merge them in the same order, so that all get the same numbers:
+
+    m = max_r m_r      s_r = sharpness (m_r - m)      a = sum_r exp(s_r) a_r      d = sum_r exp(s_r) (d_r + s_r a_r)
+    logprob = sharpness (z_y - m) - ln a      entropy = ln a - d / a      p_v = exp(c_v) / (exp(-s_r) a)
+
+Letters: T rows, V vocabulary of this rank, G ranks, S statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import even_rows, fitting_rows
+from rlcore.kernels.operands import is_checked_on_device
+from rlcore.kernels.softmax_rows import Rows, RowStatistics, exponentials_
+
+_ROWS = 1024
+"""Of a chunk, where no memory budget is named: chunks are the same on all ranks, whatever their part is."""
+_IGNORED = -1
+"""The caller's own mark may be the id of a token, so that a row of this rank's weight would be taken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This rank's part. Its numbers stay on the device, so that nothing waits for them."""
+
+    group: dist.ProcessGroup
+    first: Tensor
+    """Id of the part's first token."""
+    vocab_size: Tensor
+    """Of all parts."""
+    own_rows: slice | None = None
+    """Of the hidden states, this rank's, where they are split (sequence parallelism)."""
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, weight_VH: Tensor, num_rows: int, *, is_split: bool) -> VocabularyShard:
+        """Every rank calls it.
+
+        Args:
+            num_rows: of this rank's hidden states.
+
+        Raises:
+            InvalidInputError: on the CPU and with RLCORE_DEBUG=1 (elsewhere collectives fail or hang): ranks have
+                different numbers of rows, or none has a token.
+        """
+        sizes = [torch.full((1,), size, device=weight_VH.device) for size in (len(weight_VH), num_rows)]
+        sizes_G2 = _gathered(torch.cat(sizes), group)
+        if not is_checked_on_device(sizes_G2):
+            vocab_sizes, numbers = sizes_G2.T.tolist()
+            if len(set(numbers)) > 1:
+                raise InvalidInputError(f"ranks of group must score the same rows; they have {numbers}, by rank")
+            if not any(vocab_sizes):
+                raise InvalidInputError("weight must be [V, H] with V > 0 on some rank of group; it is 0 on all")
+        own_rows = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows) if is_split else None
+        return VocabularyShard(group, sizes_G2[: group.rank(), 0].sum(), sizes_G2[:, 0].sum(), own_rows)
+
+    def rows(self, rows: Rows, vocab_size: int) -> Rows:
+        """With targets as rows of this rank's weight."""
+        target_T = rows.target - self.first
+        is_elsewhere_T = (target_T < 0) | (target_T >= vocab_size)
+        marked_T = target_T.masked_fill(is_elsewhere_T, 0).masked_fill(rows.is_ignored, _IGNORED)
+        return replace(rows, marked=marked_T, ignore_index=_IGNORED, is_elsewhere=is_elsewhere_T)
+
+    def rows_per_chunk(self, num_rows: int, vocab_size: int, itemsize: int, budget_bytes: int | None) -> int:
+        """Rows of a chunk, the same on every rank. A budget is met by all, which takes waiting for the device.
+
+        Raises:
+            InvalidInputError: on every rank, if the budget does not hold one row on one of them.
+        """
+        if budget_bytes is None:
+            return even_rows(num_rows, _ROWS)
+        fitting = torch.tensor(fitting_rows(vocab_size, itemsize, budget_bytes), device=self.first.device)
+        dist.all_reduce(fitting, dist.ReduceOp.MIN, group=self.group)
+        if fitting == 0:
+            raise InvalidInputError(
+                f"memory_budget_bytes={budget_bytes} does not hold one row of the logits of every rank of group; "
+                f"this one holds {vocab_size} tokens"
+            )
+        return even_rows(num_rows, int(fitting))
+
+    def merged(self, parts_TS: Tensor, rows: Rows) -> RowStatistics:
+        """Of whole rows, from this rank's ``partial_statistics_``; ``total`` and ``peak`` suit its exponentials."""
+        parts_GTS = _gathered(parts_TS, self.group)
+        peak_GT, total_GT, chosen_GT, *moment_GT = parts_GTS.unbind(2)
+        peak_T = peak_GT.amax(0)
+        shift_GT = (peak_GT - peak_T) * rows.sharpness
+        scale_GT = shift_GT.exp()
+        total_T = (scale_GT * total_GT).sum(0)
+        log_total_T = total_T.log()
+        logprob_T = (chosen_GT.amax(0) - peak_T) * rows.sharpness - log_total_T
+        entropy_T = None
+        if moment_GT:
+            # A part whose columns are all -inf has no weight, and an infinite shift.
+            shifted_GT = (moment_GT[0] + shift_GT * total_GT).masked_fill(total_GT == 0, 0.0)
+            entropy_T = log_total_T - (scale_GT * shifted_GT).sum(0) / total_T
+        here = self.group.rank()
+        return RowStatistics(logprob_T, entropy_T, _reference(peak_GT[here]), total_T / scale_GT[here])
+
+    def all_rows(self, hidden_TH: Tensor) -> Tensor:
+        """The hidden states of all ranks, where each has a part of them. Their gradient is whole in its own part."""
+        if self.own_rows is None:
+            return hidden_TH
+        whole: Tensor = _AllRows.apply(hidden_TH, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def sums_begun(self, partial_TH: Tensor, rows: slice) -> list[dist.Work]:
+        """Sums over the ranks in the place of ``rows`` of ``partial_TH``, dense; wait for them before reading.
+
+        Where the rows are split each sum goes to the rank that has them, as a reduce-scatter of all would send it.
+        """
+        if self.own_rows is None:
+            return [dist.all_reduce(partial_TH[rows], group=self.group, async_op=True)]
+        each = self.own_rows.stop - self.own_rows.start
+        owners = range(rows.start // each, math.ceil(rows.stop / each))
+        parts = (slice(max(rows.start, owner * each), min(rows.stop, (owner + 1) * each)) for owner in owners)
+        return [
+            dist.reduce(partial_TH[part], group=self.group, group_dst=owner, async_op=True)
+            for owner, part in zip(owners, parts, strict=True)
+        ]
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.own_rows = shard.own_rows
+        return _gathered(hidden_TH, shard.group).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TH: Tensor) -> tuple[Tensor, None]:
+        return g_TH[ctx.own_rows].clone(), None  # a view would hold the other ranks' rows
+
+
+def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:
+    """[T, S] of m, a, z_y, and with entropy d, of this rank's logits, which are overwritten with exp(c)."""
+    if not logits_TV.shape[1]:
+        nothing = (-math.inf, 0.0, -math.inf, 0.0)[: 3 + with_entropy]
+        return torch.stack([logits_TV.new_full((len(logits_TV),), value) for value in nothing], 1)
+    peak_T = logits_TV.amax(1)
+    chosen_T = logits_TV.gather(1, rows.target[:, None]).squeeze(1)
+    if rows.is_elsewhere is not None:
+        chosen_T = chosen_T.masked_fill(rows.is_elsewhere, -math.inf)
+    exp_TV = exponentials_(logits_TV, _reference(peak_T), rows.sharpness)
+    parts = [peak_T, exp_TV.sum(1), chosen_T]
+    if with_entropy:
+        parts.append(torch.xlogy(exp_TV, exp_TV).sum(1))
+    return torch.stack(parts, 1)
+
+
+def _reference(peak_T: Tensor) -> Tensor:
+    """What exponentials are taken to: -inf minus -inf would be NaN."""
+    return peak_T.masked_fill(peak_T == -math.inf, 0.0)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[G, ...] of every rank's ``x``."""
+    parts = x.new_empty((group.size(), *x.shape))
+    dist.all_gather([*parts.unbind()], x.contiguous(), group=group)
+    return parts

@@ -1,0 +1,208 @@
+"""Log-probability of chosen tokens, and the entropy, from logits.
+
+    s = z / temperature      logprob = s_y - logsumexp(s)      entropy = -sum_v p_v ln p_v,  p = softmax(s)
+
+z are the logits of a row, y its target. Rows are not shifted: row t scores ``targets[t]``. Gradients: see
+``rows``.
+
+Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
+Order of this file: reference, chunked implementation, public operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.autograd.compiled import LogitCall, split_temperature, token_logprob_compiled
+from rlcore.kernels.autograd.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.chunks import batched_row_chunks, rows_per_chunk
+from rlcore.kernels.dispatch import choose
+from rlcore.kernels.operands import (
+    check_float,
+    check_known_tokens,
+    check_same_device,
+    check_shape,
+    check_token_range,
+    is_checked_on_device,
+    unlowered,
+)
+from rlcore.kernels.softmax_rows import (
+    Logprobs,
+    Rows,
+    RowStatistics,
+    column,
+    exponentials_,
+    gradient_,
+    statistics_,
+    wide_dtype,
+)
+from rlcore.kernels.token.problem import LogitTask, logit_task
+
+
+def token_logprob_reference(logits: Tensor, task: LogitTask) -> Logprobs:
+    """The definition. ``inplace_backward`` is a permission that it does not use."""
+    rows = task.rows
+    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(rows.is_ignored[..., None], 0.0)
+    if task.keep_mask is not None:
+        logits = logits.masked_fill(~(task.keep_mask | rows.is_ignored[..., None]), -math.inf)
+    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
+    logprobs = (centred * column(rows.sharpness)).log_softmax(-1)
+    logprob = rows.known_vector(logprobs.gather(-1, rows.target[..., None]).squeeze(-1))
+    if not task.with_entropy:
+        return Logprobs(logprob, None)
+    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
+    return Logprobs(logprob, -rows.known_vector((logprobs.exp() * finite).sum(-1)))
+
+
+def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
+    """Four numbers a row are kept; the probabilities are computed again in the backward."""
+    shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
+    logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
+    entropy = logits.new_empty(shape, dtype=wide) if task.with_entropy else None
+    for index, chunk_TV, rows in _chunks(logits, task):
+        found = statistics_(chunk_TV, rows, with_entropy=task.with_entropy)
+        logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
+        if entropy is not None and found.entropy is not None:
+            entropy[index] = found.entropy
+    for output in (logprob, entropy):
+        if output is not None:
+            output.masked_fill_(task.rows.is_ignored, 0.0)
+    return Scores(logprob, entropy, (peak, total))
+
+
+def _backward(
+    logits: Tensor,
+    task: LogitTask,
+    *,
+    needs: Sequence[bool],
+    scores: Scores,
+    upstream: Upstream,
+) -> Gradients:
+    saved = (scores.logprob, scores.entropy, *scores.residuals)
+    g_logprob, g_entropy = (task.rows.known_vector(g) for g in upstream)
+    gradient = logits.detach() if task.inplace_backward else torch.empty_like(logits)
+    for index, chunk_TV, rows in _chunks(logits, task):
+        statistics = RowStatistics(*(_at(values, index) for values in saved))
+        exp_TV = exponentials_(chunk_TV, statistics.peak, rows.sharpness)
+        gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
+        if task.keep_mask is not None:
+            # A target outside the mask has no gradient in its own column either.
+            gradient_TV.masked_fill_(~task.keep_mask[index], 0.0)
+        gradient[index] = gradient_TV
+    return (gradient,)
+
+
+def _chunks(logits: Tensor, task: LogitTask) -> Iterator[tuple[Any, Tensor, Rows]]:
+    """Index, wide copy of the logits, and rows of each chunk."""
+    wide = wide_dtype(logits.dtype)
+    shape = logits.shape[:-1]
+    for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
+        rows = task.rows.at(index)
+        chunk_TV = rows.known(logits[index].to(wide))
+        if task.keep_mask is not None:
+            chunk_TV.masked_fill_(~(task.keep_mask[index] | rows.is_ignored[:, None]), -math.inf)
+        yield index, chunk_TV, rows
+
+
+def _at(values: Tensor | None, index: Any) -> Any:
+    return None if values is None else values[index]
+
+
+token_logprob_chunked = Scorer(_forward, _backward, num_residuals=2)
+"""Plain torch in chunks of rows: no float32 copy of all logits, forward or backward."""
+
+
+def token_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    ignore_index: int = -100,
+    keep_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    implementation: str | None = None,
+) -> Logprobs:
+    """Log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
+
+    Args:
+        logits: [T, V], or [..., V]; float32, bfloat16, float16 or float64; any strides.
+        targets: [T], or [...]; int64 or int32 token ids, or ``ignore_index``.
+        temperature: the sampler's; > 0, a float or one for each target.
+        with_entropy: also the (differentiable) entropy.
+        ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever their logits
+            hold.
+        keep_mask: bool, shape of the logits; False marks tokens that could not be sampled (top-p, top-k):
+            they have probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
+        inplace_backward: the backward may overwrite ``logits``, which must be an intermediate result that
+            nothing else reads. Saves nothing where strides do not let the leading dimensions be joined to two.
+        implementation: run this one or raise; None chooses.
+
+    Returns:
+        ``(logprob, entropy)`` shaped like ``targets``, float32 (float64 for float64 logits), nats, <= 0 and
+        >= 0; entropy is None unless asked for. Differentiable in ``logits``. A row whose logits are all -inf has no
+        distribution: it gives NaN, and so does its gradient, as with ``torch.log_softmax``.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or value outside the above.
+        UnsupportedError: the implementation asked for refuses.
+    """
+    check_float("logits", logits)
+    if logits.dim() < 2 or logits.shape[-1] == 0:
+        raise InvalidInputError(f"logits must be [..., T, V] with V > 0; got {list(logits.shape)}")
+    check_shape("targets", targets, tuple(logits.shape[:-1]), "one token for each row of logits")
+    check_same_device("logits", logits.device, targets=targets, keep_mask=keep_mask)
+    _check_keep_mask(keep_mask, logits)
+    if inplace_backward:
+        _check_overwritable(logits)
+    if torch.compiler.is_compiling():
+        number, tensor = split_temperature(temperature)
+        return token_logprob_compiled(
+            LogitCall(logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation)
+        )
+    joined, task = logit_task(
+        logits,
+        targets,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        keep_mask=keep_mask,
+        inplace_backward=inplace_backward,
+    )
+    run = choose("token_logprob", task.query(logits), implementation).fn
+    is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
+    if not is_range_checked_late:
+        check_token_range(targets, logits.shape[-1], ignore_index)
+    with unlowered(logits.device.type):
+        scores: Logprobs = run(joined, task)
+    if is_range_checked_late and not (isinstance(run, Scorer) and run.checks_targets):
+        check_known_tokens(task.rows.target, logits.shape[-1])
+    if targets.dim() == task.rows.marked.dim():
+        return scores
+    return Logprobs(*(None if x is None else x.view(targets.shape) for x in scores))  # type: ignore[arg-type]
+
+
+def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:
+    if keep_mask is None:
+        return
+    if keep_mask.dtype != torch.bool:
+        raise InvalidInputError(f"keep_mask must be bool, True where a token may be sampled; got {keep_mask.dtype}")
+    check_shape("keep_mask", keep_mask, tuple(logits.shape), "like the logits")
+
+
+def _check_overwritable(logits: Tensor) -> None:
+    if logits.requires_grad and logits.is_leaf:
+        raise InvalidInputError(
+            "inplace_backward=True would overwrite logits, a leaf tensor whose values its owner keeps; "
+            "pass an intermediate result, or inplace_backward=False"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise InvalidInputError(
+            f"inplace_backward=True needs logits whose elements do not share memory; got strides {logits.stride()}"
+        )

@@ -1,0 +1,100 @@
+"""Any loss of log-probabilities that are there already.
+
+    loss = sum_t token_weight[t] * value[t]      value, stats = loss_fn(logprob, entropy, per_token)
+
+Plain PyTorch from end to end, so that ``torch.compile`` takes it whole: then the forward is one reading of what the
+loss function reads, of which only sums are written, and the backward another, which writes the two gradients.
+
+Letters: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlcore.arguments import optional, takes
+from rlcore.errors import InvalidInputError
+from rlcore.kernels.autograd.loss_in_chunks import LossOutput
+from rlcore.kernels.cu_seqlens import rising_edges
+from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, check_tokens, token_values, weighted_sum
+from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, checked_edges, sequence_level
+from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_no_nan, check_same_device, check_shape
+from rlcore.kernels.softmax_rows import wide_dtype
+
+
+@takes(
+    "token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, entropy=optional(TENSOR),
+    cu_seqlens=optional(TENSOR),
+)  # fmt: skip
+def token_loss(
+    logprob: Tensor,
+    loss_fn: LossFn,
+    *,
+    per_token: PerToken,
+    token_weight: Tensor,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> LossOutput:
+    """What ``linear_loss`` computes, of log-probabilities such as those of ``token_logprob``.
+
+    A token of weight 0 contributes exactly nothing, to the loss and to every gradient, whatever it holds, NaN included.
+
+    Args:
+        logprob: [T], any float dtype; with gradient.
+        loss_fn: see ``rlcore.kernels.losses.interface``.
+        per_token: [T] or [T, ...] tensors that ``loss_fn`` reads, without gradient.
+        token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
+        entropy: [T], any float dtype; with gradient. None passes None to ``loss_fn``.
+        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses.
+
+    Returns:
+        ``(loss, stats)``: a scalar, float32 (float64 for float64 log-probabilities), differentiable in ``logprob`` and
+        ``entropy``, and scalars by name. Nothing waits for the device.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or value outside the above, or a ``loss_fn`` that returns them.
+    """
+    check_float("logprob", logprob)
+    if logprob.dim() != 1:
+        raise InvalidInputError(
+            f"logprob must be [T]; got {list(logprob.shape)}. Flatten it, and all that goes with it"
+        )
+    check_tokens("logprob", logprob, per_token, token_weight)
+    if entropy is not None:
+        check_float("entropy", entropy)
+        check_shape("entropy", entropy, tuple(logprob.shape), "one value for each entry of logprob")
+        check_same_device("logprob", logprob.device, entropy=entropy)
+    wide = wide_dtype(logprob.dtype)
+    weight_T = token_weight.detach().to(wide)
+    if not torch.compiler.is_compiling():
+        check_no_nan("token_weight", weight_T)
+    tokens = TokenInputs.of(per_token, weight_T, weight_T != 0)
+
+    def counted(values_T: Tensor) -> Tensor:
+        return torch.where(tokens.is_counted, values_T, 0.0).to(wide)
+
+    extra: Mapping[str, Tensor] = {}
+    if isinstance(loss_fn, sequence_level):
+        edges = _rising(checked_edges(cu_seqlens, per_token, "token_loss", "logprob"), logprob)
+        extra = {"cu_seqlens": edges, "token_mask": tokens.is_counted.clone()}
+    entropy_T = None if entropy is None else counted(entropy)
+    return loss_of_scores(loss_fn, counted(logprob), entropy_T, tokens, extra)
+
+
+def loss_of_scores(
+    loss_fn: LossFn, logprob_T: Tensor, entropy_T: Tensor | None, tokens: TokenInputs, extra: Mapping[str, Tensor]
+) -> LossOutput:
+    """Of all tokens at once, by autograd."""
+    value_T, stats = token_values(loss_fn, logprob_T, entropy_T, tokens, extra)
+    statistics = Statistics()
+    statistics.add(stats)
+    return LossOutput(weighted_sum(value_T, tokens), statistics.result(tokens))
+
+
+def _rising(cu_seqlens: Tensor, logprob_T: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        rising_edges("cu_seqlens", cu_seqlens, len(logprob_T))
+    return cu_seqlens.to(logprob_T.device, torch.int64, non_blocking=True, copy=True)  # loss functions may write to it

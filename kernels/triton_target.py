@@ -1,0 +1,114 @@
+"""What Triton can build for the device at hand: why an implementation written in it cannot serve a query."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from rlcore.kernels.dispatch import Query
+from rlcore.kernels.triton_programs import limits
+from rlcore.registry import specs_of
+
+_WARP_LANES = 32
+_TILED_ARCH = 90
+_SPLIT = "it needs all vocabulary rows on one rank; gather the weight and leave out group="
+
+
+def rows_refusal(query: Query) -> str | None:
+    """Of implementations whose softmax is ``triton_rows``."""
+    if query.dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    if "group" in query.options:
+        return _SPLIT
+    return _absence(query.device_type)
+
+
+def copies_refusal(query: Query) -> str | None:
+    """Of copies, which compute nothing."""
+    return _needs_threads(query) or _absence(query.device_type)
+
+
+def scans_refusal(query: Query) -> str | None:
+    """Of implementations that look for the ends of sequences token by token."""
+    return _needs_threads(query) or rows_refusal(query)
+
+
+def groups_refusal(query: Query) -> str | None:
+    """Of implementations that take some groups of one size, one after the other, in a program."""
+    if "irregular" in query.options:
+        return "its groups are rows of one length, and group= was given"
+    if "long" in query.options:
+        return "a group of so many rewards is too long for one program"
+    if "reinforce++" in query.options:
+        return "it sees one group at a time, and the whitening is over all"
+    found = limits(query.device_type)
+    if found is not None and not found.has_float64:
+        return f"it sums in float64, which programs of {query.device_type!r} do not have"
+    return rows_refusal(query)
+
+
+def tiled_refusal(query: Query) -> str | None:
+    """Of implementations whose products are ``triton_tiles``."""
+    if query.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16 alone, and the inputs are {str(query.dtype).removeprefix('torch.')}"
+    if query.hidden_size % 8:
+        return f"its copy engine needs rows of a multiple of 16 bytes, and H = {query.hidden_size} is no multiple of 8"
+    if "softcap" in query.options:
+        return "it has no softcap"
+    if reason := rows_refusal(query):
+        return reason
+    if _interprets():
+        return "Triton's interpreter gets products of bfloat16 wrong"
+    arch = _target().arch
+    return None if arch == _TILED_ARCH else f"its tiles were laid out for architecture {_TILED_ARCH}, not {arch}"
+
+
+def _needs_threads(query: Query) -> str | None:
+    if limits(query.device_type) is None:
+        return None
+    return f"each of its threads reads an address of its own, and programs of {query.device_type!r} work on whole tiles"
+
+
+@functools.cache
+def _absence(device_type: str) -> str | None:
+    """Why no kernel can be built for ``device_type``; TRITON_INTERPRET=1 runs them on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed; run: pip install triton"
+    if _interprets():
+        is_host = any(spec.is_host for spec in specs_of(device_type))
+        return None if is_host else "TRITON_INTERPRET=1 interprets kernels on the host's memory alone"
+    found = _driver_device_type()
+    if found != device_type:
+        return f"triton builds for {found or 'no device here'}, not for {device_type!r}"
+    if limits(device_type) is not None:  # its tiles are cut to them
+        return None
+    lanes = _target().warp_size
+    return None if lanes == _WARP_LANES else f"its tiles are laid out for warps of {_WARP_LANES} lanes, not {lanes}"
+
+
+def _interprets() -> bool:
+    import triton
+
+    if not hasattr(triton, "knobs"):  # before 3.4, of which some vendors' builds are
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _driver_device_type() -> str | None:
+    from triton.runtime import driver
+
+    try:
+        module: str = driver.active.get_device_interface().__name__  # torch.cuda, or the vendor's own
+    except RuntimeError:  # "0 active drivers"
+        return None
+    return module.rpartition(".")[2]
+
+
+def _target() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_target()

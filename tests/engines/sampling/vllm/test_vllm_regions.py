@@ -1,0 +1,120 @@
+"""Memory that an allocator unmaps and maps again, with memory of the host in the place of vLLM's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.engines.offload import group as residents
+from rlcore.engines.offload import host_arena as arenas
+from rlcore.engines.offload.host_arena import BLOCK_BYTES, Arena
+from rlcore.engines.sampling.vllm import mapped_allocations as regions
+from rlcore.errors import DeviceError
+from rlcore.registry import get_device
+
+SIZES = [4096, 64, 1 << 16]
+TAG = "weights"
+
+
+class Allocator:
+    """Unmapped memory is overwritten: who reads it after that sees it."""
+
+    def __init__(self) -> None:
+        self.memory = {number << 20: torch.arange(size).to(torch.uint8) for number, size in enumerate(SIZES, 1)}
+        self.found = [
+            SimpleNamespace(handle=(0, memory.numel(), address, 0), tag=TAG, is_asleep=False)
+            for address, memory in self.memory.items()
+        ]
+        self.calls: list[str] = []
+
+    def allocations(self, tag: str) -> list[Any]:
+        return [one for one in self.found if one.tag == tag]
+
+    def unmap_memory(self, allocation: Any) -> None:
+        self.calls.append("unmap")
+        self.memory[allocation.handle[2]].fill_(255)
+        allocation.is_asleep = True
+
+    def map_memory(self, allocation: Any) -> None:
+        self.calls.append("map")
+        allocation.is_asleep = False
+
+    def storage_at(self, address: int, device: torch.device, nbytes: int) -> Any:
+        start, memory = next((start, one) for start, one in self.memory.items() if 0 <= address - start < one.numel())
+        assert address - start + nbytes <= memory.numel()
+        part = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr() + address - start)
+        return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [memory.clone() for memory in self.memory.values()]
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    found, cpu = Allocator(), get_device("cpu")
+    monkeypatch.setattr(regions, "_memory", lambda: found)
+    monkeypatch.setattr(type(cpu), "synchronize", lambda self: found.calls.append("wait"))
+    arena = Arena(cpu)
+    monkeypatch.setattr(residents, "arena_of", lambda device: arena)
+    yield found
+    arena.trim()
+
+
+def made(allocator: Allocator, kept: int = 0) -> regions.MappedResident:
+    return regions.MappedResident(get_device("cpu"), TAG, lambda: list(allocator.memory.values())[:kept])
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 4096])
+def test_it_comes_back_as_it_left_and_the_device_is_waited_for_once(
+    allocator: Allocator, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "BLOCK_BYTES", block_bytes)
+    resident, before = made(allocator), allocator.values
+    report = resident.offload()
+    assert (report.moved_bytes, resident.device_bytes, resident.is_away) == (sum(SIZES), 0, True)
+    assert allocator.calls == ["wait", *["unmap"] * len(SIZES)], "a wait for each would stop the copies of the others"
+    assert all(bool((memory == 255).all()) for memory in allocator.memory.values())
+    assert resident.onload().moved_bytes == sum(SIZES)
+    assert allocator.calls[1 + len(SIZES) :] == ["map"] * len(SIZES)
+    assert all(map(torch.equal, allocator.values, before))
+    assert (resident.device_bytes, resident.is_away) == (sum(SIZES), False)
+
+
+def test_what_is_kept_outlives_a_release(allocator: Allocator) -> None:
+    resident, before = made(allocator, kept=2), allocator.values
+    assert resident.meta().freed_device_bytes == sum(SIZES)
+    assert resident.meta().freed_device_bytes == 0
+    assert allocator.calls == ["wait", *["unmap"] * len(SIZES)]
+    report = resident.onload()
+    assert (report.moved_bytes, report.freed_device_bytes) == (0, -sum(SIZES))
+    assert report.seconds > 0
+    after = allocator.values
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1])
+    assert bool((after[2] == 255).all())
+
+
+def test_what_finds_no_memory_stays_away_whole(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = made(allocator)
+    resident.meta()
+    map_memory = allocator.map_memory
+
+    def fails_at_last(allocation: Any) -> None:
+        if allocator.calls.count("map") == len(SIZES) - 1:
+            raise RuntimeError("out of memory")
+        map_memory(allocation)
+
+    monkeypatch.setattr(allocator, "map_memory", fails_at_last)
+    with pytest.raises(DeviceError, match="has no memory for 65536 bytes that come back: out of memory"):
+        resident.onload()
+    assert (resident.device_bytes, resident.is_away) == (0, True)
+    monkeypatch.setattr(allocator, "map_memory", map_memory)
+    resident.onload()
+    assert resident.device_bytes == sum(SIZES)

@@ -1,0 +1,182 @@
+"""Shares of vLLM workers on the host, called as vLLM calls them: where they say their parts are is looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.residency import Move
+from rlcore.engines.sampling.vllm import shard as share_module
+from rlcore.engines.sampling.vllm import versions
+from rlcore.engines.sampling.vllm.executor import VllmWorker
+from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension, _share_of
+from rlcore.engines.sampling.vllm.replica import Replica
+from rlcore.engines.sampling.vllm.shard import Share
+from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.errors import DeviceError, RlcoreError
+
+
+class Model(nn.Module):
+    """With a buffer, and what was derived from the weight after loading and is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.absorbed = torch.full((4, 8), 3.0)
+        self.kv_cache: Any = None
+        self.halves = [torch.full((2,), 5.0), torch.full((2,), 6.0)]
+
+
+class PlainWorker(RlcoreWorkerExtension):
+    """What rlcore uses of ``vllm.v1.worker.gpu_worker.Worker``."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.device = torch.device("cpu")
+        model = Model()
+        caches = [torch.zeros(2, 16), [torch.zeros(8), torch.zeros(4)]]
+        model.kv_cache = caches[0]  # layers of attention have theirs
+        self.model_runner = SimpleNamespace(get_model=lambda: model, kv_caches=caches)
+        layers = {f"layers.{number}": SimpleNamespace(kv_cache=cache) for number, cache in enumerate(caches)}
+        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+    @property
+    def caches(self) -> list[Tensor]:
+        first, others = self.model_runner.kv_caches
+        return [first, *others]
+
+
+class Engine:
+    """Calls the workers as ``LLMEngine`` does."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = [PlainWorker(rank) for rank in range(size)]
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return True
+
+    def reset_mm_cache(self) -> None:
+        """It has none."""
+
+    reset_encoder_cache = reset_mm_cache
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(versions, "forget_reloads", lambda model: None)  # of vLLM's own loads
+    return Engine(2)
+
+
+@pytest.fixture
+def worker(engine: Any) -> Iterator[VllmWorker]:
+    context = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
+    worker = VllmWorker(context)
+    reader: Any = None  # no prompt comes
+    processes = WorkerProcesses(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",)))  # vLLM started none
+    worker._engine, worker._replica = engine, Replica(engine, processes, reader, lambda: None)
+    yield worker
+    worker._replica.close()
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+@pytest.mark.parametrize("move", [Move.OFFLOAD, Move.META])
+def test_a_worker_that_does_not_do_as_told_is_seen(
+    worker: VllmWorker, engine: Engine, tag: str, move: Move, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, real = _share_of(engine.workers[1]), Share.move
+    getattr(worker, move)(tag)
+    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
+
+    def stays_away(self: Share, wanted: str, of: str) -> Any:
+        return (share._residents[of].meta(), True) if self is share else real(self, wanted, of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Share, "move", stays_away)
+        with pytest.raises(RlcoreError, match=re.escape(f"onload('{tag}') left 1 of 2 vLLM workers without it")):
+            worker.onload(tag)
+    worker.onload(tag)
+    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
+
+    def stays_here(self: Share, wanted: str, of: str) -> Any:
+        report, is_away = real(self, wanted, of)
+        return report, is_away and self is not share
+
+    monkeypatch.setattr(Share, "move", stays_here)
+    with pytest.raises(RlcoreError, match=re.escape(f"{move}('{tag}') left 1 of 2 vLLM workers")):
+        getattr(worker, move)(tag)
+
+
+def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the memory holds that the device gives."""
+    plain = engine.workers[0]
+    share = Share(plain)  # type: ignore[arg-type]
+    resident, after_kv = share._residents["kv_cache"], []
+    plain.model_runner.post_kv_cache_wake_up = lambda: after_kv.append(plain.caches[0].sum().item())
+    real = resident.onload
+
+    def onload() -> Any:
+        report = real()
+        for cache in plain.caches:
+            cache.fill_(torch.nan)
+        return report
+
+    monkeypatch.setattr(resident, "onload", onload)
+    share.move(Move.OFFLOAD, "kv_cache")
+    assert all(cache.untyped_storage().nbytes() == 0 for cache in plain.caches)
+    share.move(Move.ONLOAD, "kv_cache")
+    assert all(bool((cache == 0).all()) for cache in plain.caches)
+    assert after_kv == [0.0], "the scales of an FP8 cache come after that"
+
+
+def test_what_no_sync_brings_again_is_kept(engine: Engine) -> None:
+    """Buffers, and what loading derived; neither the weights nor the KV cache."""
+    share = Share(engine.workers[0])  # type: ignore[arg-type]
+    model: Any = share.model
+    kept = list(share._kept())
+    assert {id(one) for one in kept} == {id(one) for one in (model.table, model.absorbed, *model.halves)}
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize("move", [Move.OFFLOAD, Move.META])
+def test_a_share_that_is_closed_leaves_all_memory_to_be_freed(engine: Engine, move: Move) -> None:
+    plain = engine.workers[0]
+    share = Share(plain)  # type: ignore[arg-type]
+    weight = share.model.get_parameter("weight")
+    share.move(move, "weights")
+    assert weight.untyped_storage().nbytes() == 0
+    share.close()
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert vars(share) == {}, "it would keep the model"
+
+
+def test_memory_that_finds_no_room_again_is_never_freed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(share_module, "_NEVER_FREED", kept := [])
+    plain = engine.workers[0]
+    share = Share(plain)  # type: ignore[arg-type]
+    model = share.model
+    share.move(Move.META, "weights")
+
+    def onload() -> None:
+        raise DeviceError("cuda:0 has 1 MiB free")
+
+    monkeypatch.setattr(share._residents["weights"], "onload", onload)
+    share.close()
+    ((held, caches),) = kept
+    assert held is model
+    assert [id(cache) for cache in caches] == [id(cache) for cache in plain.caches]
+    (told,) = caplog.messages
+    assert "this process can make no other vLLM engine" in told
+    assert told.endswith("Call cuda() before close(). cuda:0 has 1 MiB free")

@@ -1,0 +1,136 @@
+"""Which of vLLM's processes ended, and how; nothing here needs vLLM: its part is played by other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.sampling.vllm import worker_processes
+from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.errors import StateError, WorkerDiedError
+
+
+class Process:
+    """What a ``multiprocessing.Process`` is to its parent; to start a real one would fork this process's threads."""
+
+    def __init__(self, name: str, *command: str) -> None:
+        self._popen = subprocess.Popen(command)
+        self.name, self.pid, self.kill = name, self._popen.pid, self._popen.kill
+        self.sentinel = os.pidfd_open(self.pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.poll()
+
+    def join(self) -> None:
+        self._popen.wait(60)
+
+    def close(self) -> None:
+        self.kill()
+        self.join()
+        os.close(self.sentinel)
+
+
+StartAll = Callable[..., tuple[WorkerProcesses, list[Process]]]
+
+
+@pytest.fixture
+def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
+    """``start_all(name, name)``: processes that wait, watched from before they start. No other child counts."""
+    started: list[Process] = []
+    watching: list[WorkerProcesses] = []
+    monkeypatch.setattr(worker_processes, "active_children", lambda: list(started))
+    monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
+
+    def start(*names: str, num_devices: int = 2) -> tuple[WorkerProcesses, list[Process]]:
+        watched = WorkerProcesses(context(num_devices))
+        watching.extend([watched] * (num_devices > 1))
+        started.extend(Process(name, "sleep", "600") for name in names)
+        return watched, started
+
+    yield start
+    for process in started:
+        process.kill()
+    for watched in watching:  # none is to see the next test's
+        watched._watching.join(60)
+    for process in started:
+        process.close()
+
+
+def context(num_devices: int) -> WorkerContext:
+    devices = tuple(f"cpu:{number}" for number in range(4, 4 + num_devices))
+    return WorkerContext("the inference engine", 3, 4, devices[0], 1, devices)
+
+
+def ask(watched: WorkerProcesses, error: Exception) -> None:
+    """As vLLM answers when a process of its is lost."""
+    with watched.needed_for("generate"):
+        raise error
+
+
+def test_the_first_that_ended_is_named_with_its_signal_and_its_device(start_all: StartAll) -> None:
+    watched, (_, second) = start_all("VllmWorker-0", "VllmWorker-1")
+    os.kill(second.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        ask(watched, RuntimeError("cancelled"))
+    assert str(caught.value) == (
+        f"the worker of rank 3 (cpu:4) lost vLLM's VllmWorker-1 (process {second.pid}, tensor-parallel rank 1, cpu:5), "
+        "which was killed by SIGKILL (sent by somebody, or by the kernel for want of memory), during generate()"
+    )
+    assert (caught.value.rank, caught.value.device, caught.value.method) == (3, "cpu:4", "generate")
+    assert str(caught.value.__cause__) == "cancelled"
+    with pytest.raises(StateError, match="ours"):
+        ask(watched, StateError("ours"))
+
+
+def test_the_others_do_not_wait_for_the_lost_one(start_all: StartAll) -> None:
+    _, (first, second) = start_all("VllmWorker-0", "VllmWorker-1")
+    second.kill()
+    first.join()
+    assert first.exitcode == -signal.SIGKILL
+
+
+def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(start_all: StartAll) -> None:
+    watched, (process, _) = start_all("Another-0", "VllmWorker-1")
+    killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGUSR2))
+    killer.start()
+    with pytest.raises(
+        WorkerDiedError, match=rf"vLLM's Another-0 \(process {process.pid}\), which was killed by SIGUSR2,"
+    ):
+        ask(watched, ConnectionError("reset by peer"))
+    killer.join()
+
+
+def test_what_comes_of_nobodys_end_stays_as_it_is(start_all: StartAll, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "_NEWS_S", 0.05)
+    watched, _ = start_all("VllmWorker-0", "VllmWorker-1")
+    with pytest.raises(ValueError, match="of vLLM"):
+        ask(watched, ValueError("of vLLM"))
+
+
+def test_one_that_ends_while_others_are_still_to_start_is_seen(start_all: StartAll) -> None:
+    watched, processes = start_all("VllmWorker-0")
+    processes.append(Process("VllmWorker-1", "sh", "-c", "exit 3"))
+    with pytest.raises(WorkerDiedError, match=r"VllmWorker-1 .*cpu:5\), which ended with exit code 3, during generate"):
+        ask(watched, RuntimeError("WorkerProc initialization failed"))
+
+
+def test_who_ends_in_order_has_told_vllm_why(start_all: StartAll) -> None:
+    watched, processes = start_all("VllmWorker-0")
+    processes.append(Process("VllmWorker-1", "true"))
+    with pytest.raises(RuntimeError, match="no such load format"):
+        ask(watched, RuntimeError("no such load format"))
+
+
+def test_a_replica_on_one_device_has_no_process_to_lose(start_all: StartAll) -> None:
+    watched, (other,) = start_all("somebody's", num_devices=1)
+    other.kill()
+    other.join()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ask(watched, RuntimeError("out of memory"))

@@ -1,0 +1,376 @@
+"""Rounds between senders and receivers of one process: routes, computed weights, staging, random shapes."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rlcore.engines.weight_sync import target
+from rlcore.engines.weight_sync.channels.peers import LocalParties
+from rlcore.engines.weight_sync.endpoint import Route, decoded
+from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.named_source import NamedHolding
+from rlcore.engines.weight_sync.options import RoundOptions
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.engines.weight_sync.sender import Offer, Sender
+from rlcore.engines.weight_sync.session import Rounds, _Round
+from rlcore.engines.weight_sync.transports.opened import Opened
+from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
+from rlcore.registry import get_device
+from rlcore.types import SyncReport
+from rlcore.weights.view import WeightView
+
+ROUTES: list[Route] = ["local", "direct", "packed"]
+
+
+class Worker:
+    """What ``SmallTarget`` writes into."""
+
+    def __init__(self, sizes: Sizes, shard: int, shards: int, dtype: torch.dtype) -> None:
+        self.device = get_device("cpu")
+        self.new_model = lambda: SmallModel(sizes, shard, shards, dtype)
+        self.model = self.new_model()
+        self.versions: list[int] = []
+
+
+class World(NamedTuple):
+    module: Any
+    rounds: Rounds
+    workers: list[Worker]
+    receivers: list[Receiver]
+
+    def sync(self, **options: Any) -> SyncReport:
+        return self.rounds.run(RoundOptions(**({"version": 1, "slab_bytes": 4096} | options)), nullcontext)
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """``make(sizes, shards=1, dtype=..., kind=Checkpoint)``: a whole trainer and one replica of an engine."""
+    ends: list[Callable[[], None]] = []
+
+    def build(sizes: Sizes, shards: int = 1, dtype: torch.dtype = torch.bfloat16, kind: Any = Checkpoint) -> World:
+        weights = checkpoint(sizes, seed=1)
+        module = kind(weights)
+        for name, parameter in module.named_parameters():
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))
+        sender = Sender(ModuleHolding(module, 1), get_device("cpu"))
+        workers = [Worker(sizes, shard, shards, dtype) for shard in range(shards)]
+        receivers = [Receiver(SmallTarget(worker)) for worker in workers]  # type: ignore[arg-type]
+        rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", receivers))
+        ends.extend([*(receiver.close for receiver in receivers), sender.close])
+        return World(module, rounds, workers, receivers)
+
+    yield build
+    for end in ends:
+        end()
+
+
+def check(world: World, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> None:
+    weights = {name: tensor.detach() for name, tensor in world.module.named_weights()}
+    fresh = expected(weights, sizes, len(world.workers), dtype)
+    for worker, wanted in zip(world.workers, fresh, strict=True):
+        held = dict(worker.model.named_parameters())
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_byte_by_every_route(make: Make, route: Route, shards: int) -> None:
+    sizes = Sizes(experts=2, is_tied=True, has_state=True)
+    world = make(sizes, shards)
+    for number in range(2):
+        world.module.add(0.5)
+        report = world.sync(route=route, version=number, is_verified=number == 1, checksums="always")
+        assert report.route == route
+        assert report.calls_s.keys() >= {"begin", "unpack" if route == "packed" else "pull", "ready", "end", "commit"}
+        assert 0 < max(report.calls_s.values()) < report.seconds
+        assert (report.handles_opened == 0) == (number == 1 or route != "packed"), "in one process"
+        check(world, sizes)
+    assert [worker.versions for worker in world.workers] == [[0, 1]] * shards
+
+
+def test_weights_changed_in_place_are_sent_though_nobody_says_so(make: Make) -> None:
+    """``is_same`` says that no step of the engines has changed them; a user's own code may have."""
+    world = make(Sizes(layers=1))
+    assert world.sync(is_same=True).moved_bytes > 0, "the first round"
+    world.module.add(0.5)
+    assert world.sync(is_same=True).moved_bytes > 0
+    check(world, Sizes(layers=1))
+    assert world.sync(is_same=True).moved_bytes == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> None:
+    first, second, other = make(Sizes(), 2), make(Sizes(), 2), make(Sizes(hidden=5))
+    shared = first.rounds.receivers
+    second = second._replace(rounds=Rounds(second.rounds.senders, shared), workers=first.workers)
+    other = other._replace(rounds=Rounds(other.rounds.senders, shared))
+    second.module.add(1.0)
+    for number, world in enumerate([first, second, first, second, second]):
+        report = world.sync(route=route, version=number)
+        assert (report.handles_opened == 0) == (number == 4 or route != "packed")
+        check(world, Sizes())
+    second.module.add(1.0)
+    second.sync(route=route, is_staged=True)  # what one trainer's first round has proven holds for the other's
+    check(second, Sizes())
+    with pytest.raises(SyncError, match="is not the engine's, which still serves its old weights"):
+        other.sync(route=route)
+    second.module.add(1.0)
+    second.sync(route=route)
+    check(second, Sizes())
+
+
+def test_random_models_grids_and_slabs(make: Make) -> None:
+    generator = random.Random(0)
+    for _ in range(12):
+        shards = generator.choice([1, 2])
+        heads = shards * generator.randint(1, 3) * 2
+        sizes = Sizes(
+            vocab=generator.randint(3, 70),
+            hidden=generator.randint(1, 20),
+            inner=shards * generator.randint(1, 9),
+            heads=heads,
+            kv_heads=generator.choice([1, 2, heads]),
+            head_dim=generator.randint(1, 5),
+            layers=1,
+            experts=generator.choice([0, 3]),
+            is_tied=generator.random() < 0.5,
+        )
+        dtype = generator.choice([torch.float32, torch.bfloat16])
+        world = make(sizes, shards, dtype)
+        report = world.sync(route="packed", slab_bytes=generator.choice([1024, 1536, 1 << 20]))
+        assert report.fallback_bytes == 0, sizes
+        check(world, sizes, dtype)
+
+
+class Scaled(Checkpoint):
+    """Gives one weight that is no view of a parameter, as a merged adapter is."""
+
+    def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
+        for view in super().weight_views():
+            if view.name == "layers.0.q_proj.weight":
+                yield view._replace(parameter=None, compute=self.scaled)
+            else:
+                yield view
+
+    def scaled(self) -> Tensor:
+        return self.layers.get_submodule("0").q_proj.weight.detach() * 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_weights_that_the_trainer_computes(make: Make, route: Route) -> None:
+    world = make(Sizes(), 2, kind=Scaled)
+    for _ in range(2):
+        world.module.add(0.25)
+        assert world.sync(route=route).fallback_bytes > 0
+        check(world, Sizes())
+
+
+class Merged(Checkpoint):
+    """No weight is a view of a parameter."""
+
+    def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
+        for view in super().weight_views():
+            assert view.parameter is not None
+            yield view._replace(parameter=None, compute=partial(torch.mul, view.parameter.detach(), 2))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", [Checkpoint, Merged])
+def test_no_copy_of_a_weight_outlives_its_load(
+    make: Make, route: Route, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies together would be a second model, which a device has no room for."""
+    copies: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def living() -> int:
+        return sum(nbytes for copy, nbytes in copies.values() if not copy.expired())
+
+    load, compute = SmallTarget.reload, ModuleHolding.compute
+    peaks: list[int] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        copies[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        peaks.append(living())
+        return tensor
+
+    monkeypatch.setattr(
+        SmallTarget, "reload", lambda self, weights: load(self, ((name, copied(weight)) for name, weight in weights))
+    )
+    monkeypatch.setattr(ModuleHolding, "compute", lambda self, weights: list(map(copied, compute(self, weights))))
+    world = make(Sizes(layers=4), kind=kind)
+    for _ in range(2):
+        world.module.add(0.25)
+        world.sync(route=route, is_verified=True, slab_bytes=4096)
+        check(world, Sizes(layers=4))
+    assert len(peaks) > 50
+    assert sum(weight.nbytes for weight in world.module.parameters()) > 10 * 4096
+    assert max(peaks) <= 2 * 4096
+
+
+def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> None:
+    world = make(Sizes())
+    with pytest.raises(UnsupportedError, match="its plan is proven by loading into the weights that are served"):
+        world.sync(is_staged=True)
+    world.sync()
+    before = {name: parameter.clone() for name, parameter in world.workers[0].model.named_parameters()}
+    world.module.add(1.0)
+    receiver: Any = world.receivers[0]
+
+    def fails(round_id: int) -> int:
+        raise SyncError("no vote")
+
+    receiver.ready = fails
+    with pytest.raises(SyncError, match="no vote"):
+        world.sync(is_staged=True)
+    assert receiver.is_whole
+    for name, parameter in world.workers[0].model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    del receiver.ready
+    world.sync()
+    world.module.add(1.0)
+    with pytest.raises(UnsupportedError, match=r"route='collective' .* it takes a process for each"):
+        world.sync(route="collective")
+    world.sync(is_staged=True, version=3)  # what was refused before it began has not undone the proof
+    check(world, Sizes())
+
+
+def test_staging_that_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make(Sizes())
+    world.sync()
+    world.module.add(1.0)
+    info = get_device("cpu").memory.info()
+    monkeypatch.setattr(type(get_device("cpu").memory), "info", lambda self: type(info)(100, info.total_bytes))
+    with pytest.raises(UnsupportedError, match=r"a second copy takes \d+ bytes, and 100 are free"):
+        world.sync(is_staged=True)
+    assert world.receivers[0].is_whole
+
+
+def test_verify_finds_what_the_plan_got_wrong(make: Make) -> None:
+    world = make(Sizes())
+    world.sync()
+    receiver: Any = world.receivers[0]
+    real = receiver.pull
+
+    def wrong(round_id: int, digest: str, is_last: bool) -> Any:
+        moved = real(round_id, digest, is_last)
+        if ":" not in digest:  # not of the golden load
+            world.workers[0].model.layer0.norm[3] += 1
+        return moved
+
+    receiver.pull = wrong
+    with pytest.raises(SyncError, match=r"verify=True: 1 tensors on cpu:0 are not what .* such as 'layer0.norm'"):
+        world.sync(is_verified=True)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers are taken for those of another process, which may open the trainer's memory on a host."""
+    monkeypatch.setattr("rlcore.engines.weight_sync.session.is_unwise", lambda route, senders: "")
+    monkeypatch.setattr(
+        "rlcore.engines.weight_sync.session.refusal", lambda route, *_: "it is elsewhere" * (route == "local")
+    )
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("layers", "later"), [(1, "direct"), (4, "packed"), (4, "direct")], ids=["few", "many", "large"]
+)
+def test_weights_in_many_small_blocks_of_memory_are_opened_once_and_not_again(
+    make: Make, layers: int, later: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host each tensor is a block of its own: 13 of one layer, and 43 of four."""
+    if (layers, later) == (4, "direct"):
+        monkeypatch.setattr("rlcore.engines.weight_sync.transports.routes.MANY_BYTES", 16)
+    world = make(Sizes(layers=layers))
+    sender = world.rounds.senders._parties[0]  # type: ignore[attr-defined]
+    routes = []
+    for number in range(6):
+        world.module.add(0.5)
+        routes.append(world.sync(version=number).route)
+        check(world, Sizes(layers=layers))
+        if number % 2:
+            sender.revoke()  # as before an offload
+    assert routes == ["direct", "direct", later, later, later, later]
+    for _ in range(2):
+        world.module.add(0.5)
+        assert world.sync(route="direct").route == "direct", "where it is asked for"
+        sender.revoke()
+        check(world, Sizes(layers=layers))
+
+
+def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
+    cpu = get_device("cpu")
+    flat = torch.arange(4000 * 64, dtype=torch.float32)
+    module = torch.nn.ParameterList(flat.split(64))  # type: ignore[no-untyped-call]
+    holding: Any = NamedHolding(module.named_parameters, 1)
+    holding.refresh()
+    sender = Sender(holding, cpu)
+    sender.begin(False)
+    data, num_handles, nbytes = sender.offer(True)
+    offer = decoded(data, Offer, "offer")
+    assert num_handles == len(offer.handles or ()) == 1
+    assert nbytes == flat.nbytes
+    opened = Opened(offer, cpu.memory.import_ipc_together)
+    tensors = opened.tensors()
+    assert len(tensors) == 4000
+    assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
+    opened.close()
+    sender.close()
+
+
+def test_weights_are_grouped_for_the_loader_by_looking_at_each_once() -> None:
+    """A model has 18,867: to add up a group again for each of them took minutes."""
+    looked: list[int] = []
+
+    def nbytes(weights: list[int]) -> int:
+        looked.extend(weights)
+        return sum(30 if number == 5 else 4 for number in weights)
+
+    round_: Any = types.SimpleNamespace(_agreed=types.SimpleNamespace(nbytes=nbytes), _slab_bytes=12)
+    assert list(_Round._groups(round_, range(8))) == [[0, 1, 2], [3, 4], [5], [6, 7]]
+    assert looked == list(range(8))
+
+
+def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[torch.nn.Module] = []
+    monkeypatch.setattr(target, "stored_tensors", lambda module: described.append(module) or {})
+    module = torch.nn.Linear(2, 2)
+    engine = target.ModuleTarget(module, get_device("cpu"))
+    with engine.reloading():
+        engine.reload([("weight", torch.ones(2, 2))])
+        engine.reload([("bias", torch.ones(2))])
+    assert described == [module] and all(bool((tensor == 1).all()) for tensor in module.parameters())
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    engine.reload([("weight", torch.full((2, 2), 3.0))])
+    assert bool((module.weight == 3).all()), "the tensors are those of today"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"route": "ipc"}, "route must be one of local, direct, packed, collective, or None, got 'ipc'"),
+        ({"checksums": "some"}, "checksums must be one of off, sample, always, got 'some'"),
+        ({"slab_bytes": 1000}, "a slab must be a multiple of 512 bytes and at least 1024, got 1000"),
+        ({"version": -1}, "version must be a whole number of at least 0, or None, got -1"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+    ],
+)
+def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInputError, match=match):
+        RoundOptions(**({"version": 1} | options))
