@@ -5,7 +5,6 @@ All of it goes to stderr but the last table, so that stdout can be JSON.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -93,8 +92,10 @@ class Display:
         in the next picture."""
         self._stopping = text
         if not self._live:
-            with contextlib.suppress(RuntimeError):  # the signal came amid a write to the very stream that this goes to
+            try:
                 self.note(text)
+            except RuntimeError:  # the signal came amid a write to this very stream, whose buffer is closed to others
+                os.write(self._console.file.fileno(), f"{text}\n".encode())
 
     def imitating(self, step: int, accuracy: float, *, wanted: float, usual: tuple[int, int]) -> None:
         """Show how far the warm-start is: the share of sampled answers that were right when last measured, at which it
