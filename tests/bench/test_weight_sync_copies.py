@@ -66,7 +66,7 @@ def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: p
 
 
 def _largest_taken(run: Callable[[], None]) -> int:
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         run()
     return max(event.cpu_memory_usage for event in profiler.events())
 

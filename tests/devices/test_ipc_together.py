@@ -235,7 +235,9 @@ def free(tensor: torch.Tensor) -> None:
     storage: Any = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
-    else:  # of the test's own block
+    elif not hasattr(storage, "_swap_data_ptr_"):
+        pytest.skip(f"torch {torch.__version__} cannot free a storage in memory of the test's own")
+    else:
         storage._swap_data_ptr_(torch.zeros(storage.nbytes() // 4).untyped_storage())
 
 
