@@ -9,7 +9,7 @@ import torch
 
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability, IpcHandle, MemoryInfo, MemoryStats

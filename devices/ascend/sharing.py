@@ -16,7 +16,7 @@ import torch
 
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, cann, driver
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
 
 

@@ -15,7 +15,7 @@ from rlcore.devices.cpu.sharing import CpuSharing
 from rlcore.devices.cpu.streams import CpuStreams
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import UnsupportedError

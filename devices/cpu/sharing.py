@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError
 
 _FILE = re.compile(r"file </(torch_\w+)>")

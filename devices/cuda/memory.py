@@ -17,7 +17,7 @@ from rlcore.devices.copy_batch import Batch, Flags, Side
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.types import Capability
 

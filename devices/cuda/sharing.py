@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from rlcore.devices.cuda import driver
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
+from rlcore.cli.inventory import capabilities_of, summary
 from rlcore.deadline import call_within
 from rlcore.doctor.finding import CHECK_TIMEOUT_S, Finding, Verdict, fail, ok, run_check, warn
 from rlcore.doctor.ipc import Importer, share
 from rlcore.doctor.packages import torch_back_ends
 from rlcore.errors import PluginError
-from rlcore.inventory import capabilities_of, summary
 from rlcore.launch import Launch
 from rlcore.plugins import PluginRecord
 from rlcore.registry import device_info, get_device, launch, list_devices, registry

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlcore.console import console_of
+from rlcore.cli.console import console_of
 from rlcore.quickstart.output import PHASES, RunFolder
 
 _LINE_EVERY, _IMITATION_LINE_EVERY = 10, 50  # steps, where there is no terminal

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.cli.explanation import OPTIONS, explain
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.explanation import OPTIONS, explain
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.linear import problem as head_task
 from rlcore.kernels.returns import group_advantage as advantages

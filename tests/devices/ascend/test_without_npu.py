@@ -20,7 +20,7 @@ from rlcore.devices.ascend import memory, sharing, simulation, versions
 from rlcore.devices.ascend.device import AscendDevice
 from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
-from rlcore.devices.ipc_sharing import SharedMemory
+from rlcore.devices.ipc.sharing import SharedMemory
 from rlcore.doctor import ascend
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import launch, registry

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlcore.atomic import write_file
 from rlcore.errors import InvalidInputError
 
-FOLDER = Path(__file__).with_name("examples")
+FOLDER = Path(__file__).parent.parent / "examples"
 
 
 def copy_examples(folder: Path, *, force: bool = False) -> list[Path]:

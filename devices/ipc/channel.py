@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 
-from rlcore.devices.ipc_messages import Message, Peer, encode, peer_of, receive
+from rlcore.devices.ipc.messages import Message, Peer, encode, peer_of, receive
 
 _INT = struct.Struct("i")
 _LOOK_AGAIN_MS = 1000  # whether this end was closed meanwhile
@@ -50,7 +50,7 @@ class Channel:
                 threading.Thread(target=self._send_the_rest, name="rlcore-ipc-sender", daemon=True).start()
 
     def receive(self) -> tuple[Message, int | None] | None:
-        """As ``ipc_messages.receive``."""
+        """As ``messages.receive``."""
         return receive(self._connection)
 
     def close(self) -> None:

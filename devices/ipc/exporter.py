@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlcore.devices.ipc_channel import Channel
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
-from rlcore.devices.ipc_sharing import SharedMemory
-from rlcore.devices.ipc_socket import listen
+from rlcore.devices.ipc.channel import Channel
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.sharing import SharedMemory
+from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, StateError
 from rlcore.processes import start_time
 from rlcore.types import IpcExport

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rlcore import __version__
-from rlcore.cli_bench import bench
-from rlcore.cli_checkpoint import checkpoint
-from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.bench import bench
+from rlcore.cli.checkpoint import checkpoint
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import RlcoreError
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
@@ -132,7 +132,7 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """List the devices and the plugins that failed; or what one device can do, member by member."""
-    from rlcore import inventory
+    from rlcore.cli import inventory
 
     if name is None:
         _list_devices(as_json)
@@ -150,7 +150,7 @@ def devices(
 
 
 def _list_devices(as_json: bool) -> None:
-    from rlcore.inventory import kinds, summary
+    from rlcore.cli.inventory import kinds, summary
     from rlcore.registry import registry
 
     found = kinds()
@@ -242,7 +242,7 @@ def examples(
     force: Annotated[bool, typer.Option("--force", help="Replace files of their names.")] = False,
 ) -> None:
     """Copy the example programs into a folder, to be read, run and changed."""
-    from rlcore.example_files import copy_examples
+    from rlcore.cli.example_files import copy_examples
 
     for path in copy_examples(folder, force=force):
         print(path)
@@ -261,7 +261,7 @@ def ops_explain(
 ) -> None:
     """Say which implementation of an operator would run, and why each other would not."""
     import_torch()
-    from rlcore.explanation import explain
+    from rlcore.cli.explanation import explain
 
     choice = explain(
         op,

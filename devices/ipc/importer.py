@@ -18,11 +18,11 @@ from functools import partial
 
 import torch
 
-from rlcore.devices.ipc_channel import Channel
-from rlcore.devices.ipc_exporter import refusal
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
-from rlcore.devices.ipc_socket import connect, ended, pid_of, silent
+from rlcore.devices.ipc.channel import Channel
+from rlcore.devices.ipc.exporter import refusal
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
 
 _CLAIMS_AHEAD = 32

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlcore.cli_bench_output import print_comparison, print_results, progress
-from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.bench_output import print_comparison, print_results, progress
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 

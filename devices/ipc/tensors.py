@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.devices.ipc_exporter import Export, exporter
-from rlcore.devices.ipc_importer import Wanted, importer
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
-from rlcore.devices.ipc_socket import pid_of
+from rlcore.devices.ipc.exporter import Export, exporter
+from rlcore.devices.ipc.importer import Wanted, importer
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.processes import boot_id
 from rlcore.types import IpcHandle
@@ -36,7 +36,7 @@ _LONGEST_S = 7 * 86400.0  # poll(2) counts milliseconds in 32 bits
 _requests = itertools.count(1)
 
 
-class Ipc:
+class TensorIpc:
     """Of one device."""
 
     def __init__(self, device: GenericTorchDevice, sharing: Sharing) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.console import PLAIN, AsJson, print_json, print_table
+from rlcore.cli.console import PLAIN, AsJson, print_json, print_table
 from rlcore.errors import CheckpointError
 from rlcore.torch_import import import_torch
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlcore.console import console_of, print_table, print_text
+from rlcore.cli.console import console_of, print_table, print_text
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case

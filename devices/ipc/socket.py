@@ -9,7 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
-from rlcore.devices.ipc_messages import peer_of
+from rlcore.devices.ipc.messages import peer_of
 from rlcore.errors import DeviceError, StateError
 from rlcore.processes import runtime_folder, start_time
 
