@@ -283,6 +283,7 @@ def plant(root: Path, file: str, text: str) -> Path:
     (root / "rlcore").mkdir(exist_ok=True)
     for folder in FOLDERS:
         (root / "rlcore" / folder).symlink_to(Path("..", folder))
+    (root / file).parent.mkdir(exist_ok=True)
     (root / file).write_text(text)
     return root
 
