@@ -24,7 +24,7 @@ _LOW_ADDRESS = 1 << 40
 """A tensor of freed memory begins at its offset, 0 or little more; where memory may be as low, each is asked."""
 
 
-class Side:
+class BatchSide:
     """The destinations of a batch, or its sources."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -58,7 +58,7 @@ class Batch:
 
     def __init__(self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], device: torch.device) -> None:
         _check_pairs(dst, src)
-        self.dst, self.src = Side(dst), Side(src)
+        self.dst, self.src = BatchSide(dst), BatchSide(src)
         _check_devices({*self.dst.devices, *self.src.devices}, device)
         _check_memory(self.dst, "destination")
         _check_memory(self.src, "source")
@@ -97,7 +97,7 @@ def _check_devices(found: set[torch.device], device: torch.device) -> None:
         raise InvalidInputError(f"copy_batch of {device} takes tensors there and in host memory, got {others}")
 
 
-def _check_memory(side: Side, what: str) -> None:
+def _check_memory(side: BatchSide, what: str) -> None:
     """A copy of a freed storage would end the process."""
     for position in np.flatnonzero((side.start < _LOW_ADDRESS) & (side.nbytes > 0)):
         tensor = side.tensors[position]
@@ -108,7 +108,7 @@ def _check_memory(side: Side, what: str) -> None:
             )
 
 
-def _check_overlap(dst: Side, src: Side, device: torch.device) -> None:
+def _check_overlap(dst: BatchSide, src: BatchSide, device: torch.device) -> None:
     """Of contiguous tensors; strided ones may interleave."""
     start, end = dst.dense_ranges(device)
     if (start[1:] < end[:-1]).any():

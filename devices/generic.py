@@ -18,7 +18,7 @@ from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import (
     Capability,
     DeviceProcess,
@@ -54,7 +54,7 @@ class GenericTorchDevice(Checked, Device):
         self.streams = self.streams_class(self)
         self.collectives = self.collectives_class(self)
         self.profiler = self.profiler_class(self)
-        self.launch = Launch(spec)
+        self.launch = LaunchFacts(spec)
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

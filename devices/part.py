@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.arguments import Checked
-from rlcore.device import Part
+from rlcore.device import DevicePart
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 
-class TorchPart(Checked, Part):
+class TorchPart(Checked, DevicePart):
     """One part of one device.
 
     A vendor's part overrides the members that it does otherwise, and says in ``limits()`` which it has to emulate or

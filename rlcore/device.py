@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import (
     Capability,
     DeviceProcess,
@@ -88,7 +88,7 @@ class MemoryPool(AbstractContextManager["MemoryPool"], Protocol):
 OnRevoke = Callable[[ImportedTensor], None]
 
 
-class Part(Protocol):
+class DevicePart(Protocol):
     """One part of a device."""
 
     def limits(self) -> dict[str, Capability]:
@@ -100,7 +100,7 @@ class Part(Protocol):
         ...
 
 
-class Memory(Part, Protocol):
+class Memory(DevicePart, Protocol):
     """What is there, what this process holds, host memory to copy from, and sharing with other processes."""
 
     @property
@@ -233,7 +233,7 @@ class Memory(Part, Protocol):
         ...
 
 
-class Streams(Part, Protocol):
+class Streams(DevicePart, Protocol):
     """Queues of work on a device, and events that order them.
 
     A stream has ``wait_stream``, ``wait_event``, ``record_event``, ``query``, ``synchronize``; an event has ``record``,
@@ -283,7 +283,7 @@ class Streams(Part, Protocol):
         ...
 
 
-class Collectives(Part, Protocol):
+class Collectives(DevicePart, Protocol):
     """What the device's collective library can do, and how a group of it is made."""
 
     @property
@@ -346,7 +346,7 @@ class Collectives(Part, Protocol):
         ...
 
 
-class Profiler(Part, Protocol):
+class Profiler(DevicePart, Protocol):
     """Named phases in traces, and traces in files."""
 
     def range(self, name: str) -> AbstractContextManager[None]:
@@ -381,7 +381,7 @@ class Device(Protocol):
     streams: Streams
     collectives: Collectives
     profiler: Profiler
-    launch: Launch
+    launch: LaunchFacts
     """Facts for starting processes that use such devices."""
 
     @property

@@ -22,7 +22,7 @@ _ID = re.compile(r"\d+(\.\d+)?|[A-Z]+-[\w/-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch(Checked):
+class LaunchFacts(Checked):
     """Facts for starting processes that use devices of one kind. ``environ`` is ``os.environ`` where it is left out."""
 
     accepts: ClassVar = {

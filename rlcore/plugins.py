@@ -59,7 +59,7 @@ class PluginRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _PluginSource:
     name: str
     distribution: str
     version: str
@@ -86,18 +86,18 @@ def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Set
     return records
 
 
-def _sources() -> Iterator[_Source]:
+def _sources() -> Iterator[_PluginSource]:
     for name, module in BUILT_IN.items():
-        yield _Source(name, "rlcore", "", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+        yield _PluginSource(name, "rlcore", "", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
     for entry_point in importlib.metadata.entry_points(group=PROJECT):
         dist = entry_point.dist
-        yield _Source(
+        yield _PluginSource(
             entry_point.name, dist.name if dist else "unknown", dist.version if dist else "", entry_point.load
         )
 
 
 def _load(
-    source: _Source,
+    source: _PluginSource,
     owner: str | None,
     collect: Callable[[str, pluggy.HookRelay], None],
     settings: Settings,

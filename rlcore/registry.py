@@ -16,7 +16,7 @@ import pluggy
 from rlcore.deadline import call_within
 from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings, named_device
 from rlcore.torch_import import import_torch
@@ -200,13 +200,13 @@ def get_device(name: str | torch.device | None = None) -> Device:
     return _device(_name_of_torch_type(torch_type), name.index or 0)
 
 
-def launch(name: str) -> Launch:
+def launch(name: str) -> LaunchFacts:
     """Launch facts of the device called ``name``, such as "cuda" or "cuda:1", whether it is available or not.
 
     Raises:
         DeviceError: no such device is registered.
     """
-    return Launch(_spec(_parse(name)[0]))
+    return LaunchFacts(_spec(_parse(name)[0]))
 
 
 def specs_of(torch_type: str) -> list[DeviceSpec]:

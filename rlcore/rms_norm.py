@@ -30,7 +30,7 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
-class _Kind(NamedTuple):
+class _NormKind(NamedTuple):
     """What norms have in common that compute alike."""
 
     cls: type[nn.Module]
@@ -53,7 +53,7 @@ def use_device_norms(module: nn.Module, device: torch.device) -> None:
             part.forward = MethodType(_asking(kind, device.type), part)
 
 
-def _kind(part: nn.Module) -> _Kind | None:
+def _kind(part: nn.Module) -> _NormKind | None:
     """None of what is no plain RMSNorm, or has a forward that somebody gave it."""
     is_norm = type(part).__name__.endswith("RMSNorm") or getattr(part, "kernel_layer_name", None) == "RMSNorm"
     own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
@@ -63,7 +63,7 @@ def _kind(part: nn.Module) -> _Kind | None:
         return None
     if len(part._parameters) > 1 or part._buffers or part._modules or not all(map(_is_plain, own.values())):
         return None
-    return _Kind(type(part), tuple(own.items()), len(weight), eps)
+    return _NormKind(type(part), tuple(own.items()), len(weight), eps)
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,7 +71,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @functools.cache  # the compiler takes modules of one function for alike
-def _asking(kind: _Kind, device_type: str) -> Callable[..., Any]:
+def _asking(kind: _NormKind, device_type: str) -> Callable[..., Any]:
     plain = kind.cls.forward
 
     @functools.wraps(plain)
@@ -94,7 +94,7 @@ def _offered(device_type: str) -> list[tuple[str, Norm]]:
 
 
 @functools.cache
-def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> Norm | None:
+def choose(kind: _NormKind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> Norm | None:
     """The first operator of the device that gives what the module gives; None if none does."""
     found, said = None, []
     for name, norm in _offered(device.type):
@@ -107,7 +107,9 @@ def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: 
     return found
 
 
-def _probe(norm: Norm, kind: _Kind, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> str | None:
+def _probe(
+    norm: Norm, kind: _NormKind, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Why results or gradients differ from those of the module's class computed in float32, or None."""
     if dtype not in _TOLERANCE:
         return f"it is not tried in {dtype}"
@@ -134,7 +136,7 @@ def _probe(norm: Norm, kind: _Kind, dtype: torch.dtype, weight_dtype: torch.dtyp
     return None
 
 
-def _plain(kind: _Kind, x: Tensor, weight: Tensor) -> Tensor:
+def _plain(kind: _NormKind, x: Tensor, weight: Tensor) -> Tensor:
     module = kind.cls.__new__(kind.cls)
     nn.Module.__init__(module)
     vars(module).update(kind.attributes)

@@ -20,7 +20,7 @@ from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.processes import boot_id
 from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
@@ -48,7 +48,7 @@ class AscendDevice(GenericTorchDevice):
             return Probe(0, _why_not_loaded())
         if count := npu().device_count():
             return Probe(count)
-        if Launch(spec).visible_devices() == []:
+        if LaunchFacts(spec).visible_devices() == []:
             return Probe(0, f"{spec.visible_devices_variable} hides all NPUs from this process")
         return Probe(0, "torch_npu counts no NPU: there is none, or its driver is missing; see npu-smi info")
 

@@ -20,7 +20,7 @@ from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import DeviceError, MissingDependencyError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import DeviceProcess, DeviceProperties, DeviceSpec, DeviceStatus, Probe
 
 
@@ -43,7 +43,7 @@ class CudaDevice(GenericTorchDevice):
             count = torch.cuda.device_count()
         if count:
             return Probe(count)
-        if Launch(spec).visible_devices() == []:
+        if LaunchFacts(spec).visible_devices() == []:
             return Probe(0, f"{spec.visible_devices_variable} hides all GPUs from this process")
         said = [str(warning.message) for warning in caught]  # such as that the driver is too old
         return Probe(0, "; ".join(["no NVIDIA GPU or driver can be used; see nvidia-smi", *said]))

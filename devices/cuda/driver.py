@@ -24,7 +24,7 @@ _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
-class _IpcHandle(ctypes.Structure):
+class _CudaIpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
@@ -37,7 +37,7 @@ class _CopyAttributes(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuIpcOpenMemHandle_v2.argtypes = [c_void_p, _IpcHandle, c_uint]
+    library.cuIpcOpenMemHandle_v2.argtypes = [c_void_p, _CudaIpcHandle, c_uint]
     return library
 
 
@@ -86,7 +86,7 @@ def block_at(address: int) -> tuple[int, int]:
 
 
 def ipc_handle(start: int) -> bytes:
-    handle = _IpcHandle()
+    handle = _CudaIpcHandle()
     _call("cuIpcGetMemHandle", byref(handle), c_uint64(start))
     return bytes(handle.reserved)
 
@@ -94,7 +94,9 @@ def ipc_handle(start: int) -> bytes:
 def open_ipc_handle(handle: bytes) -> int:
     """Start of another process's block in this one."""
     start = c_uint64()
-    _call("cuIpcOpenMemHandle_v2", byref(start), _IpcHandle.from_buffer_copy(handle), c_uint(_LAZY_ENABLE_PEER_ACCESS))
+    _call(
+        "cuIpcOpenMemHandle_v2", byref(start), _CudaIpcHandle.from_buffer_copy(handle), c_uint(_LAZY_ENABLE_PEER_ACCESS)
+    )
     return start.value
 
 

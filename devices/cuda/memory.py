@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlcore.device import HostMemory
-from rlcore.devices.copy_batch import Batch, Flags, Side
+from rlcore.devices.copy_batch import Batch, BatchSide, Flags
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
@@ -114,7 +114,7 @@ def _crosses_link(batch: Batch) -> Flags:
     return crosses
 
 
-def _is_pinned(side: Side, asked: Flags) -> Flags:
+def _is_pinned(side: BatchSide, asked: Flags) -> Flags:
     """Asking the driver about each tensor would take as long as the copies, and is not done inside our own buffers."""
     is_pinned = np.zeros_like(asked)
     for address, nbytes in list(_registered.items()):

@@ -27,7 +27,7 @@ _PAYLOAD = struct.Struct(f"<{driver.HANDLE_BYTES}sQ")
 
 
 @dataclass(slots=True)
-class _Block:
+class _ImportedBlock:
     start: int
     count: int = 0
 
@@ -37,7 +37,7 @@ class CudaSharing(Sharing):
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _ImportedBlock] = {}
 
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         address = storage.data_ptr()
@@ -61,7 +61,7 @@ class CudaSharing(Sharing):
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         handle, offset = _unpack(memory)
         with self._lock, driver.current(self._device.index):
-            block = self._blocks.get(handle) or _Block(driver.open_ipc_handle(handle))
+            block = self._blocks.get(handle) or _ImportedBlock(driver.open_ipc_handle(handle))
             self._blocks[handle] = block
             block.count += 1
         # On this device even where a peer holds the memory: its kernels and copies reach it through the mapping.

@@ -9,13 +9,13 @@ import socket
 import struct
 import threading
 
-from rlcore.devices.ipc.messages import Message, Peer, encode, peer_of, receive
+from rlcore.devices.ipc.messages import Message, PeerCredentials, encode, peer_of, receive
 
 _INT = struct.Struct("i")
 _LOOK_AGAIN_MS = 1000  # whether this end was closed meanwhile
 
 
-class Channel:
+class IpcChannel:
     """Sending never waits: what the socket does not take is kept, and a thread sends it when the other end reads."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -27,7 +27,7 @@ class Channel:
         return self._connection.fileno()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerCredentials:
         return peer_of(self._connection)
 
     @property

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlcore.devices.ipc.channel import Channel
+from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.mapping import Mapping
 from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
 from rlcore.devices.ipc.sharing import SharedMemory
@@ -34,10 +34,10 @@ _LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has 
 
 
 @dataclass(eq=False, slots=True)
-class _Importer:
+class _ConnectedImporter:
     """One process that has asked for something."""
 
-    channel: Channel
+    channel: IpcChannel
     pid: int
     started: int | None
     is_lost: bool = False
@@ -64,7 +64,7 @@ class Export:
     """Of all of them, with what lies between."""
     is_revoked: bool = False
     """Nobody new may open it."""
-    claims: collections.Counter[_Importer] = field(default_factory=collections.Counter)
+    claims: collections.Counter[_ConnectedImporter] = field(default_factory=collections.Counter)
     mappings: list[Mapping] = field(default_factory=list)
     """Of this process itself."""
 
@@ -99,7 +99,7 @@ class Export:
         return ""
 
 
-class Exporter:
+class IpcExporter:
     """This process's ledger; its socket and thread begin with the first export."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Exporter:
         self._exports: dict[str, Export] = {}
         self._ids: dict[int, str] = {}  # storage -> its export
         self._listener: socket.socket | None = None
-        self._importers: list[_Importer] = []
+        self._importers: list[_ConnectedImporter] = []
         self.path = ""
         """Of its socket; empty before the first export."""
 
@@ -255,17 +255,17 @@ class Exporter:
         except OSError:  # it has gone again, or this process has no descriptors left
             time.sleep(_LOOK_AGAIN_S)
             return
-        channel = Channel(connection)
+        channel = IpcChannel(connection)
         peer = channel.peer
         if peer.uid != os.getuid():
             channel.close()
             return
-        importer = _Importer(channel, peer.pid, start_time(peer.pid))
+        importer = _ConnectedImporter(channel, peer.pid, start_time(peer.pid))
         selector.register(channel, selectors.EVENT_READ, importer)
         with self._changed:
             self._importers.append(importer)
 
-    def _answer(self, importer: _Importer) -> bool:
+    def _answer(self, importer: _ConnectedImporter) -> bool:
         """Take one message; False when there will be no more."""
         try:
             received = importer.channel.receive()
@@ -283,7 +283,7 @@ class Exporter:
             return True
         return False
 
-    def _grant(self, importer: _Importer, claim: Claim) -> bool:
+    def _grant(self, importer: _ConnectedImporter, claim: Claim) -> bool:
         with self._changed:
             export = self._exports.get(claim.export_id)
             reason = "was revoked" if export is None else export.refusal(claim)
@@ -294,14 +294,14 @@ class Exporter:
                 reply, descriptor = Granted(claim.request, claim.export_id), export.memory.descriptor
             return _tell(importer, reply, descriptor) and importer.channel.num_descriptors_waiting < _MOST_UNREAD_GRANTS
 
-    def _release(self, importer: _Importer, export_id: str) -> None:
+    def _release(self, importer: _ConnectedImporter, export_id: str) -> None:
         with self._changed:
             export = self._exports.get(export_id)
             if export is not None:
                 export.claims = +(export.claims - collections.Counter([importer]))
                 self._changed.notify_all()
 
-    def _lose(self, importer: _Importer) -> None:
+    def _lose(self, importer: _ConnectedImporter) -> None:
         with self._changed:
             importer.channel.close()
             importer.is_lost = True
@@ -320,7 +320,7 @@ def _range_of(storage: torch.UntypedStorage) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _tell(importer: _Importer, message: Message, descriptor: int | None = None) -> bool:
+def _tell(importer: _ConnectedImporter, message: Message, descriptor: int | None = None) -> bool:
     try:
         importer.channel.send(message, descriptor)
     except OSError:  # it has ended, which is seen by whoever waits for its release
@@ -336,11 +336,11 @@ def refusal(export_id: str, pid: int, reason: str) -> str:
     return f"export {export_id} of process {pid} {reason}; export the tensor again"
 
 
-_abandoned: list[Exporter] = []
-_exporter = Exporter()
+_abandoned: list[IpcExporter] = []
+_exporter = IpcExporter()
 
 
-def exporter() -> Exporter:
+def exporter() -> IpcExporter:
     """The one of this process."""
     return _exporter
 
@@ -350,7 +350,7 @@ def _begin_anew() -> None:
     global _exporter  # noqa: PLW0603
     _abandoned.append(_exporter)
     _exporter.close_sockets()
-    _exporter = Exporter()
+    _exporter = IpcExporter()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

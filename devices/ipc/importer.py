@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from rlcore.devices.ipc.channel import Channel
+from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.exporter import refusal
 from rlcore.devices.ipc.mapping import Mapping
 from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
@@ -52,7 +52,7 @@ class _Connection:
         self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
-        self._channel = Channel(connect(path, timeout_s))
+        self._channel = IpcChannel(connect(path, timeout_s))
         self.pid = self._channel.peer.pid
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
@@ -180,13 +180,13 @@ class _Connection:
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenExport:
     storage: torch.UntypedStorage
     connection: _Connection
     count: int = 1
 
 
-class Importer:
+class IpcImporter:
     """What this process has open of others."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Importer:
         self._asking: dict[str, threading.Lock] = {}
         """Of each exporter: held by the one thread that connects to it or asks it for something."""
         self._connections: dict[str, _Connection] = {}
-        self._opened: dict[_Key, _Opened] = {}
+        self._opened: dict[_Key, _OpenExport] = {}
 
     def open(self, path: str, wanted: Sequence[Wanted], device_name: str, timeout_s: float) -> list[Mapping]:
         """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of each."""
@@ -219,9 +219,9 @@ class Importer:
 
     def _open(
         self, path: str, wanted: dict[_Key, Wanted], deadline: float, undo: contextlib.ExitStack
-    ) -> dict[_Key, _Opened]:
+    ) -> dict[_Key, _OpenExport]:
         """Each counted once."""
-        opened: dict[_Key, _Opened] = {}
+        opened: dict[_Key, _OpenExport] = {}
 
         def reuse() -> dict[_Key, Wanted]:
             """What there is; the rest."""
@@ -230,7 +230,7 @@ class Importer:
                     keep(key, one, found)
             return {key: one for key, one in wanted.items() if key not in opened}
 
-        def keep(key: _Key, one: Wanted, found: _Opened) -> None:
+        def keep(key: _Key, one: Wanted, found: _OpenExport) -> None:
             opened[key] = found
             undo.callback(self._give_back, key, one, found)
 
@@ -240,17 +240,17 @@ class Importer:
                 connection = self._connection(path, deadline)
                 with contextlib.closing(connection.claim([one.claim for one in missing.values()], deadline)) as granted:
                     for (key, one), descriptor in zip(missing.items(), granted, strict=True):
-                        found = _Opened(_storage(one, connection, descriptor), connection)
+                        found = _OpenExport(_storage(one, connection, descriptor), connection)
                         with self._lock:
                             self._opened[key] = found
                         keep(key, one, found)
         return opened
 
-    def _release(self, key: _Key, one: Wanted, opened: _Opened, mapping: Mapping) -> None:
+    def _release(self, key: _Key, one: Wanted, opened: _OpenExport, mapping: Mapping) -> None:
         opened.connection.remove(mapping)
         self._give_back(key, one, opened)
 
-    def _give_back(self, key: _Key, one: Wanted, opened: _Opened) -> None:
+    def _give_back(self, key: _Key, one: Wanted, opened: _OpenExport) -> None:
         if self._drop(key, opened):
             one.close_storage()
             opened.connection.release(one.claim.export_id)
@@ -274,7 +274,7 @@ class Importer:
             known = self._connections[path] = _Connection(path, _remaining_s(deadline))
         return known
 
-    def _reuse(self, key: _Key) -> _Opened | None:
+    def _reuse(self, key: _Key) -> _OpenExport | None:
         with self._lock:
             opened = self._opened.get(key)
             if opened is None or opened.connection.is_lost:
@@ -282,7 +282,7 @@ class Importer:
             opened.count += 1
             return opened
 
-    def _drop(self, key: _Key, opened: _Opened) -> bool:
+    def _drop(self, key: _Key, opened: _OpenExport) -> bool:
         """True when that was the last use."""
         with self._lock:
             opened.count -= 1
@@ -311,11 +311,11 @@ def _storage(one: Wanted, connection: _Connection, descriptor: int | None) -> to
             os.close(descriptor)
 
 
-_abandoned: list[Importer] = []
-_importer = Importer()
+_abandoned: list[IpcImporter] = []
+_importer = IpcImporter()
 
 
-def importer() -> Importer:
+def importer() -> IpcImporter:
     """The one of this process."""
     return _importer
 
@@ -325,7 +325,7 @@ def _begin_anew() -> None:
     global _importer  # noqa: PLW0603
     _abandoned.append(_importer)
     _importer.close_sockets()
-    _importer = Importer()
+    _importer = IpcImporter()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -59,7 +59,7 @@ Message = Claim | Release | Granted | Refused | Revoke
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Peer(NamedTuple):
+class PeerCredentials(NamedTuple):
     """The process at the other end of a socket, as the kernel knows it."""
 
     pid: int
@@ -67,10 +67,10 @@ class Peer(NamedTuple):
     uid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: socket.socket) -> PeerCredentials:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(credentials)
-    return Peer(pid, uid)
+    return PeerCredentials(pid, uid)
 
 
 def encode(message: Message) -> bytes:

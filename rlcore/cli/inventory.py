@@ -12,7 +12,7 @@ from rlcore.types import Capability, DeviceInfo, DeviceProperties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """One kind of device."""
 
     info: DeviceInfo
@@ -42,7 +42,7 @@ class Description:
     capabilities: dict[str, Capability]
 
 
-def kinds() -> list[Kind]:
+def kinds() -> list[DeviceKind]:
     """In the order of ``list_devices``. No device context is created."""
     return [_kind(info) for info in list_devices()]
 
@@ -79,14 +79,14 @@ def summary(capabilities: dict[str, Capability]) -> str:
     return ", ".join(f"{found.count(kind)} {kind}" for kind in ("native", "emulated", "unsupported") if kind in found)
 
 
-def _kind(info: DeviceInfo) -> Kind:
+def _kind(info: DeviceInfo) -> DeviceKind:
     facts, capabilities, error = launch(info.name), None, ""
     if info.is_available:
         try:
             capabilities = capabilities_of(get_device(info.name))
         except Exception as failure:  # somebody else's code
             error = f"capabilities() failed: {type(failure).__name__}: {failure}"
-    return Kind(
+    return DeviceKind(
         info=info,
         visible_devices_variable=facts.visible_devices_variable,
         visible_devices=facts.visible_devices(),

@@ -181,7 +181,7 @@ PostGenerationHook = Callable[[IndexedGenerationHistory, _Queue, _Queue], None]
 
 
 @dataclass
-class _Box:
+class _HistoryQueue:
     """Where a hook puts one history."""
 
     items: list[IndexedGenerationHistory] = field(default_factory=list)
@@ -236,7 +236,7 @@ class RliteInferenceEngine(InferenceEngine):
         histories = [IndexedGenerationHistory(index, [text]) for index, text in enumerate(texts)]
 
         def next_prompt(index: int, turns: list[RequestOutput]) -> str | None:
-            again, done = _Box(), _Box()
+            again, done = _HistoryQueue(), _HistoryQueue()
             histories[index].outputs.append(turns[-1])
             post_generation_hook(histories[index], again, done)
             if len(again.items) + len(done.items) != 1:

@@ -77,7 +77,7 @@ class Peer:
             self.kill()
 
 
-class Peers:
+class PeerPool:
     """Processes that are started when they are needed and live on for others."""
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from rlcore.conformance.members import required_members, support_of
-from rlcore.conformance.peer import Peer, Peers
-from rlcore.conformance.report import TEST, Report
+from rlcore.conformance.peer import Peer, PeerPool
+from rlcore.conformance.report import TEST, SuiteReport
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 
-REPORT = pytest.StashKey[Report]()
+REPORT = pytest.StashKey[SuiteReport]()
 REQUIRED = pytest.StashKey[frozenset[str]]()
 
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-json")
     if path is not None and not os.access(path.parent, os.W_OK):
         raise pytest.UsageError(f"--conformance-json {path}: its folder does not exist or cannot be written")
-    config.stash[REPORT] = Report(device, support)
+    config.stash[REPORT] = SuiteReport(device, support)
     config.pluginmanager.register(config.stash[REPORT])
 
 
@@ -97,20 +97,20 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def peers() -> Iterator[Peers]:
+def peers() -> Iterator[PeerPool]:
     """Other processes, which the tests share."""
-    peers = Peers()
+    peers = PeerPool()
     yield peers
     peers.close()
 
 
 @pytest.fixture
-def peer(device: Any, peers: Peers) -> Peer:
+def peer(device: Any, peers: PeerPool) -> Peer:
     """Another process with the same device, the one of the test before unless that one has ended it."""
     return peers.of(device.name)[0]
 
 
 @pytest.fixture
-def other_peer(device: Any, peers: Peers) -> Peer:
+def other_peer(device: Any, peers: PeerPool) -> Peer:
     """A third process."""
     return peers.of(device.name, 2)[1]

@@ -31,7 +31,7 @@ class _Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Report:
+class SuiteReport:
     """One run on one device; a plugin of pytest, which tells it of every test."""
 
     device: Any

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.conformance.peer import Peer, Peers
+from rlcore.conformance.peer import Peer, PeerPool
 from rlcore.conformance.work import grown
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
@@ -43,7 +43,7 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, peers: PeerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     device = get_device(request.config.getoption("--device"))
     if device.count() < WORLD_SIZE:
         pytest.skip(f"{WORLD_SIZE} ranks need a device each; there is {device.count()} {device.spec.name} device")

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.packages import TorchBuild, dotted
 
 _RELEASE = re.compile(r"\brelease (\d+)\.(\d+)")
@@ -18,7 +18,7 @@ _OWN_PTXAS = "TRITON_PTXAS_PATH"
 _TIMEOUT_S = 5.0
 
 
-def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> Verdict:
+def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
     """By which triton makes programs of its kernels; the one that it ships, or that the user names."""
     if build is None or build.cuda is None:
         return ok("not needed: torch is not built for CUDA")
@@ -37,7 +37,7 @@ def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> 
     return ok(f"CUDA {dotted(found)}{f', {path}' if own else ', shipped with triton'}")
 
 
-def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> Verdict:
+def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
     """The one that torch would compile an extension with, such as flash-attn."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     found_path = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc", path=environ.get("PATH", os.defpath))

@@ -19,7 +19,7 @@ from rlcore import __version__
 from rlcore.bench.system import installed_versions
 from rlcore.deadline import call_within
 from rlcore.doctor import ascend, cuda_toolkit, host, nvidia, packages
-from rlcore.doctor.finding import Finding, Status, run_check
+from rlcore.doctor.check import CheckResult, Status, run_check
 from rlcore.doctor.secrets import without_secrets
 from rlcore.settings import Settings
 
@@ -35,7 +35,7 @@ _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Exit|Warning)\b.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """What ``rlcore doctor`` found."""
 
     schema: Literal["rlcore.doctor/1"] = "rlcore.doctor/1"
@@ -43,10 +43,10 @@ class Report:
     status: Status
     """The worst of the checks."""
     seconds: float
-    checks: tuple[Finding, ...]
+    checks: tuple[CheckResult, ...]
 
 
-def examine() -> Report:
+def examine() -> DoctorReport:
     """Run every check. What a check raises, or that it hangs, is its finding."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
@@ -55,10 +55,10 @@ def examine() -> Report:
     shown = tuple(_safe(finding) for finding in checks)
     levels: tuple[Status, ...] = ("FAIL", "WARN", "OK")
     worst = next(level for level in levels if any(finding.status == level for finding in shown))
-    return Report(rlcore=__version__, status=worst, seconds=round(time.perf_counter() - start, 1), checks=shown)
+    return DoctorReport(rlcore=__version__, status=worst, seconds=round(time.perf_counter() - start, 1), checks=shown)
 
 
-def _checks_here() -> Iterator[Finding]:
+def _checks_here() -> Iterator[CheckResult]:
     build, versions = packages.torch_build(), installed_versions()
     yield run_check("python", host.python)
     yield run_check("path of torch", packages.path_of_torch)
@@ -100,8 +100,8 @@ def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
     return process, os.fdopen(ours)
 
 
-def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[Finding]:
-    found: list[Finding] = []
+def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[CheckResult]:
+    found: list[CheckResult] = []
     begun: list[str] = []
     timeout_s = _DEVICES_TIMEOUT_S + Settings.from_env().probe_timeout_s
     try:
@@ -120,10 +120,13 @@ def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) 
     if not found:
         return [_torch_without_back_ends(how)]
     fix = "RLCORE_DISABLE_PLUGINS=all rlcore doctor, to see whether a plugin does it"
-    return [*found, Finding(begun[-1], "FAIL", f"the process of this check {how}; nothing after it was checked", fix)]
+    return [
+        *found,
+        CheckResult(begun[-1], "FAIL", f"the process of this check {how}; nothing after it was checked", fix),
+    ]
 
 
-def _read(lines: IO[str], begun: list[str], found: list[Finding]) -> bool:
+def _read(lines: IO[str], begun: list[str], found: list[CheckResult]) -> bool:
     """Whether the process said all it had to say."""
     for line in lines:
         entry = json.loads(line)
@@ -132,7 +135,7 @@ def _read(lines: IO[str], begun: list[str], found: list[Finding]) -> bool:
         if isinstance(entry, str):
             begun.append(entry)
         else:
-            found.append(Finding(**entry))
+            found.append(CheckResult(**entry))
     return False
 
 
@@ -148,7 +151,7 @@ def _how_it_ended(process: subprocess.Popen[bytes], errors: IO[str]) -> str:
     return f"failed: {said[-1]}{cause}"
 
 
-def _torch_without_back_ends(how: str) -> Finding:
+def _torch_without_back_ends(how: str) -> CheckResult:
     """Why ``import torch`` fails: the same without the back ends that it loads by itself."""
     command = [sys.executable, "-c", "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import torch"]
     try:
@@ -165,15 +168,15 @@ def _torch_without_back_ends(how: str) -> Finding:
     found = f"it {how}. No device was checked"
     back_ends = packages.torch_back_ends()
     if not works or not back_ends:
-        return Finding("import torch", "FAIL", found, "pip install --force-reinstall torch")
+        return CheckResult("import torch", "FAIL", found, "pip install --force-reinstall torch")
     advice = (
         f"torch alone works, a back end that it loads does not: install what {', '.join(back_ends)} needs (torch-npu: "
         f"CANN, and source its set_env.sh), or pip uninstall {' '.join(back_ends)}; meanwhile "
         "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     )
-    return Finding("import torch", "FAIL", found, advice)
+    return CheckResult("import torch", "FAIL", found, advice)
 
 
-def _safe(finding: Finding) -> Finding:
+def _safe(finding: CheckResult) -> CheckResult:
     found, fix = (without_secrets(text, os.environ) for text in (finding.found, finding.fix))
-    return Finding(finding.check, finding.status, found, fix)
+    return CheckResult(finding.check, finding.status, found, fix)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
 from rlcore.engines.launchers.living import LivingProcess
 from rlcore.engines.launchers.traces import is_store_of_the_dead, records
@@ -27,14 +27,14 @@ _SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
 
-def python() -> Verdict:
+def python() -> CheckVerdict:
     found = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info >= _LEAST_PYTHON:
         return ok(found)
     return fail(found, f"install Python {'.'.join(map(str, _LEAST_PYTHON))} or newer")
 
 
-def shared_memory(folder: Path = Path("/dev/shm")) -> Verdict:
+def shared_memory(folder: Path = Path("/dev/shm")) -> CheckVerdict:
     """Free bytes where POSIX shared memory lives."""
     enlarge = "mount -o remount,size=16G /dev/shm, or in a container: docker run --shm-size=16g (or --ipc=host)"
     if not folder.is_dir():
@@ -47,7 +47,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Verdict:
     return ok(found) if free >= _LEAST_SHARED_BYTES else warn(found, enlarge)
 
 
-def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> Verdict:
+def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> CheckVerdict:
     """The limit binds InfiniBand; GPU drivers lock pages past it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
@@ -58,7 +58,7 @@ def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> Verdict:
     return ok(_size(limit))
 
 
-def open_files() -> Verdict:
+def open_files() -> CheckVerdict:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= _LEAST_FILES:
         return ok("unlimited" if limit == resource.RLIM_INFINITY else str(limit))
@@ -66,7 +66,7 @@ def open_files() -> Verdict:
     return warn(f"{limit}; each shared segment, socket and worker takes some", f"ulimit -n {allowed}")
 
 
-def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
+def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
     """Files, sockets and segments of processes of this user that no longer run."""
     dead = [path for path in runtime_folder().iterdir() if _is_left_behind(path)]
     dead += [
@@ -85,7 +85,7 @@ def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
     )
 
 
-def allocator(environ: Mapping[str, str] = os.environ) -> Verdict:
+def allocator(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
     """torch reads some of the settings from the first name that is set, others from the second."""
     given = {name: environ[name] for name in _ALLOCATORS if name in environ}
     shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set"
@@ -103,7 +103,7 @@ def allocator(environ: Mapping[str, str] = os.environ) -> Verdict:
     return ok(shown)
 
 
-def environment(environ: Mapping[str, str] = os.environ) -> Verdict:
+def environment(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
     """The variables that explain most surprises, by an allow-list."""
     shown = shown_environment(environ)
     found = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none of the known variables is set"

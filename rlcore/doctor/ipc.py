@@ -1,6 +1,6 @@
 """Whether memory can be shared with another process: by doing it.
 
-The other process is started early (``Importer``), because it has to import torch as well.
+The other process is started early (``ImportingProcess``), because it has to import torch as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.errors import UnsupportedError
 
 _PROGRAM = """\
@@ -26,7 +26,7 @@ _NUM_VALUES = 1024
 _CONTAINERS = "run both processes as one user in one container, or with: docker run --ipc=host --pid=host"
 
 
-class Importer:
+class ImportingProcess:
     """The other process."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Importer:
         self._process.wait()
 
 
-def share(name: str, importer: Importer) -> Verdict:
+def share(name: str, importer: ImportingProcess) -> CheckVerdict:
     """Give device memory to the other process, and see it read there and written from there."""
     import torch
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class VersionRange:
     """Versions rlcore works with: the least it accepts, and the newest it was tried with."""
 
     least: tuple[int, int]
     newest: tuple[int, int]
 
 
-TORCH = Range((2, 10), (2, 15))
+TORCH = VersionRange((2, 10), (2, 15))
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
 """Not a range: what rlcore uses of it was looked up in these alone."""
-VLLM = Range((0, 26), (0, 33))
+VLLM = VersionRange((0, 26), (0, 33))
 VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
 """Not a range: rlcore's executor was held against these alone."""
 _TRITON_ASCEND_PYTHON = (3, 11)
@@ -53,7 +53,7 @@ def torch_version_file() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
 
 
-def path_of_torch(file: Path | None = None) -> Verdict:
+def path_of_torch(file: Path | None = None) -> CheckVerdict:
     """torch.compile gives a compiler for the host's kernels its own folder, and does not quote it."""
     found = file or torch_version_file()
     if found is None:
@@ -78,7 +78,7 @@ def torch_build() -> TorchBuild | None:
         return None
 
 
-def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | None = None) -> Verdict:
+def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | None = None) -> CheckVerdict:
     for_npu = _pair(build, versions["torch-npu"]) if "torch-npu" in versions else ""
     if build is None and file is not None:
         reinstall = for_npu or "pip install --force-reinstall torch"
@@ -95,7 +95,7 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | No
     return ok(found)
 
 
-def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
+def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVerdict:
     """It is built for one minor version of torch, and for torch's CPU build."""
     npu = versions.get("torch-npu")
     if npu is None or build is None:
@@ -134,7 +134,7 @@ def torch_back_ends() -> list[str]:
     return sorted({entry.dist.name if entry.dist else entry.name for entry in found})
 
 
-def triton(versions: Mapping[str, str]) -> Verdict:
+def triton(versions: Mapping[str, str]) -> CheckVerdict:
     """triton and triton-ascend both install a package called ``triton``."""
     both = {name: versions[name] for name in ("triton", "triton-ascend") if name in versions}
     found = ", ".join(f"{name} {version}" for name, version in both.items())
@@ -162,7 +162,7 @@ def triton(versions: Mapping[str, str]) -> Verdict:
     return warn(f"{found} builds nothing for this torch", f"pip uninstall -y {other}, then pip install {wanted}")
 
 
-def vllm(versions: Mapping[str, str]) -> Verdict:
+def vllm(versions: Mapping[str, str]) -> CheckVerdict:
     version = versions.get("vllm")
     if version is None:
         return ok("not installed")
@@ -174,7 +174,7 @@ def vllm(versions: Mapping[str, str]) -> Verdict:
     return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
 
 
-def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
+def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:
     """It is made for the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
     version = versions.get("vllm-ascend")
     if version is None:

@@ -1,6 +1,6 @@
 """Hidden states of packed sequences: one row of all tokens, and no attention from one sequence to another.
 
-A decoder that ``proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
+A decoder that ``eligibility`` finds to be causal attention and nothing else across positions runs on [1, T] with
 position ids that start again at each sequence. Its attention, registered with transformers, then is the best of
 ``choice``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
 pays for the padding. ``explain`` says which, and why.
@@ -24,9 +24,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
-from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose, implementations
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
+from rlcore.packed.eligibility import Eligibility, eligibility_of, no_attention_mask
 from rlcore.packed.implementations import PackedSequences, attention_dtype, own_attention
-from rlcore.packed.proof import Proof, no_attention_mask, prove
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +36,15 @@ _SUFFIX = "_or_packed"
 
 
 @dataclass(slots=True)
-class _Plan:
+class _DecoderPlan:
     """How one decoder runs."""
 
     own: str
-    proof: Proof
+    eligibility: Eligibility
     choices: dict[torch.dtype, str] = field(default_factory=dict)
 
 
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
 
 
 def packed_hidden_states(
@@ -62,20 +62,20 @@ def packed_hidden_states(
     """
     lengths = tuple(cu_seqlens.diff().tolist())
     plan = _plan(decoder)
-    if implementation == "padded" or (implementation is None and plan.proof.reason is not None):
+    if implementation == "padded" or (implementation is None and plan.eligibility.reason is not None):
         return _run_padded(decoder, input_ids, lengths)
-    if plan.proof.reason is not None:
-        raise UnsupportedError(f"packed attention by {implementation!r}", plan.proof.reason)
+    if plan.eligibility.reason is not None:
+        raise UnsupportedError(f"packed attention by {implementation!r}", plan.eligibility.reason)
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
         choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
+        choose=lambda device, dtype: choose(plan.eligibility.calls, device, dtype, implementation).implementation,
     )
     # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
     dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
     name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
-    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.proof.calls})
+    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
         position_ids=_positions(packed.cu_seqlens, lengths)[None],
@@ -86,35 +86,37 @@ def packed_hidden_states(
     return hidden_1TH[0]
 
 
-def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Choice:
+def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
     """What ``packed_hidden_states`` runs on ``device`` where attention computes in ``dtype``, and why nothing else."""
-    reason = _plan(decoder).proof.reason
+    reason = _plan(decoder).eligibility.reason
     if reason is not None:
-        return Choice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_plan(decoder).proof.calls, device, dtype)
+        return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
+    return choose(_plan(decoder).eligibility.calls, device, dtype)
 
 
-def _plan(decoder: nn.Module) -> _Plan:
+def _plan(decoder: nn.Module) -> _DecoderPlan:
     whole: Any = getattr(decoder, "_orig_mod", decoder)  # torch.compile's wrapper
     config = getattr(whole, "config", None)
     name = str(getattr(config, "_attn_implementation", None))
     plan = _plans.get(whole)
     if plan is None or name.removesuffix(_SUFFIX) != plan.own:
         plan = _plans[whole] = _make_plan(whole, name.removesuffix(_SUFFIX))
-    if plan.proof.reason is None:  # at every call: somebody may have set it back
+    if plan.eligibility.reason is None:  # at every call: somebody may have set it back
         whole.config._attn_implementation_internal = plan.own + _SUFFIX
     return plan
 
 
-def _make_plan(decoder: nn.Module, own: str) -> _Plan:
+def _make_plan(decoder: nn.Module, own: str) -> _DecoderPlan:
     if own in _OWN:
-        proof = prove(decoder, own)
+        eligibility = eligibility_of(decoder, own)
         _register(own)
     else:
-        proof = Proof(frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}")
-    if proof.reason is not None:
-        logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, proof.reason)
-    return _Plan(own, proof)
+        eligibility = Eligibility(
+            frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}"
+        )
+    if eligibility.reason is not None:
+        logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, eligibility.reason)
+    return _DecoderPlan(own, eligibility)
 
 
 # ---------------------------------------------------------------------------------- in transformers' registries

@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
     has_dropout: bool = False
 
 
-class Choice(NamedTuple):
+class AttentionChoice(NamedTuple):
     """Which implementation runs, and why each other one does not."""
 
     implementation: str
@@ -147,7 +147,7 @@ def _offered(device_type: str) -> dict[str, Implementation]:
 
 def choose(
     calls: frozenset[AttentionCall], device: torch.device, dtype: torch.dtype, implementation: str | None = None
-) -> Choice:
+) -> AttentionChoice:
     """The first implementation that serves every one of ``calls``; ``implementation`` asks for one by name.
 
     Raises:
@@ -163,7 +163,7 @@ def choose(
             (found for call in sorted(calls, key=repr) if (found := why_not(name, call, device, dtype))), None
         )
         if reason is None:
-            choice = Choice(name, tuple(refused))
+            choice = AttentionChoice(name, tuple(refused))
             logger.info("packed attention in %s on %s: %s", dtype, device.type, str(choice).replace("\n", "; "))
             return choice
         refused.append((name, reason))

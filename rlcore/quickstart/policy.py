@@ -12,7 +12,7 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.pretrained import model_class
 
 
-class Policy(HuggingFaceTrainModule):
+class PolicyMethods(HuggingFaceTrainModule):
     """``policy_class`` mixes it into the model's own class."""
 
     def on_weights_materialized(self) -> None:
@@ -40,4 +40,4 @@ class Policy(HuggingFaceTrainModule):
 
 def policy_class(path: Path) -> Any:
     """``class QuickstartPolicy(Policy, <the class of the model in the folder>)``; raises as ``model_class``."""
-    return type("QuickstartPolicy", (Policy, model_class(path)), {})
+    return type("QuickstartPolicy", (PolicyMethods, model_class(path)), {})

@@ -74,9 +74,9 @@ class Conversion:
         """Every tensor of the checkpoint, given the model's own on meta."""
         key = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if self._stored[0] != key:
-            with _Provenance(own) as provenance:
+            with _ReversionTrace(own) as trace:
                 reverted = self.revert(own)
-            self._stored = key, [provenance.trace(name, tensor) for name, tensor in reverted.items()]
+            self._stored = key, [trace.stored(name, tensor) for name, tensor in reverted.items()]
         return self._stored[1]
 
 
@@ -94,7 +94,7 @@ def _used(model: Any, names: Collection[str]) -> list[Any]:
     return [conversion for conversion in conversions if conversion.was_used()]
 
 
-class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReversionTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Leaves out copies, which are there to make tensors contiguous, and remembers what each tensor comes from."""
 
     def __init__(self, own: Mapping[str, Tensor]) -> None:
@@ -150,7 +150,7 @@ class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # nothing is known of other views of what was joined
         return parts if tensor.shape == shape and tensor.is_contiguous() else ()
 
-    def trace(self, name: str, tensor: Tensor) -> StoredTensor:
+    def stored(self, name: str, tensor: Tensor) -> StoredTensor:
         return StoredTensor(name, self._sources[_storage(tensor)], tensor, self._parts(tensor))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.ipc.channel import Channel
+from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.messages import Release
 from rlcore.errors import DeviceError, StateError
 from rlcore.types import IpcHandle
@@ -179,7 +179,7 @@ def test_an_exporter_that_cannot_be_reached_holds_up_imports_from_no_other(
 
 def test_what_was_never_read_keeps_no_descriptor_open(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel, path = Channel(ours), tmp_path / "shared"
+    channel, path = IpcChannel(ours), tmp_path / "shared"
 
     def num_open() -> int:
         """Descriptors of this file: others of the process come and go."""

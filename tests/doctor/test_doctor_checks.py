@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from rlcore.doctor import host, nvidia, packages
+from rlcore.doctor.check import CheckVerdict, ok, run_check
 from rlcore.doctor.device_process import visible_devices
-from rlcore.doctor.finding import Verdict, ok, run_check
 from rlcore.doctor.packages import TorchBuild
 from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
 from rlcore.processes import pid_namespace, start_time
@@ -33,15 +33,15 @@ CUDA = TorchBuild("2.13.0", "13.0", None)
 # ------------------------------------------------------------------------------------------- running a check
 
 
-def raises() -> Verdict:
+def raises() -> CheckVerdict:
     raise KeyError("lost")
 
 
-def ends() -> Verdict:
+def ends() -> CheckVerdict:
     sys.exit("enough")
 
 
-def hangs() -> Verdict:
+def hangs() -> CheckVerdict:
     time.sleep(600)
     return ok("never")
 
@@ -67,12 +67,12 @@ def test_a_check_that_does_not_answer_has_failed(check: Any, found: str) -> None
 def test_this_python_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.python().status == "OK"
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    assert host.python() == Verdict("FAIL", host.python().found, "install Python 3.11 or newer")
+    assert host.python() == CheckVerdict("FAIL", host.python().found, "install Python 3.11 or newer")
 
 
 def test_a_torch_in_a_path_with_a_space_is_noticed(tmp_path: Path) -> None:
     assert packages.path_of_torch(Path("/opt/venv/torch/version.py")) == ok("/opt/venv/torch")
-    assert packages.path_of_torch(Path("/home/me/my venv/torch/version.py")) == Verdict(
+    assert packages.path_of_torch(Path("/home/me/my venv/torch/version.py")) == CheckVerdict(
         "WARN",
         "'/home/me/my venv/torch' has a space in it: torch.compile for the CPU fails in the linker",
         "make the virtual environment in a folder whose path has no space",

@@ -30,7 +30,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONFIG_FLAGS = {"is_causal": True, "use_bidirectional_attention": False}
 
 
-class Proof(NamedTuple):
+class Eligibility(NamedTuple):
     """``calls`` of the attention, or the ``reason`` why sequences cannot be packed."""
 
     calls: frozenset[AttentionCall]
@@ -38,7 +38,7 @@ class Proof(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Record:
+class _DryRun:
     own: str
     marker: object = field(default_factory=object)
     """Handed to the decoder; every attention call must receive it."""
@@ -51,22 +51,22 @@ class _Record:
     faults: list[str] = field(default_factory=list)
 
 
-_record: ContextVar[_Record] = ContextVar("rlcore_packed_record")
+_record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
 
 
-def prove(decoder: nn.Module, own: str) -> Proof:
+def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
     """Whether ``decoder``, whose own attention is called ``own``, may run packed."""
     reason = next(_structural_faults(decoder), None)
     if reason is not None:
-        return Proof(frozenset(), reason)
+        return Eligibility(frozenset(), reason)
     AttentionInterface.register(_NAME, _record_call)
     AttentionMaskInterface.register(_NAME, _record_mask)
     try:
         record = _dry_run(decoder, own)
     except Exception as error:  # a model's own code, under tensors without values
-        return Proof(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
+        return Eligibility(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
     faults = record.faults + _layer_faults(decoder, record)
-    return Proof(frozenset(record.calls), faults[0] if faults else None)
+    return Eligibility(frozenset(record.calls), faults[0] if faults else None)
 
 
 def _structural_faults(decoder: nn.Module) -> Iterator[str]:
@@ -90,10 +90,10 @@ def _structural_faults(decoder: nn.Module) -> Iterator[str]:
             yield f"{name} has a convolution, {path}"
 
 
-def _dry_run(decoder: Any, own: str) -> _Record:
+def _dry_run(decoder: Any, own: str) -> _DryRun:
     config = copy.deepcopy(decoder.config)
     config._attn_implementation_internal = _NAME
-    record = _Record(own)
+    record = _DryRun(own)
     token = _record.set(record)
     try:
         with FakeTensorMode(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -149,7 +149,7 @@ def _record_call(
 
 
 def _call_faults(
-    record: _Record, module: nn.Module, lengths: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
+    record: _DryRun, module: nn.Module, lengths: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
 ) -> list[str]:
     name = type(module).__name__
     faults = []
@@ -170,7 +170,7 @@ def _call_faults(
     return faults
 
 
-def _layer_faults(decoder: Any, record: _Record) -> list[str]:
+def _layer_faults(decoder: Any, record: _DryRun) -> list[str]:
     expected = list(range(decoder.config.num_hidden_layers))
     if record.layers == expected * 2:  # two runs
         return []

@@ -13,7 +13,7 @@ CHECK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """``fix`` is the command, or what else to do, where something is wrong."""
 
     status: Status
@@ -22,7 +22,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """A line of the report."""
 
     check: str
@@ -31,22 +31,24 @@ class Finding:
     fix: str = ""
 
 
-def ok(found: str) -> Verdict:
-    return Verdict("OK", found)
+def ok(found: str) -> CheckVerdict:
+    return CheckVerdict("OK", found)
 
 
-def warn(found: str, fix: str) -> Verdict:
-    return Verdict("WARN", found, fix)
+def warn(found: str, fix: str) -> CheckVerdict:
+    return CheckVerdict("WARN", found, fix)
 
 
-def fail(found: str, fix: str) -> Verdict:
-    return Verdict("FAIL", found, fix)
+def fail(found: str, fix: str) -> CheckVerdict:
+    return CheckVerdict("FAIL", found, fix)
 
 
-def run_check(name: str, check: Callable[..., Verdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S) -> Finding:
+def run_check(
+    name: str, check: Callable[..., CheckVerdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
+) -> CheckResult:
     """A check that raises, ends the process or hangs has failed."""
     try:
         verdict = call_within(timeout_s, check, *arguments)
     except (Exception, SystemExit) as error:
         verdict = fail(f"the check itself failed: {type(error).__name__}: {error}", "")
-    return Finding(name, verdict.status, verdict.found, verdict.fix)
+    return CheckResult(name, verdict.status, verdict.found, verdict.fix)
