@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives
+from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives, GroupArguments
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -54,16 +54,14 @@ class TorchCollectives(TorchPart, Collectives):
 
     def init_kwargs(
         self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
-    ) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"backend": self.backend, "timeout": _timeout(timeout_s)}
+    ) -> GroupArguments:
+        arguments: GroupArguments = {"backend": self.backend, "timeout": _timeout(timeout_s)}
         if (options := self._options(timeout_s, is_high_priority)) is not None:
-            kwargs["pg_options"] = options
+            arguments["pg_options"] = options
         if not self._is_on_host:
-            kwargs |= {
-                "backend": f"cpu:gloo,{self._device.type}:{self.backend}",
-                "device_id": self._device.torch_device,
-            }
-        return kwargs
+            arguments["backend"] = f"cpu:gloo,{self._device.type}:{self.backend}"
+            arguments["device_id"] = self._device.torch_device
+        return arguments
 
     def reduce_ops(self) -> dict[str, Capability]:
         return {op: self.reduction(op, torch.int32 if op in BITWISE_OPS else torch.float32) for op in REDUCE_OPS}

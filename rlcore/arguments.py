@@ -6,12 +6,13 @@ kind of thing, and still wrong, is the function's own business.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -77,6 +78,16 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return "; did you mean 'nearest'?" for an error about an unknown name, or "" where no known name is like it.
+
+    Args:
+        cutoff: the least likeness, in [0, 1]; 0 takes the nearest whatever it is.
+    """
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:

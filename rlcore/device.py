@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from rlcore.launch import LaunchFacts
 from rlcore.types import (
@@ -33,7 +34,7 @@ from rlcore.types import (
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Backend, ProcessGroup, Store
 
 DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
 """How long a collective operation, and the forming of a group, may take."""
@@ -283,6 +284,18 @@ class Streams(DevicePart, Protocol):
         ...
 
 
+class GroupArguments(TypedDict):
+    """Keyword arguments of ``torch.distributed.init_process_group`` that depend on the device."""
+
+    backend: str
+    """The library for each type of device, such as "cpu:gloo,cuda:nccl"."""
+    timeout: timedelta
+    pg_options: NotRequired[object]
+    """The library's own options, where it has some."""
+    device_id: NotRequired[torch.device]
+    """The device to which the group is bound; left out on the host."""
+
+
 class Collectives(DevicePart, Protocol):
     """What the device's collective library can do, and how a group of it is made."""
 
@@ -293,7 +306,7 @@ class Collectives(DevicePart, Protocol):
 
     def init_kwargs(
         self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
-    ) -> dict[str, Any]:
+    ) -> GroupArguments:
         """Return keyword arguments for ``torch.distributed.init_process_group``.
 
         Host tensors go through gloo beside the device's library, and the group is bound to this device.
@@ -333,7 +346,7 @@ class Collectives(DevicePart, Protocol):
         is_high_priority: bool = False,
         is_one_host: bool = False,
         name: str = "",
-    ) -> Any:
+    ) -> Backend | ProcessGroup:
         """Return the library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
 
         Args:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
+from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import FLOATS
@@ -71,10 +71,9 @@ def _check_options(op: str, options: Collection[str]) -> None:
     known = OPTIONS.get(op)
     unknown = [] if known is None else [option for option in options if option not in known]
     if unknown and known is not None:
-        near = difflib.get_close_matches(unknown[0], known, 1)
         accepted = f"one of {', '.join(sorted(known))}" if known else "left out"
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidInputError(f"--option must be {accepted} for {op}, got {unknown[0]!r}{meant}")
+        hint = did_you_mean(unknown[0], known)
+        raise InvalidInputError(f"--option must be {accepted} for {op}, got {unknown[0]!r}{hint}")
 
 
 def _for_other_devices(device_type: str) -> tuple[tuple[str, str], ...] | None:

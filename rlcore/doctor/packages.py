@@ -37,7 +37,8 @@ class VersionRange:
     newest: tuple[int, int]
 
 
-TORCH = VersionRange((2, 10), (2, 15))
+TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
+"""The minor versions that the tests have run with, as the README's table of evidence says; the first is the floor."""
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
 """Not a range: what rlcore uses of it was looked up in these alone."""
 VLLM = VersionRange((0, 26), (0, 33))
@@ -86,13 +87,14 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | No
     if build is None:
         return fail("not installed", for_npu or "pip install torch")
     found, release = f"{build.version}, {build.kind}", _release(build.version)
-    if release < TORCH.least:
-        return fail(f"{found}; rlcore needs at least {dotted(TORCH.least)}", for_npu or "pip install --upgrade torch")
-    if release > TORCH.newest:
-        newest = dotted(TORCH.newest)
-        fix = for_npu or f"pip install 'torch=={newest}.*'"
-        return warn(f"{found}; rlcore was tried with none newer than {newest}", fix)
-    return ok(found)
+    if release < TORCH[0]:
+        return fail(f"{found}; rlcore needs at least {dotted(TORCH[0])}", for_npu or "pip install --upgrade torch")
+    if release in TORCH:
+        return ok(found)
+    told = f"{found}; rlcore was tested with {', '.join(map(dotted, TORCH))}"
+    if "torch-npu" in versions and not for_npu:  # which asks for this torch
+        return ok(told)
+    return warn(told, for_npu or f"pip install 'torch=={dotted(TORCH[-1])}.*'")
 
 
 def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVerdict:
@@ -171,7 +173,7 @@ def vllm(versions: Mapping[str, str]) -> CheckVerdict:
     if VLLM.least <= _release(version) <= VLLM.newest:
         return ok(version)
     known = f"{dotted(VLLM.least)} to {dotted(VLLM.newest)}"
-    return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
+    return warn(f"{version}; rlcore knows {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
 
 
 def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:

@@ -56,7 +56,7 @@ def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.Monke
             "linear_loss",
             "entropi",
             "--option must be one of bias, entropy, group, memory_budget, sequence_level, softcap for linear_loss, "
-            "got 'entropi'; did you mean entropy?",
+            "got 'entropi'; did you mean 'entropy'?",
         ),
         ("gae", "entropy", "--option must be left out for gae, got 'entropy'"),
         ("packed_attention", "mask", "--option must be one of dropout, sinks, softcap, window for packed_attention,"),

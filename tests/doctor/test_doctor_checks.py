@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
 from rlcore.processes import pid_namespace, start_time
 from rlcore.registry import launch
 from tests.devices.test_nvml import FakeLibrary
+
+README = Path(__file__).parents[2] / "README.md"
 
 CPU = TorchBuild("2.13.0+cpu", None, None)
 CUDA = TorchBuild("2.13.0", "13.0", None)
@@ -209,7 +212,9 @@ def test_the_build_is_read_without_importing_torch(run_python: Any) -> None:
         (CPU, "OK", "2.13.0+cpu, CPU only"),
         (TorchBuild("2.10.0", None, "7.0"), "OK", "2.10.0, ROCm 7.0"),
         (TorchBuild("2.9.1", "12.8", None), "FAIL", "2.9.1, CUDA 12.8; rlcore needs at least 2.10"),
-        (TorchBuild("2.16.0a0+git", "13.0", None), "WARN", "2.16.0a0+git, CUDA 13.0; rlcore was tried with none newer"),
+        (TorchBuild("2.12.0", None, None), "WARN", "2.12.0, CPU only; rlcore was tested with 2.10, 2.11, 2.13, 2.15"),
+        (TorchBuild("2.15.0", None, None), "OK", "2.15.0, CPU only"),
+        (TorchBuild("2.16.0a0+git", "13.0", None), "WARN", "2.16.0a0+git, CUDA 13.0; rlcore was tested with 2.10, "),
     ],
 )
 def test_torch_versions(build: TorchBuild | None, status: str, found: str) -> None:
@@ -264,9 +269,26 @@ def test_vllm_range(version: str | None, status: str) -> None:
     assert status == "OK" or verdict.fix == "pip install 'vllm==0.33.*'"
 
 
+def test_the_readme_claims_the_torch_that_the_doctor_accepts() -> None:
+    rows = [line.split("|")[1:3] for line in README.read_text().splitlines() if line.startswith("| torch 2")]
+    claimed = {
+        tuple(map(int, number.split(".")))
+        for names, evidence in rows
+        if evidence.strip() != "not yet"
+        for number in re.findall(r"\b2\.\d+", names)
+    }
+    assert claimed == set(packages.TORCH)
+
+
+def test_torch_beside_the_torch_npu_that_asks_for_it_needs_no_other() -> None:
+    verdict = packages.torch(TorchBuild("2.14.0+cpu", None, None), {"torch-npu": "2.14.0"})
+    assert (verdict.status, verdict.fix) == ("OK", "")
+    assert verdict.found == "2.14.0+cpu, CPU only; rlcore was tested with 2.10, 2.11, 2.13, 2.15"
+
+
 def test_ranges_begin_where_the_package_says() -> None:
     required = importlib.metadata.requires("rlcore") or []
-    assert f"torch>={packages.dotted(packages.TORCH.least)}" in required
+    assert f"torch>={packages.dotted(packages.TORCH[0])}" in required
     assert any(line.startswith(f"vllm>={packages.dotted(packages.VLLM.least)};") for line in required)
 
 
