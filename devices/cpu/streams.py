@@ -105,5 +105,5 @@ class CpuStreams(TorchStreams):
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return stream  # type: ignore[no-any-return]
 
-    def _local_event(self, timing: bool) -> Any:
+    def _new_event(self, timing: bool, interprocess: bool) -> Any:
         return CpuEvent(timing=timing)
