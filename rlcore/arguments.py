@@ -1,7 +1,7 @@
-"""What arguments a function takes, said once, for a method also on behalf of all classes that override it.
+"""Checks of the kinds of arguments: a decorator for functions, and a base class for methods that subclasses override.
 
-Only what would otherwise fail somewhere below, in another library's words, or be ignored. A value that is the right
-kind of thing, and still wrong, is the function's own business.
+A function declares only the arguments that would otherwise be ignored, or fail further down in the words of another
+library. A value of the right kind that is still wrong is checked by the function itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of values."""
+    """A kind of values, such as "a whole number": its description for messages, and the test of a value."""
 
     words: str
     has: Callable[[Any], bool]
@@ -98,12 +98,12 @@ def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
 
 
 class Checked:
-    """A class whose methods take what ``accepts`` says, and so do those that subclasses put in their place."""
+    """Base of classes whose methods, and overriding ones of subclasses, refuse other arguments than ``accepts``."""
 
     __slots__ = ()
 
     accepts: ClassVar[Mapping[str, Mapping[str, Kind]]] = {}
-    """Method -> argument -> what it takes. A subclass that has more adds to its base's."""
+    """Method -> argument -> kind. A subclass with more methods adds to the table of its base."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -232,6 +232,6 @@ def _check_continued(output: Path | None, *, force: bool) -> None:
 
 
 def _check_free(path: Path, *, force: bool, others: str = "") -> None:
-    """Raises InvalidInputError rather than that a file is lost."""
+    """Raises InvalidInputError if ``path`` exists and would be overwritten without ``--force``."""
     if path.is_file() and not force:
         raise InvalidInputError(f"-o {path} exists; give another file, or {others}--force to replace it")

@@ -20,7 +20,7 @@ checkpoint = typer.Typer(help="Look at checkpoints and exported models.", **PLAI
 
 @checkpoint.callback()
 def _commands() -> None:
-    """A group, also while it has one command."""
+    """Make ``checkpoint`` a group of commands, although it has only one."""
 
 
 @checkpoint.command()

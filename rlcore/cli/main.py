@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _leave_at_once() -> NoReturn:
-    """To collect torch and transformers on the way out takes over a second."""
+    """End the process without the garbage collection of torch and transformers, which takes over a second."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more
@@ -77,7 +77,7 @@ def configure(
         ),
     ] = False,
 ) -> None:
-    """The library leaves logging alone; here, where it is the program, it logs to standard error."""
+    """Log to standard error: rlcore is the program here, whereas the library leaves logging alone."""
     logger = logging.getLogger("rlcore")
     logger.setLevel(Settings.from_env().log_level)
     handler = logging.StreamHandler()
@@ -197,7 +197,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _print_findings(rows: list[list[str]]) -> None:
-    """On a terminal the commands stand by themselves: one that a column folds cannot be pasted."""
+    """Print the checks; on a terminal the commands stand below the table, because a folded one cannot be pasted."""
     if not sys.stdout.isatty():
         print_table(["check", "", "found", "what to do"], rows)
         return

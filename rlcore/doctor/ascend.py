@@ -1,4 +1,4 @@
-"""Checks of what torch_npu stands on, CANN and the driver, from files and variables: no library is loaded."""
+"""Checks of CANN and the NPU driver below torch_npu, from files and variables: no library is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SOURCE = (
 _NEEDED_FOLDERS = ("runtime", "compiler")
 _CANN_OF_TORCH_NPU = {"2.10.0.post4": "9.1.0", "2.11.0": "9.1.0", "2.12.0": "9.1.0", "2.14.0": "9.1.0"}
 """COMPATIBILITY.en.md of Ascend/pytorch (commit b48e648), whose newest row is 2.12.0, and of 2.14.0 the README in its
-wheel. For 2.13.0 and other posts nobody says it."""
+wheel. No document says it for 2.13.0 and other post releases."""
 _DRIVER_FLOORS = {(8, 5): "25.0", (9, 0): "25.0", (9, 1): "25.2"}
 """The oldest driver (Ascend HDK) by CANN's minor version: release notes of CANN 8.5.0 and 9.1.1."""
 
 
 def cann(installed: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """torch_npu loads its libraries at import, and with it fails ``import torch``."""
+    """Check CANN: torch_npu loads its libraries at import, and ``import torch`` fails with it."""
     if "torch-npu" not in installed:
         return ok("torch-npu is not installed")
     home = versions.cann_home(environ)
@@ -58,7 +58,7 @@ def driver(
     path: Path = versions.DRIVER_FILE,
     environ: Mapping[str, str] = os.environ,
 ) -> CheckVerdict:
-    """The driver against CANN."""
+    """Check the driver against CANN."""
     if "torch-npu" not in installed:
         return ok("torch-npu is not installed")
     found = versions.driver(path)

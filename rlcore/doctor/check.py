@@ -1,4 +1,4 @@
-"""What a check says, and how one is run so that it cannot take the others down."""
+"""The result of a check, and a runner that keeps a failing check from ending the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """``fix`` is the command, or what else to do, where something is wrong."""
+    """The outcome of a check function; ``fix`` is the command or the advice where something is wrong."""
 
     status: Status
     found: str
@@ -23,7 +23,7 @@ class CheckVerdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A line of the report."""
+    """A line of the report: the outcome of a named check."""
 
     check: str
     status: Status
@@ -46,7 +46,7 @@ def fail(found: str, fix: str) -> CheckVerdict:
 def run_check(
     name: str, check: Callable[..., CheckVerdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
 ) -> CheckResult:
-    """A check that raises, ends the process or hangs has failed."""
+    """Run a check with a deadline. A check that raises, calls ``sys.exit`` or hangs has failed."""
     try:
         verdict = call_within(timeout_s, check, *arguments)
     except (Exception, SystemExit) as error:

@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 
 def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """By which triton makes programs of its kernels; the one that it ships, or that the user names."""
+    """Check the assembler of Triton's kernels: the one that triton ships, or that the user names."""
     if build is None or build.cuda is None:
         return ok("not needed: torch is not built for CUDA")
     package = importlib.util.find_spec("triton")
@@ -38,7 +38,7 @@ def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> 
 
 
 def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """The one that torch would compile an extension with, such as flash-attn."""
+    """Check the compiler that torch would use for an extension, such as flash-attn."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     found_path = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     if not found_path:
@@ -56,7 +56,7 @@ def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> C
 
 
 def _release(path: Path) -> tuple[int, int] | None:
-    """What ``--version`` says; None if it cannot be run or says something else."""
+    """Return the release that ``--version`` prints; None if the program does not run or prints something else."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

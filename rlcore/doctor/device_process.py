@@ -1,7 +1,7 @@
-"""Checks that run code of torch, of plugins and of devices, in a process of their own: it may crash there.
+"""Checks that run code of torch, of plugins and of devices. They have their own process, because that code may crash.
 
-To the descriptor it is given go lines of JSON: the name of a check when it begins, its finding when it ends, and at
-last null.
+The process writes lines of JSON to a descriptor: the name of a check when it begins, its result when it ends, and null
+at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Reporter:
         self._out = out
 
     def begin(self, check: str) -> None:
-        """Say what is running, for the case that it ends this process."""
+        """Report the check that runs next, in case it ends this process."""
         print(json.dumps(check), file=self._out)
 
     def tell(self, finding: CheckResult) -> None:
@@ -84,7 +84,7 @@ _DISABLE = "RLCORE_DISABLE_PLUGINS=all, then without one after the other"
 
 
 def _import_torch() -> str:
-    """Outside every deadline but that of the process: nothing goes on without it, and its traceback is the reason."""
+    """Import torch without a deadline of its own: all later checks need it, and its traceback tells the reason."""
     start = time.perf_counter()
     importlib.import_module("torch")
     loaded = ", ".join(torch_back_ends()) or "none"
@@ -92,7 +92,7 @@ def _import_torch() -> str:
 
 
 def flash_attn() -> CheckVerdict:
-    """It is compiled against one torch, and does not say so before it is imported."""
+    """Check flash-attn by importing it: it is compiled against one torch, which its metadata does not name."""
     if importlib.util.find_spec("flash_attn") is None:
         return ok("not installed")
     version = importlib.metadata.version("flash-attn")
@@ -105,7 +105,7 @@ def flash_attn() -> CheckVerdict:
 
 
 def device(kind: str) -> CheckVerdict:
-    """Its probe, and if it is there whether it can be made and says what it can do."""
+    """Check the probe of a device, and if it is available, its construction and capabilities."""
     info = device_info(kind)
     if info.is_broken:
         return fail(info.reason, _leave_out(info.plugin))

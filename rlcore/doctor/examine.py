@@ -1,4 +1,4 @@
-"""All checks together: those of this machine here, those that could crash in another process meanwhile."""
+"""All checks: those of the machine run here, and those that could crash run meanwhile in another process."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Exit|Warning)\b.*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport:
-    """What ``rlcore doctor`` found."""
+    """The result of ``rlcore doctor``."""
 
     schema: Literal["rlcore.doctor/1"] = "rlcore.doctor/1"
     rlcore: str
     status: Status
-    """The worst of the checks."""
+    """The worst status of the checks."""
     seconds: float
     checks: tuple[CheckResult, ...]
 
 
 def examine() -> DoctorReport:
-    """Run every check. What a check raises, or that it hangs, is its finding."""
+    """Run every check. A check that raises or hangs has failed; the error is its result."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process, findings = _start(errors)
@@ -88,7 +88,7 @@ def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
     ours, theirs = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(theirs), json.dumps(sys.path)],
-        # Strict would end it at the first broken plugin; here all of them are wanted.
+        # The strict mode would end it at the first broken plugin; the doctor reports all of them.
         env=os.environ | {"RLCORE_STRICT_PLUGINS": "0"},
         pass_fds=(theirs,),
         stdin=subprocess.DEVNULL,
@@ -107,12 +107,12 @@ def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) 
     try:
         is_whole = call_within(timeout_s, _read, lines, begun, found)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it; it has said all it had to say
+            process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it alive, but its report is complete
         how = _how_it_ended(process, errors)
     except TimeoutError:
         is_whole, how = False, f"did not end within {timeout_s:g} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it, and the process it shared memory with
+        with contextlib.suppress(ProcessLookupError):  # this process, and the one that it shared memory with
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if is_whole:
@@ -127,7 +127,7 @@ def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) 
 
 
 def _read(lines: IO[str], begun: list[str], found: list[CheckResult]) -> bool:
-    """Whether the process said all it had to say."""
+    """Read the reports of the process. Returns True if they are complete."""
     for line in lines:
         entry = json.loads(line)
         if entry is None:
@@ -152,7 +152,7 @@ def _how_it_ended(process: subprocess.Popen[bytes], errors: IO[str]) -> str:
 
 
 def _torch_without_back_ends(how: str) -> CheckResult:
-    """Why ``import torch`` fails: the same without the back ends that it loads by itself."""
+    """Find out why ``import torch`` fails, by importing it without the back ends that it loads."""
     command = [sys.executable, "-c", "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import torch"]
     try:
         alone = subprocess.run(

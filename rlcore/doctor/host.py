@@ -1,4 +1,4 @@
-"""Checks of the machine and of this process's surroundings, which need no torch."""
+"""Checks of the machine and of this process's environment, which need no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def python() -> CheckVerdict:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> CheckVerdict:
-    """Free bytes where POSIX shared memory lives."""
+    """Check the free bytes of POSIX shared memory."""
     enlarge = "mount -o remount,size=16G /dev/shm, or in a container: docker run --shm-size=16g (or --ipc=host)"
     if not folder.is_dir():
         return fail(f"there is no {folder}", "mount -t tmpfs -o size=16G tmpfs /dev/shm")
@@ -48,7 +48,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> CheckVerdict:
 
 
 def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> CheckVerdict:
-    """The limit binds InfiniBand; GPU drivers lock pages past it."""
+    """Check the limit of locked memory, which binds InfiniBand; GPU drivers lock pages beyond it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ok("unlimited")
@@ -67,7 +67,7 @@ def open_files() -> CheckVerdict:
 
 
 def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
-    """Files, sockets and segments of processes of this user that no longer run."""
+    """Find files, sockets and shared memory that ended processes of this user left behind."""
     dead = [path for path in runtime_folder().iterdir() if _is_left_behind(path)]
     dead += [
         path
@@ -86,7 +86,7 @@ def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
 
 
 def allocator(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """torch reads some of the settings from the first name that is set, others from the second."""
+    """Check the allocator's variables: torch reads some settings from the first name that is set, some from the second."""
     given = {name: environ[name] for name in _ALLOCATORS if name in environ}
     shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set"
     if len(given) > 1:
@@ -104,7 +104,7 @@ def allocator(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """The variables that explain most surprises, by an allow-list."""
+    """Show the variables of an allow-list, which explain most surprises."""
     shown = shown_environment(environ)
     found = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none of the known variables is set"
     if shown.get("CUDA_LAUNCH_BLOCKING", "0") != "0":

@@ -1,6 +1,6 @@
-"""Whether memory can be shared with another process: by doing it.
+"""A check that shares memory of a device with another process.
 
-The other process is started early (``ImportingProcess``), because it has to import torch as well.
+The other process (``ImportingProcess``) starts early, because it must import torch too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTAINERS = "run both processes as one user in one container, or with: docker 
 
 
 class ImportingProcess:
-    """The other process."""
+    """The process that imports the memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -38,7 +38,7 @@ class ImportingProcess:
         )
 
     def ask(self, device: str, handle: bytes) -> dict[str, Any]:
-        """Open the handle there, check what it holds and add 1 to it."""
+        """Open the handle there, check the values and add 1 to them."""
         assert self._process.stdin and self._process.stdout
         print(json.dumps([device, base64.b64encode(handle).decode()]), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
@@ -52,7 +52,7 @@ class ImportingProcess:
 
 
 def share(name: str, importer: ImportingProcess) -> CheckVerdict:
-    """Give device memory to the other process, and see it read there and written from there."""
+    """Share device memory with the other process, which reads and writes it."""
     import torch
 
     from rlcore.registry import get_device
@@ -79,16 +79,16 @@ def share(name: str, importer: ImportingProcess) -> CheckVerdict:
 
 
 def serve() -> None:
-    """The other process: one line in, one line out."""
+    """Answer each line of standard input with one line; the main function of the other process."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what plugins print is no answer
+    os.dup2(2, 1)  # plugins may print; only answers go to standard output
     import torch  # noqa: F401  (before the first handle comes)
 
     for line in sys.stdin:
         device, handle = json.loads(line)
         try:
             answer = _open(device, base64.b64decode(handle))
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:  # the error is the answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
 

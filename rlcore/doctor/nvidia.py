@@ -13,7 +13,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def driver(build: TorchBuild | None, path: Path = DRIVER) -> CheckVerdict:
-    """The driver against the CUDA that torch was built with."""
+    """Check the driver against the CUDA version of the torch build."""
     if not path.exists():
         return ok("no NVIDIA driver on this machine")
     try:
@@ -25,7 +25,7 @@ def driver(build: TorchBuild | None, path: Path = DRIVER) -> CheckVerdict:
 
 
 def _suits(build: TorchBuild | None, found: str, newest_major: int) -> CheckVerdict:
-    """A driver runs builds of its own major version of CUDA, and of those before."""
+    """Compare major versions: a driver runs builds for its own major version of CUDA, and for older ones."""
     if build is None:
         return ok(found)
     if build.cuda is None:
@@ -38,7 +38,7 @@ def _suits(build: TorchBuild | None, found: str, newest_major: int) -> CheckVerd
 
 
 def peer_access(path: Path = DRIVER) -> CheckVerdict:
-    """Which GPUs reach each other's memory without the host."""
+    """Check which GPUs can access each other's memory without the host."""
     if not path.exists():
         return ok("no NVIDIA driver on this machine")
     try:

@@ -1,4 +1,4 @@
-"""Checks of what is installed, from metadata: none of it is imported, so a broken package cannot break them."""
+"""Checks of installed packages by their metadata. No package is imported, so a broken one cannot break a check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What torch/version.py says."""
+    """The content of torch/version.py."""
 
     version: str
     cuda: str | None
@@ -31,7 +31,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """Versions rlcore works with: the least it accepts, and the newest it was tried with."""
+    """The least and the newest minor version of a package that rlcore accepts."""
 
     least: tuple[int, int]
     newest: tuple[int, int]
@@ -40,22 +40,22 @@ class VersionRange:
 TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
 """The minor versions that the tests have run with, as the README's table of evidence says; the first is the floor."""
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
-"""Not a range: what rlcore uses of it was looked up in these alone."""
+"""Not a range: the parts that rlcore uses were compared with these versions only."""
 VLLM = VersionRange((0, 26), (0, 33))
 VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
-"""Not a range: rlcore's executor was held against these alone."""
+"""Not a range: rlcore's executor was compared with these versions only."""
 _TRITON_ASCEND_PYTHON = (3, 11)
 """The newest for which triton-ascend 3.2.0, the newest on PyPI, has a wheel."""
 
 
 def torch_version_file() -> Path | None:
-    """Of the torch that would be imported; None when there is none."""
+    """Return the path of version.py of the torch that would be imported; None when there is none."""
     spec = importlib.util.find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
 
 
 def path_of_torch(file: Path | None = None) -> CheckVerdict:
-    """torch.compile gives a compiler for the host's kernels its own folder, and does not quote it."""
+    """Check the path of torch for spaces: torch.compile passes it to the host's compiler without quotes."""
     found = file or torch_version_file()
     if found is None:
         return ok("there is no torch")
@@ -68,14 +68,14 @@ def path_of_torch(file: Path | None = None) -> CheckVerdict:
 
 
 def torch_build() -> TorchBuild | None:
-    """Of the torch that would be imported; None when there is none, or half of one."""
+    """Return the build of the torch that would be imported; None when there is none, or a half-installed one."""
     file = torch_version_file()
     if file is None:
         return None
     try:
         said = runpy.run_path(str(file))
         return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
-    except Exception:  # whatever an installation that was cut short has left there
+    except Exception:  # an interrupted installation can leave anything there
         return None
 
 
@@ -98,7 +98,7 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | No
 
 
 def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVerdict:
-    """It is built for one minor version of torch, and for torch's CPU build."""
+    """Check torch-npu, which is built for one minor version of torch, and for torch's CPU build."""
     npu = versions.get("torch-npu")
     if npu is None or build is None:
         return ok(npu or "not installed")
@@ -113,9 +113,9 @@ def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVer
 
 
 def _pair(build: TorchBuild | None, npu: str) -> str:
-    """What makes torch and torch-npu suit each other; torch stays where there is a torch-npu for it.
+    """Return the commands that install a matching torch and torch-npu, "" if none; torch stays where possible.
 
-    What PyPI has of torch for x86-64 is a CUDA build.
+    PyPI's torch for x86-64 is a CUDA build.
     """
     by_torch = {_release(known): known for known in TORCH_NPU}
     torch_now = _release(build.version) if build else None
@@ -131,13 +131,13 @@ def _pair(build: TorchBuild | None, npu: str) -> str:
 
 
 def torch_back_ends() -> list[str]:
-    """Distributions whose code ``import torch`` runs: entry points of torch.backends."""
+    """Return the distributions whose code ``import torch`` runs: entry points of torch.backends."""
     found = importlib.metadata.entry_points(group="torch.backends")
     return sorted({entry.dist.name if entry.dist else entry.name for entry in found})
 
 
 def triton(versions: Mapping[str, str]) -> CheckVerdict:
-    """triton and triton-ascend both install a package called ``triton``."""
+    """Check Triton: triton and triton-ascend both install a package called ``triton``."""
     both = {name: versions[name] for name in ("triton", "triton-ascend") if name in versions}
     found = ", ".join(f"{name} {version}" for name, version in both.items())
     if len(both) == 2:
@@ -177,7 +177,7 @@ def vllm(versions: Mapping[str, str]) -> CheckVerdict:
 
 
 def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:
-    """It is made for the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
+    """Check vllm-ascend, which needs the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
     version = versions.get("vllm-ascend")
     if version is None:
         return ok("not installed")
@@ -202,7 +202,7 @@ def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:
 
 
 def _pins(distribution: str) -> dict[str, str]:
-    """Packages of which it names one version, from its metadata."""
+    """Return name -> version of the packages that a distribution pins, from its metadata."""
     lines = importlib.metadata.requires(distribution) or []
     found = (re.match(r"(torch|torch[-_]npu|triton[-_]ascend)\s*\(?==\s*([\w.]+)", line) for line in lines)
     return {one[1].replace("_", "-"): one[2] for one in found if one}

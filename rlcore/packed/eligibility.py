@@ -1,8 +1,9 @@
-"""Does a transformers decoder do nothing across positions but attention that we can pack? It is run to find out.
+"""A dry run that tells whether a transformers decoder may run on packed sequences.
 
-A twin of the decoder runs under fake tensors, which have shapes and no values, with an attention function and a mask
-function that only write down how they are called. What is not plain causal attention through transformers' attention
-interface, in each layer once, with the window of its mask, is a reason to keep the decoder on padded batches.
+Packing is right only if a decoder mixes positions by causal attention alone. A twin of the decoder runs under fake
+tensors, which have shapes and no values; its attention and mask functions only record their calls. Each layer must call
+causal attention once, through transformers' attention interface, with the window of its mask. Anything else is a reason
+to run the decoder on padded batches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CONFIG_FLAGS = {"is_causal": True, "use_bidirectional_attention": False}
 
 
 class Eligibility(NamedTuple):
-    """``calls`` of the attention, or the ``reason`` why sequences cannot be packed."""
+    """The attention ``calls`` of a decoder, or the ``reason`` why its sequences cannot be packed."""
 
     calls: frozenset[AttentionCall]
     reason: str | None
@@ -41,11 +42,11 @@ class Eligibility(NamedTuple):
 class _DryRun:
     own: str
     marker: object = field(default_factory=object)
-    """Handed to the decoder; every attention call must receive it."""
+    """A keyword argument of the decoder that every attention call must receive."""
     masks: list[Tensor] = field(default_factory=list)
-    """Those given out: an attention must receive one of them, not something made of it."""
+    """The masks that were handed out: an attention must receive one of them, not a tensor computed from it."""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """By the id of a mask that was asked for."""
+    """Id of a requested mask -> its window."""
     calls: list[AttentionCall] = field(default_factory=list)
     layers: list[int | None] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -55,7 +56,7 @@ _record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
 
 
 def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
-    """Whether ``decoder``, whose own attention is called ``own``, may run packed."""
+    """Find out whether ``decoder``, whose own attention is called ``own``, may run packed."""
     reason = next(_structural_faults(decoder), None)
     if reason is not None:
         return Eligibility(frozenset(), reason)
@@ -63,7 +64,7 @@ def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
     AttentionMaskInterface.register(_NAME, _record_mask)
     try:
         record = _dry_run(decoder, own)
-    except Exception as error:  # a model's own code, under tensors without values
+    except Exception as error:  # the model's own code, under tensors without values
         return Eligibility(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
     faults = record.faults + _layer_faults(decoder, record)
     return Eligibility(frozenset(record.calls), faults[0] if faults else None)
@@ -102,16 +103,16 @@ def _dry_run(decoder: Any, own: str) -> _DryRun:
             inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens.clone(), "use_cache": False}
             twin(**inputs, packed_sequences=record.marker)
             record.masks.append(no_attention_mask(tokens.device))
-            twin(**inputs, packed_sequences=record.marker, attention_mask=record.masks[-1])  # as it will be run
+            twin(**inputs, packed_sequences=record.marker, attention_mask=record.masks[-1])  # as the real runs call it
     finally:
         _record.reset(token)
     return record
 
 
 def no_attention_mask(device: torch.device) -> Tensor:
-    """Keeps transformers from making a mask [T, T]: a mask of four dimensions is taken as it is.
+    """Return a mask of four dimensions, which transformers passes on instead of making one of [T, T].
 
-    It is empty, so that an attention other than ours, which would take it for a mask, fails and does not leak.
+    It is empty, so that a foreign attention that uses it fails; with a valid mask, sequences could see each other.
     """
     return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
