@@ -1,4 +1,4 @@
-"""Memory of a device: what is there, what this process holds, host memory to copy from, and sharing with others."""
+"""Memory of a device over torch: totals, this process's use, pinned host memory, copies, and IPC."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TorchMemory(TorchPart, Memory):
-    """Through ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and out-of-tree back ends."""
+    """Memory through ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and out-of-tree back ends."""
 
     name: ClassVar = "memory"
     members: ClassVar = (
@@ -51,7 +51,7 @@ class TorchMemory(TorchPart, Memory):
         "import_ipc_together": {"handles": LIST},
     }
     sharing_class: ClassVar[type[Sharing] | None] = None
-    """How this vendor's memory is opened by other processes; None: it cannot be."""
+    """The vendor's IPC of memory; None where it has none."""
 
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""A device is made of parts: memory, streams, collectives, profiler. This is what they share."""
+"""The base of a device's parts: memory, streams, collectives, profiler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class TorchPart(Checked, DevicePart):
     """One part of one device.
 
-    A vendor's part overrides the members that it does otherwise, and says in ``limits()`` which it has to emulate or
-    does not have. What is unsupported raises ``self.unsupported(member)``, whose reason is the one in ``limits()``.
-    Arguments of the kinds in ``accepts`` need no check in the members.
+    A vendor's part overrides members, and declares in ``limits()`` those that it emulates or does not have. An
+    unsupported member raises ``self.unsupported(member)``, with the reason in ``limits()``. The kinds in ``accepts``
+    are checked before a member is called.
     """
 
     name: ClassVar[str]

@@ -178,8 +178,8 @@ class Memory(DevicePart, Protocol):
         A storage that is exported already keeps the export that it has.
 
         Returns:
-            One handle for each export, of all its bytes (uint8); and for each tensor the index of its handle and the byte
-            at which it begins there.
+            One handle for each export, of all its bytes (uint8); and for each tensor the index of its handle and its
+            first byte there.
 
         Raises:
             UnsupportedError, InvalidInputError: as ``export_ipc``.

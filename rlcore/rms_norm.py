@@ -1,7 +1,7 @@
 """RMSNorm by an operator of the device: the modules stay as they are, only their forward is replaced.
 
-Plugins register ``fn(x, weight, eps) -> y`` as "rms_norm". At the first call for a kind of norm and a dtype, it is tried
-on the device. It is used only if its values and gradients are those of the module's own class. So a norm that adds one
+Plugins register ``fn(x, weight, eps) -> y`` as "rms_norm". The first call for a kind of norm and a dtype tries it on
+the device. It is used only if its values and gradients are those of the module's own class. So a norm that adds one
 to its weight, or that returns another dtype, keeps its own forward.
 """
 

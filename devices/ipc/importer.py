@@ -1,6 +1,6 @@
-"""The importing side of IPC: a connection to each exporter, and what of it this process has open.
+"""The importing side of IPC: a connection to each exporter, and the exports that this process has open.
 
-An export is opened once by a process on each device, and counted; the last mapping that closes gives it back.
+A process opens an export once on each device, and counts its mappings; the last one that closes releases the export.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rlcore.devices.ipc.socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
 
 _CLAIMS_AHEAD = 32
-"""Of their answers, each of which may hold a descriptor."""
+"""Claims that are sent before their answers arrive; each answer may hold a descriptor."""
 _Key = tuple[str, str]
-"""Name of a device, and an export."""
+"""Name of a device, and export id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An export that is to be opened."""
+    """A request to open an export."""
 
     claim: Claim
     open_storage: Callable[[int | None], torch.UntypedStorage]
-    """Takes the descriptor that came with the grant."""
+    """Called with the descriptor of the grant, or None."""
     close_storage: Callable[[], None]
     make: Callable[[torch.UntypedStorage, Callable[[Mapping], None]], Mapping]
 
 
 class _Connection:
-    """To one exporter. A thread hears what the exporter says."""
+    """A connection to one exporter. A thread receives its messages."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self.is_lost = False
@@ -57,27 +57,27 @@ class _Connection:
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
     def claim(self, claims: Sequence[Claim], deadline: float) -> Generator[int | None]:
-        """Ask for exports, several ahead of their answers; the descriptor of each, if it has one, is the caller's.
+        """Claim exports, several ahead of their answers; yield the descriptor of each or None, which the caller closes.
 
-        One thread at a time calls this, and uses up or closes what it gets.
+        One thread at a time calls this. It must exhaust or close the generator.
 
         Raises:
             TimeoutError: the exporter has not answered by ``deadline`` (monotonic).
-            StateError: it refuses one.
+            StateError: it refuses a claim.
         """
         unsent = iter(claims)
         try:
             for claim in itertools.islice(unsent, _CLAIMS_AHEAD):
-                self._ask(claim)
+                self._send(claim)
             for claim in claims:
                 descriptor = self._granted(claim, deadline)
                 if (following := next(unsent, None)) is not None:
-                    self._ask(following)
+                    self._send(following)
                 yield descriptor
         finally:
-            self._give_up()
+            self._discard_answers()
 
-    def _ask(self, claim: Claim) -> None:
+    def _send(self, claim: Claim) -> None:
         with self._lock:
             self._awaited.add(claim.request)
         try:
@@ -86,7 +86,7 @@ class _Connection:
             raise DeviceError(ended(self.pid)) from error
 
     def _granted(self, claim: Claim, deadline: float) -> int | None:
-        """The answer to the oldest claim that has none: they come in order."""
+        """Wait for the answer to the oldest open claim: answers come in order."""
         try:
             answer, descriptor = self._answers.get(timeout=_remaining_s(deadline))
         except queue.Empty as error:
@@ -98,11 +98,11 @@ class _Connection:
         return descriptor
 
     def release(self, export_id: str) -> None:
-        with contextlib.suppress(OSError):  # an exporter that has ended needs no word
+        with contextlib.suppress(OSError):  # the exporter has ended
             self._channel.send(Release(export_id))
 
     def add(self, mapping: Mapping) -> None:
-        """Pass revocations on to it; one may have come already."""
+        """Register a mapping for revocations; one may have arrived already."""
         export_id = mapping.handle.export_id
         with self._lock:
             self._mappings.setdefault(export_id, []).append(mapping)
@@ -137,10 +137,10 @@ class _Connection:
                 self._awaited.remove(answer.request)
                 self._answers.put((answer, descriptor))
                 return
-        self._decline(answer, descriptor)  # it came after its deadline
+        self._decline(answer, descriptor)  # it arrived after its deadline
 
-    def _give_up(self) -> None:
-        """Nobody waits any more; an answer that came at the last moment is declined too."""
+    def _discard_answers(self) -> None:
+        """Decline all answers that nobody waits for, also one that has just arrived."""
         with self._lock:
             self._awaited.clear()
         while not self._answers.empty():
@@ -157,7 +157,7 @@ class _Connection:
     def _receive(self) -> tuple[Message, int | None] | None:
         try:
             return self._channel.receive()
-        except DeviceError:  # whoever answers there is no exporter
+        except DeviceError:  # the other end is not an exporter
             return None
 
     def _revoke(self, export_id: str) -> None:
@@ -187,18 +187,18 @@ class _OpenExport:
 
 
 class IpcImporter:
-    """What this process has open of others."""
+    """The exports of other processes that this process has open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the tables, and is held only while they are looked at."""
+        """Guards the tables; it is held only for look-ups and changes."""
         self._asking: dict[str, threading.Lock] = {}
-        """Of each exporter: held by the one thread that connects to it or asks it for something."""
+        """Path of an exporter -> lock of the thread that connects to it or claims exports."""
         self._connections: dict[str, _Connection] = {}
         self._opened: dict[_Key, _OpenExport] = {}
 
     def open(self, path: str, wanted: Sequence[Wanted], device_name: str, timeout_s: float) -> list[Mapping]:
-        """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of each."""
+        """Open exports of the process at ``path`` unless they are open here already, and make a mapping of each."""
         keys = [(device_name, one.claim.export_id) for one in wanted]
         with contextlib.ExitStack() as undo:
             try:
@@ -220,11 +220,11 @@ class IpcImporter:
     def _open(
         self, path: str, wanted: dict[_Key, Wanted], deadline: float, undo: contextlib.ExitStack
     ) -> dict[_Key, _OpenExport]:
-        """Each counted once."""
+        """Open or reuse each wanted export, and count one use of each."""
         opened: dict[_Key, _OpenExport] = {}
 
         def reuse() -> dict[_Key, Wanted]:
-            """What there is; the rest."""
+            """Count the exports that are open already; return the others."""
             for key, one in wanted.items():
                 if key not in opened and (found := self._reuse(key)):
                     keep(key, one, found)
@@ -235,8 +235,8 @@ class IpcImporter:
             undo.callback(self._give_back, key, one, found)
 
         if reuse():
-            with self._turn(path, deadline):
-                missing = reuse()  # another thread may have opened some meanwhile
+            with self._sole_access(path, deadline):
+                missing = reuse()  # another thread may have opened some of them
                 connection = self._connection(path, deadline)
                 with contextlib.closing(connection.claim([one.claim for one in missing.values()], deadline)) as granted:
                     for (key, one), descriptor in zip(missing.items(), granted, strict=True):
@@ -256,8 +256,8 @@ class IpcImporter:
             opened.connection.release(one.claim.export_id)
 
     @contextlib.contextmanager
-    def _turn(self, path: str, deadline: float) -> Iterator[None]:
-        """To ask the exporter at ``path``, when other threads have had their answers."""
+    def _sole_access(self, path: str, deadline: float) -> Iterator[None]:
+        """Wait until no other thread claims exports of the process at ``path``, and keep others out."""
         with self._lock:
             asking = self._asking.setdefault(path, threading.Lock())
         if not asking.acquire(timeout=_remaining_s(deadline)):
@@ -268,7 +268,7 @@ class IpcImporter:
             asking.release()
 
     def _connection(self, path: str, deadline: float) -> _Connection:
-        """For the thread whose turn it is."""
+        """Return the connection to an exporter; the caller has ``_sole_access``."""
         known = self._connections.get(path)
         if known is None or known.is_lost:
             known = self._connections[path] = _Connection(path, _remaining_s(deadline))
@@ -283,7 +283,7 @@ class IpcImporter:
             return opened
 
     def _drop(self, key: _Key, opened: _OpenExport) -> bool:
-        """True when that was the last use."""
+        """Uncount one use; return True if it was the last."""
         with self._lock:
             opened.count -= 1
             if opened.count == 0 and self._opened.get(key) is opened:
@@ -291,7 +291,7 @@ class IpcImporter:
             return opened.count == 0
 
     def close_sockets(self) -> None:
-        """In a forked child: what it inherited would hide from exporters that the importer has ended."""
+        """Close the sockets that a forked child inherits: they would hide the end of the importer from exporters."""
         for connection in self._connections.values():
             connection.close_in_child()
 
@@ -311,21 +311,21 @@ def _storage(one: Wanted, connection: _Connection, descriptor: int | None) -> to
             os.close(descriptor)
 
 
-_abandoned: list[IpcImporter] = []
+_inherited: list[IpcImporter] = []
 _importer = IpcImporter()
 
 
 def importer() -> IpcImporter:
-    """The one of this process."""
+    """Return the importer of this process."""
     return _importer
 
 
-def _begin_anew() -> None:
-    """A forked child has nothing open. It keeps what its parent has, unused: it cannot close device memory."""
+def _renew_after_fork() -> None:
+    """Start with nothing open. The parent's exports stay unused, because a child cannot close device memory."""
     global _importer  # noqa: PLW0603
-    _abandoned.append(_importer)
+    _inherited.append(_importer)
     _importer.close_sockets()
     _importer = IpcImporter()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_renew_after_fork)

@@ -68,7 +68,7 @@ def describe(name: str) -> Description:
 
 
 def capabilities_of(device: Device) -> dict[str, Capability]:
-    """Return the checked ``device.capabilities()``. Raises PluginError for a wrong answer, and what the device raises."""
+    """Return the checked ``device.capabilities()``; raises PluginError for a wrong answer, and the device's errors."""
     found = device.capabilities()
     if not isinstance(found, dict):
         raise PluginError(f"capabilities() returned {type(found).__name__}, not a dict")

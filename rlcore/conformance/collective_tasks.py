@@ -1,4 +1,4 @@
-"""What each rank does in tests of collectives. Everything is checked where it happened, against plain torch."""
+"""Functions that each rank runs in tests of collectives. Each rank compares its results with plain torch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def destroy(device: Any) -> None:
 
 
 def reductions(device: Any) -> dict[str, str]:
-    """ "op dtype" -> "ok", what was wrong, or "unsupported", for every operator and dtype that the device declares."""
+    """Return "op dtype" -> "ok", the error, or "unsupported", for every operator and dtype of the device."""
     pairs = [(op, dtype) for op in device.collectives.reduce_ops() for dtype in device.collectives.dtypes()]
     return {f"{op} {str(dtype).removeprefix('torch.')}": _reduction(device, op, dtype) for op, dtype in pairs}
 
 
 def movements(device: Any) -> dict[str, bool]:
-    """Operation -> whether its result is right."""
+    """Return operation -> True if its result is right."""
     group, where = _groups["one"], device.torch_device
     rank, size = group.rank, group.world_size
     mine = torch.full((rank + 1, 2), float(rank), device=where)
@@ -64,7 +64,7 @@ def movements(device: Any) -> dict[str, bool]:
 
 
 def collective_follows_the_stream(device: Any) -> list[float]:
-    """The sums over ranks, of some tries, of what was queued, and not waited for, just before."""
+    """Return the distinct values of all-reduces, whose inputs were queued right before and not waited for."""
     values = torch.zeros(1 << 20, device=device.torch_device)
     busy = BusyWork.of(device)
     found: set[float] = set()
@@ -80,7 +80,7 @@ def collective_follows_the_stream(device: Any) -> list[float]:
 
 
 def cycles(device: Any, times: int) -> dict[str, int]:
-    """Destroy and form the group so often; what this process holds then."""
+    """Destroy and form the group ``times`` times; return the resources that this process holds then."""
     for _ in range(times):
         rebuild(device)
     gc.collect()
@@ -92,7 +92,7 @@ def cycles(device: Any, times: int) -> dict[str, int]:
 
 
 def default_group(device: Any, rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
-    """A sum over torch's default group, made with ``init_kwargs``; whether its barrier has waited for all ranks."""
+    """Sum over torch's default group, made with ``init_kwargs``; return it, and True if its barrier waited for all."""
     device.activate()
     dist.init_process_group(
         **device.collectives.init_kwargs(timeout_s=60),
@@ -140,14 +140,14 @@ def _reduction(device: Any, op: str, dtype: torch.dtype) -> str:
 
 
 def _is_right(found: torch.Tensor, expected: torch.Tensor, roundings: int) -> bool:
-    """An operation between ranks rounds once for each but the first, a mean or a factor once more."""
+    """Compare; an operation over n ranks rounds n - 1 times, and a mean or a factor once more."""
     if found.dtype.is_floating_point or found.dtype.is_complex:
         return is_rounded(found, expected, roundings)
     return torch.equal(found.to(torch.int64), expected.to(torch.int64))
 
 
 def _values(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, which every dtype holds, and in which operators differ."""
+    """Return small whole numbers, which every dtype holds, and for which the operators give different results."""
     base = torch.arange(12).view(_SHAPE)
     return ((base + rank) % 2 if dtype == torch.bool else (base * (rank + 2)) % 5 + 1).to(dtype)
 

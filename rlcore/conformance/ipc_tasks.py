@@ -1,4 +1,4 @@
-"""What the other process does in tests of IPC. Values are read after all work of its device is done."""
+"""Functions that the other process runs in tests of IPC. It reads values after all work of its device is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _handles: dict[int, IpcHandle] = {}
 
 
 def open_handle(device: Any, key: int, handle: bytes, close_on_revoke: bool = False) -> list[float]:
-    """Import under ``key``; its values."""
+    """Import a handle under ``key`` and return its values."""
     on_revoke = (lambda mapping: mapping.close()) if close_on_revoke else None
     _mappings[key] = device.memory.import_ipc(IpcHandle.from_bytes(handle), on_revoke)
     return read(device, key)
@@ -62,7 +62,7 @@ def read_exported(device: Any, key: int) -> list[float]:
 
 
 def wait_and_read(device: Any, key: int, event: bytes) -> list[float]:
-    """The values that the importer's stream finds behind another process's event."""
+    """Return the values that a stream reads here after it has waited for another process's event."""
     stream = device.streams.new()
     device.streams.import_event(EventHandle.from_bytes(event)).wait(stream)
     with device.streams.use(stream):

@@ -1,4 +1,4 @@
-"""What the other process says in tests of launch facts."""
+"""A function that the other process runs in tests of launch facts."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-json")
-    is_part = hasattr(config, "workerinput")  # of pytest-xdist, whose other process has the whole
+    is_part = hasattr(config, "workerinput")  # a worker of pytest-xdist; the main process has the whole report
     if path is not None and REPORT in config.stash and not is_part:
         config.stash[REPORT].write(path)
 
@@ -98,7 +98,7 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def peers() -> Iterator[PeerPool]:
-    """Other processes, which the tests share."""
+    """The other processes, which all tests share."""
     peers = PeerPool()
     yield peers
     peers.close()
@@ -106,7 +106,7 @@ def peers() -> Iterator[PeerPool]:
 
 @pytest.fixture
 def peer(device: Any, peers: PeerPool) -> Peer:
-    """Another process with the same device, the one of the test before unless that one has ended it."""
+    """A second process with the same device, which tests share unless one of them ends it."""
     return peers.of(device.name)[0]
 
 

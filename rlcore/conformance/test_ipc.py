@@ -238,7 +238,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         device.memory.empty_cache()  # so that each cycle has a block of its own to open and close
 
     def footprint() -> dict[str, int]:
-        """Of this process and the peer."""
+        """Return the figures of this process and of the peer."""
         gc.collect()
         device.synchronize()
         device.memory.empty_cache()

@@ -115,7 +115,7 @@ def test_work_on_one_stream_is_done_in_order(device: Any, busy: BusyWork) -> Non
 
 
 def reads_what_was_there(device: Any, busy: BusyWork, owner: Any, reader: Any, is_recorded: bool) -> bool:
-    """Whether a read behind a lot of work finds its values, though their memory was freed and asked for meanwhile."""
+    """Return True if a read behind queued work finds its values, although their memory was freed and reused."""
     seen = torch.zeros(MB, device=device.torch_device)
     device.synchronize()
     with device.streams.use(owner):
@@ -177,7 +177,7 @@ def test_a_stream_of_any_priority_works(device: Any, priority: int) -> None:
 
 @pytest.mark.covers("streams.new", "streams.use")
 def test_a_stream_that_has_work_says_so(device: Any, busy: BusyWork) -> None:
-    """Whether the host is ahead is told by the clock here; the other tests ask the stream."""
+    """The clock tells here if the host is ahead; the other tests ask the stream."""
     stream = device.streams.new()
     was_idle = []
     for _ in range(2 * ROUNDS):

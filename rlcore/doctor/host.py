@@ -86,7 +86,7 @@ def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
 
 
 def allocator(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
-    """Check the allocator's variables: torch reads some settings from the first name that is set, some from the second."""
+    """Check the allocator's variables: torch reads some settings from the first that is set, others from the second."""
     given = {name: environ[name] for name in _ALLOCATORS if name in environ}
     shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set"
     if len(given) > 1:

@@ -42,8 +42,8 @@ class WeightView(NamedTuple):
     compute: Callable[[], Tensor] | None = None
     """Present instead of ``parameter``: makes the whole weight on every rank. All ranks call it together, in order."""
     release: Callable[[], None] | None = None
-    """Forgets the tensors that ``compute`` keeps for the next weights. Call it after each pass over the views if you skip
-    some, or reuse the views for another pass: the kept tensors do not follow every change of a parameter."""
+    """Forgets the tensors that ``compute`` keeps for the next weights. A caller that skips views, or reuses them for
+    another pass, calls it after each pass: the kept tensors do not follow every change of a parameter."""
     joined: tuple[WeightPart, ...] = ()
     """Present beside ``compute`` if that only joins parameters: the parts that make all of the weight."""
 
