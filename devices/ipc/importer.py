@@ -195,43 +195,43 @@ class IpcImporter:
         self._asking: dict[str, threading.Lock] = {}
         """Path of an exporter -> lock of the thread that connects to it or claims exports."""
         self._connections: dict[str, _Connection] = {}
-        self._opened: dict[_Key, _OpenExport] = {}
+        self._open_exports: dict[_Key, _OpenExport] = {}
 
     def open(self, path: str, wanted: Sequence[Wanted], device_name: str, timeout_s: float) -> list[Mapping]:
         """Open exports of the process at ``path`` unless they are open here already, and make a mapping of each."""
         keys = [(device_name, one.claim.export_id) for one in wanted]
         with contextlib.ExitStack() as undo:
             try:
-                opened = self._open(path, dict(zip(keys, wanted, strict=True)), time.monotonic() + timeout_s, undo)
+                exports = self._open(path, dict(zip(keys, wanted, strict=True)), time.monotonic() + timeout_s, undo)
             except TimeoutError as error:
                 raise DeviceError(silent(pid_of(path), timeout_s)) from error
             mappings = [
-                one.make(opened[key].storage, partial(self._release, key, one, opened[key]))
+                one.make(exports[key].storage, partial(self._release, key, one, exports[key]))
                 for key, one in zip(keys, wanted, strict=True)
             ]
             with self._lock:
                 for key, count in Counter(keys).items():
-                    opened[key].count += count - 1
+                    exports[key].count += count - 1
             undo.pop_all()
         for key, mapping in zip(keys, mappings, strict=True):
-            opened[key].connection.add(mapping)
+            exports[key].connection.add(mapping)
         return mappings
 
     def _open(
         self, path: str, wanted: dict[_Key, Wanted], deadline: float, undo: contextlib.ExitStack
     ) -> dict[_Key, _OpenExport]:
         """Open or reuse each wanted export, and count one use of each."""
-        opened: dict[_Key, _OpenExport] = {}
+        exports: dict[_Key, _OpenExport] = {}
 
         def reuse() -> dict[_Key, Wanted]:
             """Count the exports that are open already; return the others."""
             for key, one in wanted.items():
-                if key not in opened and (found := self._reuse(key)):
+                if key not in exports and (found := self._reuse(key)):
                     keep(key, one, found)
-            return {key: one for key, one in wanted.items() if key not in opened}
+            return {key: one for key, one in wanted.items() if key not in exports}
 
         def keep(key: _Key, one: Wanted, found: _OpenExport) -> None:
-            opened[key] = found
+            exports[key] = found
             undo.callback(self._give_back, key, one, found)
 
         if reuse():
@@ -242,18 +242,18 @@ class IpcImporter:
                     for (key, one), descriptor in zip(missing.items(), granted, strict=True):
                         found = _OpenExport(_storage(one, connection, descriptor), connection)
                         with self._lock:
-                            self._opened[key] = found
+                            self._open_exports[key] = found
                         keep(key, one, found)
-        return opened
+        return exports
 
-    def _release(self, key: _Key, one: Wanted, opened: _OpenExport, mapping: Mapping) -> None:
-        opened.connection.remove(mapping)
-        self._give_back(key, one, opened)
+    def _release(self, key: _Key, one: Wanted, export: _OpenExport, mapping: Mapping) -> None:
+        export.connection.remove(mapping)
+        self._give_back(key, one, export)
 
-    def _give_back(self, key: _Key, one: Wanted, opened: _OpenExport) -> None:
-        if self._drop(key, opened):
+    def _give_back(self, key: _Key, one: Wanted, export: _OpenExport) -> None:
+        if self._drop(key, export):
             one.close_storage()
-            opened.connection.release(one.claim.export_id)
+            export.connection.release(one.claim.export_id)
 
     @contextlib.contextmanager
     def _sole_access(self, path: str, deadline: float) -> Iterator[None]:
@@ -276,19 +276,19 @@ class IpcImporter:
 
     def _reuse(self, key: _Key) -> _OpenExport | None:
         with self._lock:
-            opened = self._opened.get(key)
-            if opened is None or opened.connection.is_lost:
+            export = self._open_exports.get(key)
+            if export is None or export.connection.is_lost:
                 return None
-            opened.count += 1
-            return opened
+            export.count += 1
+            return export
 
-    def _drop(self, key: _Key, opened: _OpenExport) -> bool:
+    def _drop(self, key: _Key, export: _OpenExport) -> bool:
         """Uncount one use; return True if it was the last."""
         with self._lock:
-            opened.count -= 1
-            if opened.count == 0 and self._opened.get(key) is opened:
-                del self._opened[key]
-            return opened.count == 0
+            export.count -= 1
+            if export.count == 0 and self._open_exports.get(key) is export:
+                del self._open_exports[key]
+            return export.count == 0
 
     def close_sockets(self) -> None:
         """Close the sockets that a forked child inherits: they would hide the end of the importer from exporters."""
