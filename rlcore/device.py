@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, ClassVar, NotRequired, Protocol, TypedDict
 
 from rlcore.launch import LaunchFacts
 from rlcore.types import (
@@ -91,6 +91,11 @@ OnRevoke = Callable[[ImportedTensor], None]
 
 class DevicePart(Protocol):
     """One part of a device."""
+
+    name: ClassVar[str]
+    """The attribute of the device that holds the part, such as "memory"."""
+    members: ClassVar[tuple[str, ...]]
+    """Names of all members of the part, for which ``capabilities()`` answers."""
 
     def limits(self) -> dict[str, Capability]:
         """Return member -> how it is supported, for those that are not native. Does not initialise the device."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError
 from rlcore.types import Capability
 
@@ -15,7 +15,7 @@ GROUPS = {"ipc": IPC, "interprocess_events": ("streams.export_event", "streams.i
 """Names of several members together, for ``--require``."""
 
 
-def support_of(device: Any) -> dict[str, Capability]:
+def support_of(device: Device) -> dict[str, Capability]:
     """Return "<part>.<member>" -> support; every device must have identity, launch facts and capabilities()."""
     always = [f"identity.{member}" for member in IDENTITY] + [f"launch.{member}" for member in LAUNCH]
     native = Capability("native", device.evidence)

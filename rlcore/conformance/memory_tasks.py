@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rlcore.conformance.work import filled
+from rlcore.device import Device
 
 _held: list[torch.Tensor] = []
 
 
-def hold(device: Any, num_bytes: int) -> None:
+def hold(device: Device, num_bytes: int) -> None:
     """Hold ``num_bytes`` of device memory, and free the memory of an earlier call."""
     _held.clear()
     device.memory.empty_cache()

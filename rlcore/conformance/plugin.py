@@ -12,6 +12,7 @@ import pytest
 from rlcore.conformance.members import required_members, support_of
 from rlcore.conformance.peer import Peer, PeerPool
 from rlcore.conformance.report import TEST, SuiteReport
+from rlcore.device import Device
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 
@@ -105,12 +106,12 @@ def peers() -> Iterator[PeerPool]:
 
 
 @pytest.fixture
-def peer(device: Any, peers: PeerPool) -> Peer:
+def peer(device: Device, peers: PeerPool) -> Peer:
     """A second process with the same device, which tests share unless one of them ends it."""
     return peers.of(device.name)[0]
 
 
 @pytest.fixture
-def other_peer(device: Any, peers: PeerPool) -> Peer:
+def other_peer(device: Device, peers: PeerPool) -> Peer:
     """A third process."""
     return peers.of(device.name, 2)[1]

@@ -15,6 +15,7 @@ import torch
 import rlcore
 from rlcore.atomic import write_file
 from rlcore.bench.system import source_commit
+from rlcore.device import Device
 from rlcore.types import Capability
 
 SCHEMA = "rlcore.conformance/1"
@@ -34,7 +35,7 @@ class _Outcome:
 class SuiteReport:
     """One run on one device. It is a pytest plugin, which receives the report of every test."""
 
-    device: Any
+    device: Device
     support: Mapping[str, Capability]
     outcomes: dict[str, _Outcome] = field(default_factory=dict)
 

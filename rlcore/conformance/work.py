@@ -6,16 +6,18 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
+
+from rlcore.device import Device
+from rlcore.registry import get_device
 
 MB = 2**20
 _BUSY_S = 0.03
 _TRIES = 5
 
 
-def filled(device: Any, num_bytes: int) -> torch.Tensor:
+def filled(device: Device, num_bytes: int) -> torch.Tensor:
     """Return written device memory, because a page that was never written may not be allocated."""
     return torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
 
@@ -24,12 +26,11 @@ class BusyWork:
     """About 30 ms of work, so that work queued after it is not done when the host looks."""
 
     @staticmethod
-    @functools.cache
-    def of(device: Any) -> BusyWork:
+    def of(device: Device) -> BusyWork:
         """Return the instance of this process: measuring the number of steps takes longer than most tests."""
-        return BusyWork(device)
+        return _busy_work(device.name)
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         # A step on so many values takes longer than queueing it, so that the host gets ahead.
         self._values = torch.ones(64 * MB // 4, device=device.torch_device)
@@ -55,6 +56,11 @@ class BusyWork:
         return time.perf_counter() - began
 
 
+@functools.cache
+def _busy_work(device_name: str) -> BusyWork:
+    return BusyWork(get_device(device_name))
+
+
 def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> set[str]:
     """Return the figures that grew from each state to the next by more than ``may_grow`` allows.
 
@@ -66,10 +72,14 @@ def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> s
     }
 
 
-@functools.cache
-def is_asynchronous(device: Any) -> bool:
+def is_asynchronous(device: Device) -> bool:
     """Return True if the host gets ahead of the device in one of several tries; other processes may slow the host."""
-    busy = BusyWork.of(device)
+    return _is_asynchronous(device.name)
+
+
+@functools.cache
+def _is_asynchronous(device_name: str) -> bool:
+    device, busy = get_device(device_name), _busy_work(device_name)
     stream = device.streams.new()
     for _ in range(_TRIES):
         with device.streams.use(stream):
