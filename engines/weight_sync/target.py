@@ -9,7 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from rlcore.weights.catalog import named_tensors, stored_tensors
 from rlcore.weights.names import mismatch
 
 Weights = Iterable[tuple[str, Tensor]]
-LoadWeights = Callable[[Weights], Any]
+LoadWeights = Callable[[Weights], object]
 
 
 class Target(ABC):
@@ -109,7 +109,7 @@ class ModuleTarget(Target):
 def meta_copy(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers are on meta; tied ones stay tied, nothing is copied."""
     tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    memo: dict[int, object] = {id(tensor): _on_meta(tensor) for tensor in tensors}
     return copy.deepcopy(module, memo)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.cli.explanation import OPTIONS, explain
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.explanation import OPTIONS, explain
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.linear import problem as head_task
 from rlcore.kernels.returns import group_advantage as advantages
@@ -56,7 +56,7 @@ def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.Monke
             "linear_loss",
             "entropi",
             "--option must be one of bias, entropy, group, memory_budget, sequence_level, softcap for linear_loss, "
-            "got 'entropi'; did you mean entropy?",
+            "got 'entropi'; did you mean 'entropy'?",
         ),
         ("gae", "entropy", "--option must be left out for gae, got 'entropy'"),
         ("packed_attention", "mask", "--option must be one of dropout, sinks, softcap, window for packed_attention,"),

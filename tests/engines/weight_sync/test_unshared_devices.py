@@ -13,7 +13,7 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 
 from rlcore.devices.cpu.device import CpuDevice, CpuMemory
 from rlcore.devices.cpu.sharing import CpuSharing
-from rlcore.devices.ipc_sharing import SharedMemory
+from rlcore.devices.ipc.sharing import SharedMemory
 from rlcore.engines.weight_sync import session as round
 from rlcore.engines.weight_sync.channels.peers import LocalParties
 from rlcore.engines.weight_sync.module_source import ModuleHolding
@@ -106,7 +106,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 def test_packed_goes_through_shared_memory_of_the_host_and_says_why(world: World) -> None:
     reason = {
-        "OldMemory": "walled names no devices.ipc_sharing.Sharing, by which processes open its memory",
+        "OldMemory": "walled names no devices.ipc.sharing.Sharing, by which processes open its memory",
         "RefusingMemory": "the card has no such thing",
     }[type(world.worker.device.memory).__name__]
     RefusingSharing.num_asked = 0

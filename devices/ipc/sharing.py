@@ -1,6 +1,6 @@
-"""What a vendor gives so that processes can share its memory: how memory is named, opened and closed.
+"""The interface by which a vendor shares device memory between processes: name a storage, open it, close it.
 
-Everything else of IPC (handles, the ledger, who has what open, revocation) is the same for all devices.
+The rest of IPC (handles, the ledger, open mappings, revocation) is the same for all devices.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """How other processes open the memory of one storage."""
+    """The data with which other processes open the memory of one storage."""
 
     payload: bytes = b""
-    """The vendor's name for it, which travels in the handle."""
+    """The vendor's handle of the memory, which is a field of the ``IpcHandle``."""
     descriptor: int | None = None
-    """A file descriptor of it, which travels over the exporter's socket; whoever made it gives it away."""
+    """A file descriptor of the memory, which the exporter sends over its socket and closes at the end."""
 
 
 class Sharing(ABC):
-    """Of one device, named by ``Memory.sharing_class``. No method is called for a storage of 0 bytes."""
+    """The sharing of one device, named by ``Memory.sharing_class``. Storages of 0 bytes never reach it."""
 
     def __init__(self, device: GenericTorchDevice) -> None:
         self._device = device
 
     @abstractmethod
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
-        """Make a storage of this device available to other processes, in place: its tensors stay what they are.
+        """Make a storage of this device available to other processes, in place: its tensors stay valid.
 
         Raises:
             UnsupportedError: this memory cannot be shared; says what kind can.
         """
 
     def blocks(self, storages: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
-        """Those that lie in one block of memory, which others open as a whole, together.
+        """Group storages by the block of memory that importers open as a whole.
 
-        What ``share`` gives for the one of a block with the lowest address, ``open`` then opens up to the end of the
-        last.
+        ``share`` is called with the storage of the lowest address in a block; ``open`` then opens all bytes up to the
+        end of the last storage.
         """
         return [[storage] for storage in storages]
 
     @abstractmethod
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
-        """The storage that another process shared, without a copy, for use on this device.
+        """Open the storage of another process without a copy, for use on this device.
 
-        The descriptor is closed by the caller.
+        The caller closes the descriptor.
 
         Raises:
             DeviceError: it cannot be opened here; says why.
@@ -60,4 +60,4 @@ class Sharing(ABC):
 
     @abstractmethod
     def close(self, memory: SharedMemory) -> None:
-        """End one ``open``. Queued work that uses the storage is done."""
+        """Undo one ``open``. Queued work that uses the storage is done."""

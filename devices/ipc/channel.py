@@ -1,4 +1,4 @@
-"""One end of the socket between an exporter and an importer. A process that does not read holds up nobody else."""
+"""One end of the socket between an exporter and an importer. A peer that does not read blocks nobody else."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import socket
 import struct
 import threading
 
-from rlcore.devices.ipc_messages import Message, Peer, encode, peer_of, receive
+from rlcore.devices.ipc.messages import Message, PeerCredentials, encode, peer_of, receive
 
 _INT = struct.Struct("i")
-_LOOK_AGAIN_MS = 1000  # whether this end was closed meanwhile
+_LOOK_AGAIN_MS = 1000  # then check if this end was closed
 
 
-class Channel:
-    """Sending never waits: what the socket does not take is kept, and a thread sends it when the other end reads."""
+class IpcChannel:
+    """A channel whose ``send`` never waits: a thread sends what does not fit into the socket now."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -27,7 +27,7 @@ class Channel:
         return self._connection.fileno()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerCredentials:
         return peer_of(self._connection)
 
     @property
@@ -36,7 +36,7 @@ class Channel:
             return sum(descriptor is not None for _, descriptor in self._waiting)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Now, or when the other end has made room. The descriptor stays the caller's.
+        """Send a message now, or when the other end has made room. The caller keeps its descriptor.
 
         Raises:
             OSError: the other end is gone.
@@ -50,7 +50,7 @@ class Channel:
                 threading.Thread(target=self._send_the_rest, name="rlcore-ipc-sender", daemon=True).start()
 
     def receive(self) -> tuple[Message, int | None] | None:
-        """As ``ipc_messages.receive``."""
+        """Return the next message and its descriptor, as ``messages.receive``."""
         return receive(self._connection)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Channel:
             self.close_unlocked()
 
     def close_unlocked(self) -> None:
-        """In a forked child, where the thread that holds the lock may be missing."""
+        """Close without the lock, for a forked child, in which the thread that holds it may be missing."""
         self._connection.close()
         self._forget()
 
@@ -81,7 +81,7 @@ class Channel:
                 try:
                     while self._waiting and self._is_taken(*self._waiting[0]):
                         _close(self._waiting.popleft()[1])
-                except OSError:  # the other end is gone, or this one was closed: whoever reads here sees it
+                except OSError:  # the other end is gone, or this one was closed, which the reading thread notices
                     self._forget()
                 if not self._waiting:
                     return

@@ -1,4 +1,4 @@
-"""The socket at which an exporter answers: one file of this user, named for its process, gone when that has ended."""
+"""The socket of an exporter: a file of this user, named after the process, and removed when the process ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
-from rlcore.devices.ipc_messages import peer_of
+from rlcore.devices.ipc.messages import peer_of
 from rlcore.errors import DeviceError, StateError
 from rlcore.processes import runtime_folder, start_time
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"ipc-(\d+)-(\d+)\.sock")
 
 
 def listen() -> tuple[socket.socket, Path]:
-    """A socket of this process in the runtime folder, and its path; what dead processes left there is removed.
+    """Return a listening socket of this process in the runtime folder, and its path; remove sockets of ended processes.
 
     Raises:
         StateError: none can be made there.
@@ -42,7 +42,7 @@ def listen() -> tuple[socket.socket, Path]:
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
-    """To the exporter at ``path``.
+    """Return a connection to the exporter at ``path``.
 
     Raises:
         DeviceError: it has ended, or is another user's.
@@ -53,7 +53,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     except OSError as error:
         raise DeviceError(f"process {pid_of(path)}, the exporter, cannot be reached: {error}") from error
     try:
-        # With a timeout of Python's own it would give up at once where others wait to be accepted.
+        # With Python's own timeout, connect fails at once if the backlog is full.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
         connection.connect(path)
         _check_owner(connection, path)
@@ -71,13 +71,13 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def _timeval(seconds: float) -> bytes:
-    """As the kernel wants it, which takes 0 for ever."""
+    """Return a struct timeval, at least one microsecond, because 0 means no timeout."""
     whole, part = divmod(max(1, round(seconds * 1_000_000)), 1_000_000)
     return struct.pack("ll", whole, part)
 
 
 def pid_of(path: str) -> str:
-    """The process that made the socket at ``path``, as its name says."""
+    """Return the id of the process in the name of the socket at ``path``."""
     parts = Path(path).name.split("-")
     return parts[1] if len(parts) == 3 else f"at {path}"
 
@@ -100,17 +100,17 @@ def _check_owner(connection: socket.socket, path: str) -> None:
 
 
 def _remove(path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child runs its parent's exit handlers too
+    if os.getpid() == pid:  # a forked child inherits the exit handlers
         path.unlink(missing_ok=True)
 
 
 def _remove_sockets_of_the_dead(folder: Path) -> None:
     for path in folder.glob("ipc-*-*.sock"):
         named = _NAME.fullmatch(path.name)
-        if named is None:  # somebody else's file
+        if named is None:  # another program's file
             continue
         pid, started = named.groups()
-        # A process of another PID namespace looks dead, but answers.
+        # A process of another PID namespace seems dead, but it answers.
         if str(start_time(int(pid))) != started and not _answers(path):
             path.unlink(missing_ok=True)
 
@@ -120,7 +120,7 @@ def _answers(path: Path) -> bool:
         connection.setblocking(False)
         try:
             connection.connect(str(path))
-        except BlockingIOError:  # so many wait there already
+        except BlockingIOError:  # its backlog is full
             return True
         except OSError:
             return False

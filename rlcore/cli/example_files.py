@@ -1,4 +1,4 @@
-"""The example programs, which are in the package, given to the user as files of his own."""
+"""Copies the example programs from the package to a folder of the user."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from rlcore.atomic import write_file
 from rlcore.errors import InvalidInputError
 
-FOLDER = Path(__file__).with_name("examples")
+FOLDER = Path(__file__).parent.parent / "examples"
 
 
 def copy_examples(folder: Path, *, force: bool = False) -> list[Path]:
-    """Write every example into ``folder``, which is made if it is not there; return the files.
+    """Write every example into ``folder``, which is created if it is missing; return the paths.
 
     Args:
-        force: replace files of their names.
+        force: replace existing files of the same names.
 
     Raises:
-        InvalidInputError: a file is there, or none can be written; nothing is replaced.
+        InvalidInputError: a file of that name exists, or the folder is not writable; nothing is replaced.
     """
     copies = {source: folder / source.name for source in sorted(FOLDER.glob("*.py"))}
     there = [copy for copy in copies.values() if copy.exists()]

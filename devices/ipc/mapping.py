@@ -1,4 +1,4 @@
-"""A tensor that lives in another process's memory."""
+"""A tensor in the memory of another process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 @final
 class Mapping:
-    """What ``device.memory.import_ipc`` gives, open until ``close()``.
+    """An imported tensor of ``device.memory.import_ipc``, open until ``close()``.
 
-    It stays open when it is forgotten: closing is the user's word that the memory is no longer touched.
+    The garbage collector does not close it: with ``close()`` the user states that no work uses the memory any more.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Mapping:
     ) -> None:
         self.handle = handle
         self.is_revoked = False
-        """The exporter wants its memory back, or has ended: close this soon."""
+        """The exporter wants its memory back, or has ended: call ``close()`` soon."""
         self._tensor: torch.Tensor | None = tensor
         self._release = release
         self._on_revoke = on_revoke
@@ -41,7 +41,7 @@ class Mapping:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """On the importing device, without gradient. Neither it nor a view of it may be used after ``close()``.
+        """Return the tensor on the importing device, without gradient; use neither it nor a view after ``close()``.
 
         Raises:
             StateError: the mapping is closed.
@@ -58,7 +58,7 @@ class Mapping:
         return self._tensor is None
 
     def close(self) -> None:
-        """Say that this process no longer touches the memory: work that uses it is done. Twice does nothing."""
+        """End the use of the memory; queued work that uses it must be done. A second call does nothing."""
         with self._closing:
             if self._tensor is None:
                 return
@@ -66,7 +66,7 @@ class Mapping:
         self._release(self)
 
     def revoke(self) -> None:
-        """The exporter's word has come; ``on_revoke`` is called once, in the thread that heard it first."""
+        """Handle a revocation by the exporter: call ``on_revoke`` once, in the thread that received it first."""
         with self._closing:
             on_revoke, self._on_revoke = self._on_revoke, None
         self.is_revoked = True
@@ -74,7 +74,7 @@ class Mapping:
             return
         try:
             on_revoke(self)
-        except Exception:  # the thread that hears the exporter must go on
+        except Exception:  # the thread that receives from the exporter must continue
             _log.exception("on_revoke of %r failed", self)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""The importing side of IPC: a connection to each exporter, and what of it this process has open.
+"""The importing side of IPC: a connection to each exporter, and the exports that this process has open.
 
-An export is opened once by a process on each device, and counted; the last mapping that closes gives it back.
+A process opens an export once on each device, and counts its mappings; the last one that closes releases the export.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from functools import partial
 
 import torch
 
-from rlcore.devices.ipc_channel import Channel
-from rlcore.devices.ipc_exporter import refusal
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
-from rlcore.devices.ipc_socket import connect, ended, pid_of, silent
+from rlcore.devices.ipc.channel import IpcChannel
+from rlcore.devices.ipc.exporter import refusal
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
 
 _CLAIMS_AHEAD = 32
-"""Of their answers, each of which may hold a descriptor."""
+"""Claims that are sent before their answers arrive; each answer may hold a descriptor."""
 _Key = tuple[str, str]
-"""Name of a device, and an export."""
+"""Name of a device, and export id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An export that is to be opened."""
+    """A request to open an export."""
 
     claim: Claim
     open_storage: Callable[[int | None], torch.UntypedStorage]
-    """Takes the descriptor that came with the grant."""
+    """Called with the descriptor of the grant, or None."""
     close_storage: Callable[[], None]
     make: Callable[[torch.UntypedStorage, Callable[[Mapping], None]], Mapping]
 
 
 class _Connection:
-    """To one exporter. A thread hears what the exporter says."""
+    """A connection to one exporter. A thread receives its messages."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self.is_lost = False
@@ -52,32 +52,32 @@ class _Connection:
         self._answers: queue.SimpleQueue[tuple[Granted | Refused | None, int | None]] = queue.SimpleQueue()
         self._mappings: dict[str, list[Mapping]] = {}
         self._revoked: set[str] = set()
-        self._channel = Channel(connect(path, timeout_s))
+        self._channel = IpcChannel(connect(path, timeout_s))
         self.pid = self._channel.peer.pid
         threading.Thread(target=self._listen, name=f"rlcore-ipc-importer-{self.pid}", daemon=True).start()
 
     def claim(self, claims: Sequence[Claim], deadline: float) -> Generator[int | None]:
-        """Ask for exports, several ahead of their answers; the descriptor of each, if it has one, is the caller's.
+        """Claim exports, several ahead of their answers; yield the descriptor of each or None, which the caller closes.
 
-        One thread at a time calls this, and uses up or closes what it gets.
+        One thread at a time calls this. It must exhaust or close the generator.
 
         Raises:
             TimeoutError: the exporter has not answered by ``deadline`` (monotonic).
-            StateError: it refuses one.
+            StateError: it refuses a claim.
         """
         unsent = iter(claims)
         try:
             for claim in itertools.islice(unsent, _CLAIMS_AHEAD):
-                self._ask(claim)
+                self._send(claim)
             for claim in claims:
                 descriptor = self._granted(claim, deadline)
                 if (following := next(unsent, None)) is not None:
-                    self._ask(following)
+                    self._send(following)
                 yield descriptor
         finally:
-            self._give_up()
+            self._discard_answers()
 
-    def _ask(self, claim: Claim) -> None:
+    def _send(self, claim: Claim) -> None:
         with self._lock:
             self._awaited.add(claim.request)
         try:
@@ -86,7 +86,7 @@ class _Connection:
             raise DeviceError(ended(self.pid)) from error
 
     def _granted(self, claim: Claim, deadline: float) -> int | None:
-        """The answer to the oldest claim that has none: they come in order."""
+        """Wait for the answer to the oldest open claim: answers come in order."""
         try:
             answer, descriptor = self._answers.get(timeout=_remaining_s(deadline))
         except queue.Empty as error:
@@ -98,11 +98,11 @@ class _Connection:
         return descriptor
 
     def release(self, export_id: str) -> None:
-        with contextlib.suppress(OSError):  # an exporter that has ended needs no word
+        with contextlib.suppress(OSError):  # the exporter has ended
             self._channel.send(Release(export_id))
 
     def add(self, mapping: Mapping) -> None:
-        """Pass revocations on to it; one may have come already."""
+        """Register a mapping for revocations; one may have arrived already."""
         export_id = mapping.handle.export_id
         with self._lock:
             self._mappings.setdefault(export_id, []).append(mapping)
@@ -137,10 +137,10 @@ class _Connection:
                 self._awaited.remove(answer.request)
                 self._answers.put((answer, descriptor))
                 return
-        self._decline(answer, descriptor)  # it came after its deadline
+        self._decline(answer, descriptor)  # it arrived after its deadline
 
-    def _give_up(self) -> None:
-        """Nobody waits any more; an answer that came at the last moment is declined too."""
+    def _discard_answers(self) -> None:
+        """Decline all answers that nobody waits for, also one that has just arrived."""
         with self._lock:
             self._awaited.clear()
         while not self._answers.empty():
@@ -157,7 +157,7 @@ class _Connection:
     def _receive(self) -> tuple[Message, int | None] | None:
         try:
             return self._channel.receive()
-        except DeviceError:  # whoever answers there is no exporter
+        except DeviceError:  # the other end is not an exporter
             return None
 
     def _revoke(self, export_id: str) -> None:
@@ -180,84 +180,84 @@ class _Connection:
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenExport:
     storage: torch.UntypedStorage
     connection: _Connection
     count: int = 1
 
 
-class Importer:
-    """What this process has open of others."""
+class IpcImporter:
+    """The exports of other processes that this process has open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the tables, and is held only while they are looked at."""
+        """Guards the tables; it is held only for look-ups and changes."""
         self._asking: dict[str, threading.Lock] = {}
-        """Of each exporter: held by the one thread that connects to it or asks it for something."""
+        """Path of an exporter -> lock of the thread that connects to it or claims exports."""
         self._connections: dict[str, _Connection] = {}
-        self._opened: dict[_Key, _Opened] = {}
+        self._open_exports: dict[_Key, _OpenExport] = {}
 
     def open(self, path: str, wanted: Sequence[Wanted], device_name: str, timeout_s: float) -> list[Mapping]:
-        """Ask the exporter at ``path``, open what it grants unless this process has, and make a mapping of each."""
+        """Open exports of the process at ``path`` unless they are open here already, and make a mapping of each."""
         keys = [(device_name, one.claim.export_id) for one in wanted]
         with contextlib.ExitStack() as undo:
             try:
-                opened = self._open(path, dict(zip(keys, wanted, strict=True)), time.monotonic() + timeout_s, undo)
+                exports = self._open(path, dict(zip(keys, wanted, strict=True)), time.monotonic() + timeout_s, undo)
             except TimeoutError as error:
                 raise DeviceError(silent(pid_of(path), timeout_s)) from error
             mappings = [
-                one.make(opened[key].storage, partial(self._release, key, one, opened[key]))
+                one.make(exports[key].storage, partial(self._release, key, one, exports[key]))
                 for key, one in zip(keys, wanted, strict=True)
             ]
             with self._lock:
                 for key, count in Counter(keys).items():
-                    opened[key].count += count - 1
+                    exports[key].count += count - 1
             undo.pop_all()
         for key, mapping in zip(keys, mappings, strict=True):
-            opened[key].connection.add(mapping)
+            exports[key].connection.add(mapping)
         return mappings
 
     def _open(
         self, path: str, wanted: dict[_Key, Wanted], deadline: float, undo: contextlib.ExitStack
-    ) -> dict[_Key, _Opened]:
-        """Each counted once."""
-        opened: dict[_Key, _Opened] = {}
+    ) -> dict[_Key, _OpenExport]:
+        """Open or reuse each wanted export, and count one use of each."""
+        exports: dict[_Key, _OpenExport] = {}
 
         def reuse() -> dict[_Key, Wanted]:
-            """What there is; the rest."""
+            """Count the exports that are open already; return the others."""
             for key, one in wanted.items():
-                if key not in opened and (found := self._reuse(key)):
+                if key not in exports and (found := self._reuse(key)):
                     keep(key, one, found)
-            return {key: one for key, one in wanted.items() if key not in opened}
+            return {key: one for key, one in wanted.items() if key not in exports}
 
-        def keep(key: _Key, one: Wanted, found: _Opened) -> None:
-            opened[key] = found
+        def keep(key: _Key, one: Wanted, found: _OpenExport) -> None:
+            exports[key] = found
             undo.callback(self._give_back, key, one, found)
 
         if reuse():
-            with self._turn(path, deadline):
-                missing = reuse()  # another thread may have opened some meanwhile
+            with self._sole_access(path, deadline):
+                missing = reuse()  # another thread may have opened some of them
                 connection = self._connection(path, deadline)
                 with contextlib.closing(connection.claim([one.claim for one in missing.values()], deadline)) as granted:
                     for (key, one), descriptor in zip(missing.items(), granted, strict=True):
-                        found = _Opened(_storage(one, connection, descriptor), connection)
+                        found = _OpenExport(_storage(one, connection, descriptor), connection)
                         with self._lock:
-                            self._opened[key] = found
+                            self._open_exports[key] = found
                         keep(key, one, found)
-        return opened
+        return exports
 
-    def _release(self, key: _Key, one: Wanted, opened: _Opened, mapping: Mapping) -> None:
-        opened.connection.remove(mapping)
-        self._give_back(key, one, opened)
+    def _release(self, key: _Key, one: Wanted, export: _OpenExport, mapping: Mapping) -> None:
+        export.connection.remove(mapping)
+        self._give_back(key, one, export)
 
-    def _give_back(self, key: _Key, one: Wanted, opened: _Opened) -> None:
-        if self._drop(key, opened):
+    def _give_back(self, key: _Key, one: Wanted, export: _OpenExport) -> None:
+        if self._drop(key, export):
             one.close_storage()
-            opened.connection.release(one.claim.export_id)
+            export.connection.release(one.claim.export_id)
 
     @contextlib.contextmanager
-    def _turn(self, path: str, deadline: float) -> Iterator[None]:
-        """To ask the exporter at ``path``, when other threads have had their answers."""
+    def _sole_access(self, path: str, deadline: float) -> Iterator[None]:
+        """Wait until no other thread claims exports of the process at ``path``, and keep others out."""
         with self._lock:
             asking = self._asking.setdefault(path, threading.Lock())
         if not asking.acquire(timeout=_remaining_s(deadline)):
@@ -268,30 +268,30 @@ class Importer:
             asking.release()
 
     def _connection(self, path: str, deadline: float) -> _Connection:
-        """For the thread whose turn it is."""
+        """Return the connection to an exporter; the caller has ``_sole_access``."""
         known = self._connections.get(path)
         if known is None or known.is_lost:
             known = self._connections[path] = _Connection(path, _remaining_s(deadline))
         return known
 
-    def _reuse(self, key: _Key) -> _Opened | None:
+    def _reuse(self, key: _Key) -> _OpenExport | None:
         with self._lock:
-            opened = self._opened.get(key)
-            if opened is None or opened.connection.is_lost:
+            export = self._open_exports.get(key)
+            if export is None or export.connection.is_lost:
                 return None
-            opened.count += 1
-            return opened
+            export.count += 1
+            return export
 
-    def _drop(self, key: _Key, opened: _Opened) -> bool:
-        """True when that was the last use."""
+    def _drop(self, key: _Key, export: _OpenExport) -> bool:
+        """Uncount one use; return True if it was the last."""
         with self._lock:
-            opened.count -= 1
-            if opened.count == 0 and self._opened.get(key) is opened:
-                del self._opened[key]
-            return opened.count == 0
+            export.count -= 1
+            if export.count == 0 and self._open_exports.get(key) is export:
+                del self._open_exports[key]
+            return export.count == 0
 
     def close_sockets(self) -> None:
-        """In a forked child: what it inherited would hide from exporters that the importer has ended."""
+        """Close the sockets that a forked child inherits: they would hide the end of the importer from exporters."""
         for connection in self._connections.values():
             connection.close_in_child()
 
@@ -311,21 +311,21 @@ def _storage(one: Wanted, connection: _Connection, descriptor: int | None) -> to
             os.close(descriptor)
 
 
-_abandoned: list[Importer] = []
-_importer = Importer()
+_inherited: list[IpcImporter] = []
+_importer = IpcImporter()
 
 
-def importer() -> Importer:
-    """The one of this process."""
+def importer() -> IpcImporter:
+    """Return the importer of this process."""
     return _importer
 
 
-def _begin_anew() -> None:
-    """A forked child has nothing open. It keeps what its parent has, unused: it cannot close device memory."""
+def _renew_after_fork() -> None:
+    """Start with nothing open. The parent's exports stay unused, because a child cannot close device memory."""
     global _importer  # noqa: PLW0603
-    _abandoned.append(_importer)
+    _inherited.append(_importer)
     _importer.close_sockets()
-    _importer = Importer()
+    _importer = IpcImporter()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_renew_after_fork)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlcore.cli_bench_output import print_comparison, print_results, progress
-from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.bench_output import print_comparison, print_results, progress
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 
@@ -232,6 +232,6 @@ def _check_continued(output: Path | None, *, force: bool) -> None:
 
 
 def _check_free(path: Path, *, force: bool, others: str = "") -> None:
-    """Raises InvalidInputError rather than that a file is lost."""
+    """Raises InvalidInputError if ``path`` exists and would be overwritten without ``--force``."""
     if path.is_file() and not force:
         raise InvalidInputError(f"-o {path} exists; give another file, or {others}--force to replace it")

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rlcore import __version__
-from rlcore.cli_bench import bench
-from rlcore.cli_checkpoint import checkpoint
-from rlcore.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.bench import bench
+from rlcore.cli.checkpoint import checkpoint
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
 from rlcore.errors import RlcoreError
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _leave_at_once() -> NoReturn:
-    """To collect torch and transformers on the way out takes over a second."""
+    """End the process without the garbage collection of torch and transformers, which takes over a second."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more
@@ -77,7 +77,7 @@ def configure(
         ),
     ] = False,
 ) -> None:
-    """The library leaves logging alone; here, where it is the program, it logs to standard error."""
+    """Log to standard error: rlcore is the program here, whereas the library leaves logging alone."""
     logger = logging.getLogger("rlcore")
     logger.setLevel(Settings.from_env().log_level)
     handler = logging.StreamHandler()
@@ -132,7 +132,7 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """List the devices and the plugins that failed; or what one device can do, member by member."""
-    from rlcore import inventory
+    from rlcore.cli import inventory
 
     if name is None:
         _list_devices(as_json)
@@ -150,7 +150,7 @@ def devices(
 
 
 def _list_devices(as_json: bool) -> None:
-    from rlcore.inventory import kinds, summary
+    from rlcore.cli.inventory import kinds, summary
     from rlcore.registry import registry
 
     found = kinds()
@@ -197,7 +197,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _print_findings(rows: list[list[str]]) -> None:
-    """On a terminal the commands stand by themselves: one that a column folds cannot be pasted."""
+    """Print the checks; on a terminal the commands stand below the table, because a folded one cannot be pasted."""
     if not sys.stdout.isatty():
         print_table(["check", "", "found", "what to do"], rows)
         return
@@ -242,7 +242,7 @@ def examples(
     force: Annotated[bool, typer.Option("--force", help="Replace files of their names.")] = False,
 ) -> None:
     """Copy the example programs into a folder, to be read, run and changed."""
-    from rlcore.example_files import copy_examples
+    from rlcore.cli.example_files import copy_examples
 
     for path in copy_examples(folder, force=force):
         print(path)
@@ -261,7 +261,7 @@ def ops_explain(
 ) -> None:
     """Say which implementation of an operator would run, and why each other would not."""
     import_torch()
-    from rlcore.explanation import explain
+    from rlcore.cli.explanation import explain
 
     choice = explain(
         op,

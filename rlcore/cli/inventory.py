@@ -1,4 +1,4 @@
-"""What ``rlcore devices`` shows: every kind of device, and every member of one."""
+"""The content of ``rlcore devices``: all kinds of devices, or all members of one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlcore.types import Capability, DeviceInfo, DeviceProperties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """One kind of device."""
 
     info: DeviceInfo
@@ -21,7 +21,7 @@ class Kind:
     """Ids that the variable names; None when it is not set."""
     ray_resource: str | None
     capabilities: dict[str, Capability] | None
-    """None where the device is not available: what it can do here is not known."""
+    """None where the device is not available, so that its capabilities are unknown."""
     error: str
     """Why an available device has no capabilities."""
 
@@ -38,17 +38,21 @@ class Description:
     vendor: str
     properties: DeviceProperties
     simulation: dict[str, Any] | None
-    """What stands in for the vendor's libraries and what it has computed, as ``Simulation.counted``; None: nothing."""
+    """``Simulation.counted`` of the simulation below torch; None where the vendor's own libraries run."""
     capabilities: dict[str, Capability]
 
 
-def kinds() -> list[Kind]:
-    """In the order of ``list_devices``. No device context is created."""
+def kinds() -> list[DeviceKind]:
+    """Return all registered kinds of devices in the order of ``list_devices``. No device context is created."""
     return [_kind(info) for info in list_devices()]
 
 
 def describe(name: str) -> Description:
-    """Raises DeviceError: the device is unknown or not available, or its plugin's code fails."""
+    """Return the description of one device.
+
+    Raises:
+        DeviceError: the device is unknown or not available, or its plugin's code fails.
+    """
     device = get_device(name)
     try:
         properties, capabilities, simulation = device.properties(), capabilities_of(device), device.simulation()
@@ -64,7 +68,7 @@ def describe(name: str) -> Description:
 
 
 def capabilities_of(device: Device) -> dict[str, Capability]:
-    """Raises PluginError: the device answers with something else; and whatever the device raises."""
+    """Return the checked ``device.capabilities()``; raises PluginError for a wrong answer, and the device's errors."""
     found = device.capabilities()
     if not isinstance(found, dict):
         raise PluginError(f"capabilities() returned {type(found).__name__}, not a dict")
@@ -74,19 +78,19 @@ def capabilities_of(device: Device) -> dict[str, Capability]:
 
 
 def summary(capabilities: dict[str, Capability]) -> str:
-    """Such as "22 native, 1 emulated, 3 unsupported"."""
+    """Return the counts in words, such as "22 native, 1 emulated, 3 unsupported"."""
     found = [how.support for how in capabilities.values()]
     return ", ".join(f"{found.count(kind)} {kind}" for kind in ("native", "emulated", "unsupported") if kind in found)
 
 
-def _kind(info: DeviceInfo) -> Kind:
+def _kind(info: DeviceInfo) -> DeviceKind:
     facts, capabilities, error = launch(info.name), None, ""
     if info.is_available:
         try:
             capabilities = capabilities_of(get_device(info.name))
         except Exception as failure:  # somebody else's code
             error = f"capabilities() failed: {type(failure).__name__}: {failure}"
-    return Kind(
+    return DeviceKind(
         info=info,
         visible_devices_variable=facts.visible_devices_variable,
         visible_devices=facts.visible_devices(),

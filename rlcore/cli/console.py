@@ -1,4 +1,4 @@
-"""What the commands share: options, tables, JSON."""
+"""Options, tables and JSON output that the commands share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN: dict[str, Any] = {
     "add_completion": False,
     "no_args_is_help": True,
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # boxes, which are as wide as 80 columns also in a pipe
+    "rich_markup_mode": None,  # no boxes: they are 80 columns wide in a pipe too
 }
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -32,7 +32,7 @@ _COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fro
 
 
 def print_json(value: Any) -> None:
-    """What is infinite, or no number, is null: JSON has no other word for it."""
+    """Print JSON; infinite values and NaN become null, because JSON has no word for them."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
@@ -45,17 +45,17 @@ def _finite(value: Any) -> Any:
 
 
 def console_of(stream: TextIO) -> Console:
-    """NO_COLOR takes bold letters away too."""
+    """Return a console for a stream; NO_COLOR removes colours and bold letters."""
     from rich.console import Console
 
     return Console(file=stream, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
-_WIDEST_ALIGNED = 40  # of a column in a pipe: a longer cell would fill every other line with blanks
+_WIDEST_ALIGNED = 40  # characters: in a pipe a wider column would fill the other lines with blanks
 
 
 def print_text(text: str) -> None:
-    """A line, which a terminal folds between words."""
+    """Print a line; on a terminal it is folded between words."""
     if sys.stdout.isatty():
         console_of(sys.stdout).print(text, markup=False, highlight=False)
     else:
@@ -63,12 +63,15 @@ def print_text(text: str) -> None:
 
 
 _NARROWEST_FOLDED = 30
-"""Columns in which the last cell of a row may be folded."""
+"""The least width, in characters, into which the last cell of a row is folded."""
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """A table on a terminal, in which no cell but the last is folded; where that is too narrow, the cells of a row one
-    after the other; for a pipe, where grep and awk are to see each row whole, a line for each."""
+    """Print a table.
+
+    On a terminal only the last column is folded. A terminal that is too narrow for that gets each row as a block of
+    its cells. A pipe gets one line a row, for grep and awk.
+    """
     if not sys.stdout.isatty():
         _print_lines([header, *rows])
         return
@@ -94,7 +97,7 @@ def _table(header: list[str], rows: list[list[str]]) -> Table:
 
 
 def _block(header: list[str], row: list[str], width: int) -> Text:
-    """The first cell, and indented below it the others with their names."""
+    """Return the first cell of a row, and indented below it the other cells with their column names."""
     from rich.text import Text
 
     shown = [

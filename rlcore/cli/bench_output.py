@@ -1,4 +1,4 @@
-"""What the commands ``rlcore bench ...`` print: progress, results, comparisons."""
+"""The output of the commands ``rlcore bench ...``: progress, results, comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlcore.console import console_of, print_table, print_text
+from rlcore.cli.console import console_of, print_table, print_text
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
@@ -28,7 +28,7 @@ class _Shown(NamedTuple):
 
 @contextlib.contextmanager
 def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_Shown]:
-    """A bar with the time left on a terminal; elsewhere a line for each step of a case, and when it first ends."""
+    """Show a progress bar on a terminal; elsewhere a line for each step of a case and its first result."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     seen: set[str] = set()
@@ -53,7 +53,7 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_
 
 
 def print_results(record: Record) -> None:
-    """A line for each result; of what was skipped how many and why; what this device is meant to reach."""
+    """Print a line for each result, the number of skipped cases by reason, and the targets of this device."""
     from rlcore.bench.bars import HEADER, verdicts
 
     by_case: dict[str, list[CaseResult]] = {}
@@ -72,13 +72,13 @@ def print_results(record: Record) -> None:
 
 
 def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
-    """Of one case."""
+    """Return the table rows of the results of one case."""
     sizes = _sizes([result.params for result in results])
     return [_row(result, size, calibration) for result, size in zip(results, sizes, strict=True)]
 
 
 def _sizes(results: Sequence[Mapping[str, object]]) -> list[str]:
-    """Those in which results of one case differ."""
+    """Return for each result of a case the parameters in which the results differ."""
     differing = [name for name in results[0] if len({params.get(name) for params in results}) > 1]
     return [", ".join(f"{name} {params[name]}" for name in differing if name in params) for params in results]
 
@@ -103,7 +103,7 @@ def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> lis
 
 
 def print_comparison(found: Comparison) -> None:
-    """What differs between two runs, a line for each result, and how many of each verdict."""
+    """Print the differences of two runs, a line for each result, and the number of results by verdict."""
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
     print_text(found.statement + "\n")

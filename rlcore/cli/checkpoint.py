@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.console import PLAIN, AsJson, print_json, print_table
+from rlcore.cli.console import PLAIN, AsJson, print_json, print_table
 from rlcore.errors import CheckpointError
 from rlcore.torch_import import import_torch
 
@@ -20,7 +20,7 @@ checkpoint = typer.Typer(help="Look at checkpoints and exported models.", **PLAI
 
 @checkpoint.callback()
 def _commands() -> None:
-    """A group, also while it has one command."""
+    """Make ``checkpoint`` a group of commands, although it has only one."""
 
 
 @checkpoint.command()

@@ -1,13 +1,13 @@
-"""Which implementation of an operator would run, and why each other would not: what ``rlcore ops explain`` says."""
+"""The answer of ``rlcore ops explain``: which implementation of an operator would run, and why not the others."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
+from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import FLOATS
@@ -28,7 +28,7 @@ OPTIONS = {
     _NORM: frozenset(),
     _PACKED: frozenset({"window", "softcap", "sinks", "dropout"}),
 }
-"""What an operator of rlcore puts into ``Query.options``; those of plugins may put anything there."""
+"""The options that each operator of rlcore can put into ``Query.options``; operators of plugins may put others."""
 
 
 class Explanation(NamedTuple):
@@ -47,11 +47,11 @@ def explain(
     options: Collection[str],
     implementation: str | None,
 ) -> Explanation:
-    """Ask as the operator does.
+    """Make the choice that the operator would make for a call with these properties.
 
     Raises:
-        InvalidInputError: no such operator, implementation, dtype of numbers with a fraction, or option of it.
-        UnsupportedError: nothing runs here, or not what was asked for; says why.
+        InvalidInputError: no such operator, implementation, floating-point dtype, or option of the operator.
+        UnsupportedError: no implementation, or not the requested one, can run here; says why.
     """
     _check_options(op, options)
     found = next((one for one in FLOATS if dtype_name(one) == dtype), None)
@@ -71,14 +71,13 @@ def _check_options(op: str, options: Collection[str]) -> None:
     known = OPTIONS.get(op)
     unknown = [] if known is None else [option for option in options if option not in known]
     if unknown and known is not None:
-        near = difflib.get_close_matches(unknown[0], known, 1)
         accepted = f"one of {', '.join(sorted(known))}" if known else "left out"
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidInputError(f"--option must be {accepted} for {op}, got {unknown[0]!r}{meant}")
+        hint = did_you_mean(unknown[0], known)
+        raise InvalidInputError(f"--option must be {accepted} for {op}, got {unknown[0]!r}{hint}")
 
 
 def _for_other_devices(device_type: str) -> tuple[tuple[str, str], ...] | None:
-    """The norms that plugins registered, if all are for other devices; None if one is for this."""
+    """Return the registered norms with reasons if all are for other device types; None if one is for this type."""
     entries = registry().ops.get(_NORM, ())
     if any(entry.device_type in ("*", device_type) for entry in entries):
         return None
@@ -88,7 +87,7 @@ def _for_other_devices(device_type: str) -> tuple[tuple[str, str], ...] | None:
 def _of_packed_attention(
     device: torch.device, dtype: torch.dtype, options: Collection[str], implementation: str | None
 ) -> Explanation:
-    """For a layer of usual heads. What a model asks for, ``rlcore.packed.attention.explain`` finds out."""
+    """Explain a layer with ordinary heads; ``rlcore.packed.attention.explain`` does it for the layers of a model."""
     try:
         from rlcore.packed.choice import AttentionCall
         from rlcore.packed.choice import choose as choose_attention

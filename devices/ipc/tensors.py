@@ -1,8 +1,8 @@
-"""Sharing tensors between processes of one user on one machine, the same way for every device.
+"""Export and import of tensors between processes of one user on one machine, the same for every device.
 
-``export_tensor`` gives a handle, plain data that may travel any way; ``import_tensor`` opens it in another process as a
-mapping; ``revoke`` asks every process to close its mappings and only then lets the exporter's memory go. Nobody
-synchronises: export after the work that fills the tensor is done, or order it by an interprocess event.
+``export_tensors`` returns handles, which are plain data; ``import_tensors`` opens them in another process as mappings;
+``revoke`` asks every process to close its mappings, and then releases the exporter's memory. No call synchronises:
+export after the work that fills the tensor is done, or order it by an interprocess event.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.devices.ipc_exporter import Export, exporter
-from rlcore.devices.ipc_importer import Wanted, importer
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
-from rlcore.devices.ipc_socket import pid_of
+from rlcore.devices.ipc.exporter import Export, exporter
+from rlcore.devices.ipc.importer import Wanted, importer
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.processes import boot_id
 from rlcore.types import IpcHandle
@@ -36,8 +36,8 @@ _LONGEST_S = 7 * 86400.0  # poll(2) counts milliseconds in 32 bits
 _requests = itertools.count(1)
 
 
-class Ipc:
-    """Of one device."""
+class TensorIpc:
+    """Exports and imports of one device."""
 
     def __init__(self, device: GenericTorchDevice, sharing: Sharing) -> None:
         self._device = device
@@ -57,7 +57,7 @@ class Ipc:
             for block in blocks:
                 found = exporter().export(block, self.uuid, self._share)
                 exports |= zip((storage._cdata for storage in block), found, strict=True)
-        except BaseException:  # all or none: the caller has no handle by which to revoke some
+        except BaseException:  # all or none: the caller has no handles with which to revoke some
             for export_id in {export.export_id for export in exports.values()} - before:
                 exporter().revoke(export_id, timeout_s=0.0)
             raise
@@ -72,7 +72,7 @@ class Ipc:
         return [self._whole(export) for export in distinct.values()], places
 
     def _whole(self, export: Export) -> IpcHandle:
-        """All of its bytes."""
+        """Return a handle of all bytes of an export."""
         return IpcHandle(
             device=self._device.spec.name,
             device_uuid=self.uuid,
@@ -98,12 +98,12 @@ class Ipc:
         wanted = [self._wanted(handle, on_revoke) for handle in handles]
 
         def make() -> list[Mapping]:
-            self._device.activate()  # it is each thread's own
+            self._device.activate()  # each thread has its own current device
             if exporter().path not in paths:
                 return importer().open(paths.pop(), wanted, self._device.name, timeout_s)
             return self._import_here(handles, wanted, on_revoke)
 
-        return _made_whole(make) if handles else []
+        return _all_or_none(make) if handles else []
 
     def _import_here(
         self, handles: Sequence[IpcHandle], wanted: Sequence[Wanted], on_revoke: OnRevoke | None
@@ -192,9 +192,12 @@ class Ipc:
             )
 
 
-def _made_whole(make: Callable[[], list[Mapping]]) -> list[Mapping]:
-    """What ``make`` makes, in another thread than the main one: there Ctrl-C, between any two instructions, would leave
-    mappings that nobody has and that their exporter waits for. Those that come after it are closed."""
+def _all_or_none(make: Callable[[], list[Mapping]]) -> list[Mapping]:
+    """Call ``make`` outside the main thread, and close its mappings if Ctrl-C interrupts the wait for them.
+
+    In the main thread Ctrl-C could come between any two instructions, and leave mappings that nobody can close, while
+    their exporter waits for them.
+    """
     if threading.current_thread() is not threading.main_thread():
         return make()
     made: Future[list[Mapping]] = Future()
@@ -220,14 +223,14 @@ def _close_all(made: Future[list[Mapping]]) -> None:
 
 
 def _view(handle: IpcHandle, storage: torch.UntypedStorage, first: int = 0) -> torch.Tensor:
-    """In a storage that begins ``first`` bytes behind the export."""
+    """Return the tensor of a handle in a storage that begins ``first`` bytes after the export."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     offset = (handle.storage_offset_bytes - first) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, handle.shape, handle.stride)
 
 
 def _span_bytes(handle: IpcHandle) -> int:
-    """From a tensor's first element to behind its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     if 0 in handle.shape:
         return 0
     dtype: torch.dtype = getattr(torch, handle.dtype)

@@ -1,6 +1,6 @@
-"""What an exporter and its importers say to each other over their Unix socket.
+"""The messages of an exporter and its importers over a Unix socket.
 
-One message is one packet (SOCK_SEQPACKET), msgpack, with at most one file descriptor beside it. Nothing is unpickled.
+A message is one packet (SOCK_SEQPACKET) of msgpack, with at most one file descriptor. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PEER = struct.Struct("3i")
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Importer: let me open this export. What its handle says of it is compared with the ledger."""
+    """Request of an importer to open an export. The exporter compares these fields of the handle with its ledger."""
 
     request: int
-    """The importer's number, which the answer repeats."""
+    """The importer's number of this request, which the answer repeats."""
     export_id: str
     device_uuid: str
     payload: bytes
@@ -30,27 +30,27 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Importer: one claim of mine has ended; I no longer touch the memory for it."""
+    """Notice of an importer that one of its claims has ended: it no longer uses the memory for it."""
 
     export_id: str
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Exporter: open it. A descriptor comes along where the memory has one."""
+    """Consent of the exporter to a claim. The packet carries a descriptor if the memory has one."""
 
     request: int
     export_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Exporter: it cannot be opened; why."""
+    """Refusal of a claim by the exporter, with the reason."""
 
     request: int
     reason: str
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """Exporter: let go of it, then send Release."""
+    """Request of the exporter to close all mappings of an export, and to send Release for each claim."""
 
     export_id: str
 
@@ -59,18 +59,18 @@ Message = Claim | Release | Granted | Refused | Revoke
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Peer(NamedTuple):
-    """The process at the other end of a socket, as the kernel knows it."""
+class PeerCredentials(NamedTuple):
+    """The process at the other end of a socket, by the kernel's SO_PEERCRED."""
 
     pid: int
-    """0 if this process cannot see it: it is in another PID namespace."""
+    """0 if that process is in another PID namespace."""
     uid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: socket.socket) -> PeerCredentials:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(credentials)
-    return Peer(pid, uid)
+    return PeerCredentials(pid, uid)
 
 
 def encode(message: Message) -> bytes:
@@ -78,14 +78,14 @@ def encode(message: Message) -> bytes:
 
 
 def receive(connection: socket.socket) -> tuple[Message, int | None] | None:
-    """The next message and its descriptor, which the caller closes; None when the other end is gone.
+    """Return the next message and its descriptor, which the caller closes; None when the other end is gone.
 
     Raises:
-        DeviceError: the packet is no message.
+        DeviceError: the packet is not a message.
     """
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, _LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError:  # reset: it ended without reading all we sent
+    except OSError:  # connection reset: the peer ended before it read everything
         return None
     if not data:
         return None

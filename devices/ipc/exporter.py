@@ -1,7 +1,7 @@
-"""The exporting side of IPC: a ledger of what other processes may open, and a socket where they ask.
+"""The exporting side of IPC: a ledger of exported storages, and a socket that answers importers.
 
-The ledger keeps an exported storage alive until ``revoke`` has heard that nobody has it open. A process that has it
-open ends its claim by saying so or by ending; a lost connection alone is not enough, because memory that somebody still
+The ledger keeps an exported storage alive until ``revoke`` has found that no process has it open. A process ends its
+claim by a Release or by its own end. A lost connection alone does not end a claim, because memory that a process still
 maps must not be freed.
 """
 
@@ -20,24 +20,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlcore.devices.ipc_channel import Channel
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Release, Revoke
-from rlcore.devices.ipc_sharing import SharedMemory
-from rlcore.devices.ipc_socket import listen
+from rlcore.devices.ipc.channel import IpcChannel
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.sharing import SharedMemory
+from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, StateError
 from rlcore.processes import start_time
 from rlcore.types import IpcExport
 
-_MOST_UNREAD_GRANTS = 64  # a process asks for 32 ahead of the answers; each keeps a descriptor open here
-_LOOK_AGAIN_S = 0.01  # such as whether a process whose connection was lost has ended
+_MOST_UNREAD_GRANTS = 64  # an importer sends 32 claims ahead; each unread grant keeps a descriptor open here
+_LOOK_AGAIN_S = 0.01  # for example, for the end of a process whose connection was lost
 
 
 @dataclass(eq=False, slots=True)
-class _Importer:
-    """One process that has asked for something."""
+class _ConnectedImporter:
+    """One process that has connected to this exporter."""
 
-    channel: Channel
+    channel: IpcChannel
     pid: int
     started: int | None
     is_lost: bool = False
@@ -49,24 +49,24 @@ class _Importer:
 
 @dataclass(eq=False, slots=True)
 class Export:
-    """Storages that are opened and revoked together: one, or several of one block of the device's memory."""
+    """Storages that are imported and revoked together: one, or several in one block of device memory."""
 
     export_id: str
     device_uuid: str
     storages: Sequence[torch.UntypedStorage]
-    """In the order of their addresses."""
+    """The storages by rising address."""
     memory: SharedMemory
-    """From the first byte of the first of them."""
+    """The shared memory, from the first byte of the first storage."""
     ranges: list[tuple[int, int]] = field(init=False)
-    """Address and bytes of each when it was exported."""
+    """Address and bytes of each storage at its export."""
     address: int = field(init=False)
     nbytes: int = field(init=False)
-    """Of all of them, with what lies between."""
+    """Bytes of all storages, with the gaps between them."""
     is_revoked: bool = False
-    """Nobody new may open it."""
-    claims: collections.Counter[_Importer] = field(default_factory=collections.Counter)
+    """No new claim is granted."""
+    claims: collections.Counter[_ConnectedImporter] = field(default_factory=collections.Counter)
     mappings: list[Mapping] = field(default_factory=list)
-    """Of this process itself."""
+    """Mappings of the exporting process itself."""
 
     def __post_init__(self) -> None:
         self.ranges = [_range_of(storage) for storage in self.storages]
@@ -74,18 +74,18 @@ class Export:
         self.nbytes = max(address + nbytes for address, nbytes in self.ranges) - self.address
 
     def storage_at(self, offset_bytes: int) -> tuple[torch.UntypedStorage, int]:
-        """The storage that holds this byte, and where it begins; both counted from the first storage."""
+        """Return the storage that holds this byte, and its first byte; both count from the first storage."""
         starts = [address - self.address for address, _ in self.ranges]
         found = bisect.bisect_right(starts, offset_bytes) - 1
         return self.storages[found], starts[found]
 
     @property
     def has_moved(self) -> bool:
-        """Its owner has freed or replaced some of the memory in place (``storage.resize_``)."""
+        """Return True if the owner freed or replaced some of the memory in place (``storage.resize_``)."""
         return self.ranges != [_range_of(storage) for storage in self.storages]
 
     def refusal(self, claim: Claim) -> str:
-        """Why a process may not open it, or ""."""
+        """Return why a claim cannot be granted, or ""."""
         if self.is_revoked:
             return "was revoked"
         if self.has_moved:
@@ -99,19 +99,19 @@ class Export:
         return ""
 
 
-class Exporter:
-    """This process's ledger; its socket and thread begin with the first export."""
+class IpcExporter:
+    """The ledger of this process; its socket and thread start with the first export."""
 
     def __init__(self) -> None:
         self._exporting = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
-        """Guards the ledger. Nothing that takes long is done under it: every other process waits meanwhile."""
+        """Guards the ledger. No slow work holds it, because all other processes would wait."""
         self._exports: dict[str, Export] = {}
-        self._ids: dict[int, str] = {}  # storage -> its export
+        self._ids: dict[int, str] = {}  # storage -> export id
         self._listener: socket.socket | None = None
-        self._importers: list[_Importer] = []
+        self._importers: list[_ConnectedImporter] = []
         self.path = ""
-        """Of its socket; empty before the first export."""
+        """Path of the socket; empty before the first export."""
 
     def export(
         self,
@@ -119,9 +119,9 @@ class Exporter:
         device_uuid: str,
         share: Callable[[torch.UntypedStorage], SharedMemory],
     ) -> list[Export]:
-        """The export of each of these storages, which lie in one block: the one it has until that is revoked.
+        """Return the export of each storage of one block. A storage keeps its export until that is revoked.
 
-        Those that have none get one together.
+        Storages without an export get a new one together.
 
         Raises:
             StateError: a storage was resized while other processes had it open.
@@ -131,7 +131,7 @@ class Exporter:
             with self._changed:
                 found = {one._cdata: export for one in storages if (export := self._export_of(one))}
             if new := sorted((one for one in storages if one._cdata not in found), key=_range_of):
-                memory = share(new[0])  # which may copy it
+                memory = share(new[0])  # it may copy the storage
                 added = Export(secrets.token_hex(8), device_uuid, new, memory)
                 found |= {one._cdata: added for one in new}
                 with self._changed:
@@ -152,7 +152,7 @@ class Exporter:
         return None if known is None or known.is_revoked else known
 
     def open_here(self, claim: Claim, make: Callable[[Export], Mapping]) -> Mapping:
-        """A mapping for this process itself, of a storage as it is."""
+        """Return a mapping of this process's own storage."""
         with self._changed:
             export = self._exports.get(claim.export_id)
             reason = "was revoked" if export is None else export.refusal(claim)
@@ -168,7 +168,7 @@ class Exporter:
             self._changed.notify_all()
 
     def revoke(self, export_id: str, timeout_s: float) -> None:
-        """Ask every process that has the export open to close it, wait until all have, and let the storage go.
+        """Ask every process that has the export open to close it, wait for all, and release the storages.
 
         Raises:
             StateError: it was revoked before, or some process still has it open after ``timeout_s`` seconds.
@@ -182,7 +182,7 @@ class Exporter:
             mappings = list(export.mappings)
             export.is_revoked = True
         for importer in importers:
-            _tell(importer, Revoke(export_id))
+            _send(importer, Revoke(export_id))
         for mapping in mappings:
             mapping.revoke()
         with self._changed:
@@ -214,7 +214,7 @@ class Exporter:
             ]
 
     def _holders(self, export: Export) -> dict[int, int]:
-        """Process -> number of its claims. Forgets processes that have ended."""
+        """Return process id -> number of claims; claims of ended processes are removed."""
         for importer in [importer for importer in export.claims if importer.is_gone()]:
             del export.claims[importer]
         holders = collections.Counter({importer.pid: count for importer, count in export.claims.items()})
@@ -245,28 +245,28 @@ class Exporter:
                 for key, _ in selector.select():
                     if key.data is None:
                         self._accept(listener, selector)
-                    elif not self._answer(key.data):
+                    elif not self._handle(key.data):
                         selector.unregister(key.fileobj)
                         self._lose(key.data)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # it has gone again, or this process has no descriptors left
+        except OSError:  # the importer is gone again, or this process has no descriptors left
             time.sleep(_LOOK_AGAIN_S)
             return
-        channel = Channel(connection)
+        channel = IpcChannel(connection)
         peer = channel.peer
         if peer.uid != os.getuid():
             channel.close()
             return
-        importer = _Importer(channel, peer.pid, start_time(peer.pid))
+        importer = _ConnectedImporter(channel, peer.pid, start_time(peer.pid))
         selector.register(channel, selectors.EVENT_READ, importer)
         with self._changed:
             self._importers.append(importer)
 
-    def _answer(self, importer: _Importer) -> bool:
-        """Take one message; False when there will be no more."""
+    def _handle(self, importer: _ConnectedImporter) -> bool:
+        """Handle one message; return False at the end of the connection."""
         try:
             received = importer.channel.receive()
         except DeviceError:
@@ -283,7 +283,7 @@ class Exporter:
             return True
         return False
 
-    def _grant(self, importer: _Importer, claim: Claim) -> bool:
+    def _grant(self, importer: _ConnectedImporter, claim: Claim) -> bool:
         with self._changed:
             export = self._exports.get(claim.export_id)
             reason = "was revoked" if export is None else export.refusal(claim)
@@ -292,16 +292,16 @@ class Exporter:
             if export is not None and not reason:
                 export.claims[importer] += 1
                 reply, descriptor = Granted(claim.request, claim.export_id), export.memory.descriptor
-            return _tell(importer, reply, descriptor) and importer.channel.num_descriptors_waiting < _MOST_UNREAD_GRANTS
+            return _send(importer, reply, descriptor) and importer.channel.num_descriptors_waiting < _MOST_UNREAD_GRANTS
 
-    def _release(self, importer: _Importer, export_id: str) -> None:
+    def _release(self, importer: _ConnectedImporter, export_id: str) -> None:
         with self._changed:
             export = self._exports.get(export_id)
             if export is not None:
                 export.claims = +(export.claims - collections.Counter([importer]))
                 self._changed.notify_all()
 
-    def _lose(self, importer: _Importer) -> None:
+    def _lose(self, importer: _ConnectedImporter) -> None:
         with self._changed:
             importer.channel.close()
             importer.is_lost = True
@@ -309,7 +309,7 @@ class Exporter:
             self._changed.notify_all()
 
     def close_sockets(self) -> None:
-        """In a forked child: what it inherited would hide from importers that the exporter has ended."""
+        """Close the sockets that a forked child inherits: they would hide the end of the exporter from importers."""
         for importer in self._importers:
             importer.channel.close_unlocked()
         if self._listener is not None:
@@ -320,10 +320,10 @@ def _range_of(storage: torch.UntypedStorage) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _tell(importer: _Importer, message: Message, descriptor: int | None = None) -> bool:
+def _send(importer: _ConnectedImporter, message: Message, descriptor: int | None = None) -> bool:
     try:
         importer.channel.send(message, descriptor)
-    except OSError:  # it has ended, which is seen by whoever waits for its release
+    except OSError:  # the importer has ended, which the thread that waits for its release notices
         return False
     return True
 
@@ -336,21 +336,21 @@ def refusal(export_id: str, pid: int, reason: str) -> str:
     return f"export {export_id} of process {pid} {reason}; export the tensor again"
 
 
-_abandoned: list[Exporter] = []
-_exporter = Exporter()
+_inherited: list[IpcExporter] = []
+_exporter = IpcExporter()
 
 
-def exporter() -> Exporter:
-    """The one of this process."""
+def exporter() -> IpcExporter:
+    """Return the exporter of this process."""
     return _exporter
 
 
-def _begin_anew() -> None:
-    """A forked child has exported nothing. It keeps its parent's ledger, unused: it cannot free device memory."""
+def _renew_after_fork() -> None:
+    """Start with an empty ledger. The parent's ledger stays unused, because a child cannot free device memory."""
     global _exporter  # noqa: PLW0603
-    _abandoned.append(_exporter)
+    _inherited.append(_exporter)
     _exporter.close_sockets()
-    _exporter = Exporter()
+    _exporter = IpcExporter()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_renew_after_fork)

@@ -1,8 +1,9 @@
-"""Does a transformers decoder do nothing across positions but attention that we can pack? It is run to find out.
+"""A dry run that tells whether a transformers decoder may run on packed sequences.
 
-A twin of the decoder runs under fake tensors, which have shapes and no values, with an attention function and a mask
-function that only write down how they are called. What is not plain causal attention through transformers' attention
-interface, in each layer once, with the window of its mask, is a reason to keep the decoder on padded batches.
+Packing is right only if a decoder mixes positions by causal attention alone. A twin of the decoder runs under fake
+tensors, which have shapes and no values; its attention and mask functions only record their calls. Each layer must call
+causal attention once, through transformers' attention interface, with the window of its mask. Anything else is a reason
+to run the decoder on padded batches.
 """
 
 from __future__ import annotations
@@ -30,43 +31,43 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONFIG_FLAGS = {"is_causal": True, "use_bidirectional_attention": False}
 
 
-class Proof(NamedTuple):
-    """``calls`` of the attention, or the ``reason`` why sequences cannot be packed."""
+class Eligibility(NamedTuple):
+    """The attention ``calls`` of a decoder, or the ``reason`` why its sequences cannot be packed."""
 
     calls: frozenset[AttentionCall]
     reason: str | None
 
 
 @dataclass(slots=True)
-class _Record:
+class _DryRun:
     own: str
     marker: object = field(default_factory=object)
-    """Handed to the decoder; every attention call must receive it."""
+    """A keyword argument of the decoder that every attention call must receive."""
     masks: list[Tensor] = field(default_factory=list)
-    """Those given out: an attention must receive one of them, not something made of it."""
+    """The masks that were handed out: an attention must receive one of them, not a tensor computed from it."""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """By the id of a mask that was asked for."""
+    """Id of a requested mask -> its window."""
     calls: list[AttentionCall] = field(default_factory=list)
     layers: list[int | None] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
-_record: ContextVar[_Record] = ContextVar("rlcore_packed_record")
+_record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
 
 
-def prove(decoder: nn.Module, own: str) -> Proof:
-    """Whether ``decoder``, whose own attention is called ``own``, may run packed."""
+def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
+    """Find out whether ``decoder``, whose own attention is called ``own``, may run packed."""
     reason = next(_structural_faults(decoder), None)
     if reason is not None:
-        return Proof(frozenset(), reason)
+        return Eligibility(frozenset(), reason)
     AttentionInterface.register(_NAME, _record_call)
     AttentionMaskInterface.register(_NAME, _record_mask)
     try:
         record = _dry_run(decoder, own)
-    except Exception as error:  # a model's own code, under tensors without values
-        return Proof(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
+    except Exception as error:  # the model's own code, under tensors without values
+        return Eligibility(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
     faults = record.faults + _layer_faults(decoder, record)
-    return Proof(frozenset(record.calls), faults[0] if faults else None)
+    return Eligibility(frozenset(record.calls), faults[0] if faults else None)
 
 
 def _structural_faults(decoder: nn.Module) -> Iterator[str]:
@@ -90,10 +91,10 @@ def _structural_faults(decoder: nn.Module) -> Iterator[str]:
             yield f"{name} has a convolution, {path}"
 
 
-def _dry_run(decoder: Any, own: str) -> _Record:
+def _dry_run(decoder: Any, own: str) -> _DryRun:
     config = copy.deepcopy(decoder.config)
     config._attn_implementation_internal = _NAME
-    record = _Record(own)
+    record = _DryRun(own)
     token = _record.set(record)
     try:
         with FakeTensorMode(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -102,16 +103,16 @@ def _dry_run(decoder: Any, own: str) -> _Record:
             inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens.clone(), "use_cache": False}
             twin(**inputs, packed_sequences=record.marker)
             record.masks.append(no_attention_mask(tokens.device))
-            twin(**inputs, packed_sequences=record.marker, attention_mask=record.masks[-1])  # as it will be run
+            twin(**inputs, packed_sequences=record.marker, attention_mask=record.masks[-1])  # as the real runs call it
     finally:
         _record.reset(token)
     return record
 
 
 def no_attention_mask(device: torch.device) -> Tensor:
-    """Keeps transformers from making a mask [T, T]: a mask of four dimensions is taken as it is.
+    """Return a mask of four dimensions, which transformers passes on instead of making one of [T, T].
 
-    It is empty, so that an attention other than ours, which would take it for a mask, fails and does not leak.
+    It is empty, so that a foreign attention that uses it fails; with a valid mask, sequences could see each other.
     """
     return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
@@ -149,7 +150,7 @@ def _record_call(
 
 
 def _call_faults(
-    record: _Record, module: nn.Module, lengths: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
+    record: _DryRun, module: nn.Module, lengths: tuple[int, int], mask: Tensor | None, options: dict[str, Any]
 ) -> list[str]:
     name = type(module).__name__
     faults = []
@@ -170,7 +171,7 @@ def _call_faults(
     return faults
 
 
-def _layer_faults(decoder: Any, record: _Record) -> list[str]:
+def _layer_faults(decoder: Any, record: _DryRun) -> list[str]:
     expected = list(range(decoder.config.num_hidden_layers))
     if record.layers == expected * 2:  # two runs
         return []
