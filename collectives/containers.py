@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
-from rlcore.collectives.tree import HOST, Announced, Parcel, Tree, built, bytes_of, nbytes_of, views
+from rlcore.collectives.tree import HOST, LocalTree, Tree, TreeSpec, built, bytes_of, nbytes_of, views
 from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -51,7 +51,7 @@ def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
         InvalidInputError: there is no such operator, or it takes a factor.
         UnsupportedError: the operator has no meaning for one of the dtypes.
     """
-    own = Parcel.of(tree, group.device.torch_device)
+    own = LocalTree.of(tree, group.device.torch_device)
     _meet([own], group, "all_reduce", f"op {op!r}", is_whole_shape=True)
     kinds = {(leaf.dtype, leaf.is_on_device): leaf.torch_dtype for leaf in own.leaves}
     _check_reducible(op, kinds.values(), group)
@@ -71,11 +71,11 @@ def all_gather(tree: Tree, group: ContainerGroup) -> list[Tree]:
     Raises:
         CollectiveError: on all ranks, naming the key where keys, dtypes or the other dimensions differ.
     """
-    own = Parcel.of(tree, group.device.torch_device)
-    told = [announced for (announced,) in _meet([own], group, "all_gather")]
+    own = LocalTree.of(tree, group.device.torch_device)
+    told = [spec for (spec,) in _meet([own], group, "all_gather")]
 
     def moved(is_on_device: bool) -> list[Tensor]:
-        sizes = [nbytes_of(announced.on(is_on_device)) for announced in told]
+        sizes = [nbytes_of(spec.on(is_on_device)) for spec in told]
         return group.all_gather(own.packed(is_on_device), sizes=sizes)
 
     return _unpacked(told, own.structure, moved)
@@ -89,9 +89,9 @@ def broadcast(tree: Tree | None, group: ContainerGroup, source: int) -> Tree:
         CollectiveError: on all ranks, naming the key where a rank's tree does not fit, or a source that is no rank.
     """
     if type(source) is not int or not 0 <= source < group.world_size:
-        own: Parcel | None = Parcel.refused(f"source must be a rank, 0 to {group.world_size - 1}, got {source!r}")
+        own: LocalTree | None = LocalTree.refused(f"source must be a rank, 0 to {group.world_size - 1}, got {source!r}")
     else:
-        own = Parcel.of(tree, group.device.torch_device) if tree is not None or group.rank == source else None
+        own = LocalTree.of(tree, group.device.torch_device) if tree is not None or group.rank == source else None
     told = _meet([own] if own else [], group, "broadcast", f"source {source!r}", is_whole_shape=True)
     (sent,) = told[source]
 
@@ -116,14 +116,14 @@ def all_to_all(trees: Sequence[Tree], group: ContainerGroup) -> list[Tree]:
     """
     if not LIST.has(trees) or len(trees) != group.world_size:
         got = len(trees) if LIST.has(trees) else type(trees).__name__
-        own = [Parcel.refused(f"trees must be a list of one for each of {group.world_size} ranks, got {got}")]
+        own = [LocalTree.refused(f"trees must be a list of one for each of {group.world_size} ranks, got {got}")]
     else:
-        own = [Parcel.of(tree, group.device.torch_device) for tree in trees]
-    told = [announced[group.rank] for announced in _meet(own, group, "all_to_all")]
+        own = [LocalTree.of(tree, group.device.torch_device) for tree in trees]
+    told = [spec[group.rank] for spec in _meet(own, group, "all_to_all")]
 
     def moved(is_on_device: bool) -> list[Tensor]:
-        sizes = [nbytes_of(announced.on(is_on_device)) for announced in told]
-        return group.all_to_all([parcel.packed(is_on_device) for parcel in own], sizes=sizes)
+        sizes = [nbytes_of(spec.on(is_on_device)) for spec in told]
+        return group.all_to_all([tree.packed(is_on_device) for tree in own], sizes=sizes)
 
     return _unpacked(told, own[group.rank].structure, moved)
 
@@ -136,24 +136,24 @@ class _Call(msgspec.Struct, frozen=True):
 
     what: str
     argument: str
-    trees: list[Announced]
+    trees: list[TreeSpec]
 
 
 def _meet(
-    parcels: Iterable[Parcel], group: ContainerGroup, what: str, argument: str = "", *, is_whole_shape: bool = False
-) -> list[list[Announced]]:
+    trees: Iterable[LocalTree], group: ContainerGroup, what: str, argument: str = "", *, is_whole_shape: bool = False
+) -> list[list[TreeSpec]]:
     """What each rank announces of its trees, once all of it is seen to fit."""
-    own = _Call(what, argument, [parcel.announced for parcel in parcels])
+    own = _Call(what, argument, [tree.spec for tree in trees])
     calls = [msgspec.msgpack.decode(data, type=_Call) for data in group.exchange(msgspec.msgpack.encode(own))]
     told = [call.trees for call in calls]
-    every = [(rank, announced) for rank, rank_told in enumerate(told) for announced in rank_told]
-    for rank, announced in every:
-        if announced.problem:
+    every = [(rank, spec) for rank, rank_told in enumerate(told) for spec in rank_told]
+    for rank, spec in every:
+        if spec.problem:
             called = f"{calls[rank].what} of a tree"
-            raise CollectiveError(f"{called}: on rank {rank}, {announced.problem}", ranks=(rank,))
+            raise CollectiveError(f"{called}: on rank {rank}, {spec.problem}", ranks=(rank,))
     _check_same_call(calls)
-    for rank, announced in every[1:]:
-        _check_fits(every[0], (rank, announced), what, is_whole_shape)
+    for rank, spec in every[1:]:
+        _check_fits(every[0], (rank, spec), what, is_whole_shape)
     return told
 
 
@@ -177,9 +177,9 @@ def _check_reducible(op: str, dtypes: Iterable[torch.dtype], group: ContainerGro
             raise UnsupportedError(f"{op} of {dtype_name(dtype)} over {group!r}", how.reason)
 
 
-def _check_fits(first: tuple[int, Announced], other: tuple[int, Announced], what: str, is_whole_shape: bool) -> None:
+def _check_fits(first: tuple[int, TreeSpec], other: tuple[int, TreeSpec], what: str, is_whole_shape: bool) -> None:
     ranks = first[0], other[0]
-    kinds = [{leaf.path: leaf.rows(is_whole_shape) for leaf in announced.leaves} for _, announced in (first, other)]
+    kinds = [{leaf.path: leaf.rows(is_whole_shape) for leaf in spec.leaves} for _, spec in (first, other)]
     for path in sorted({*kinds[0], *kinds[1]}):
         found = [kind.get(path, "absent") for kind in kinds]
         if found[0] != found[1]:
@@ -193,10 +193,10 @@ def _check_fits(first: tuple[int, Announced], other: tuple[int, Announced], what
 # -------------------------------------------------------------------------------------------------- packing
 
 
-def _unpacked(told: list[Announced], structure: Any, moved: Callable[[bool], list[Tensor]]) -> list[Tree]:
+def _unpacked(told: list[TreeSpec], structure: Any, moved: Callable[[bool], list[Tensor]]) -> list[Tree]:
     """One tree for each that was told, of the messages that ``moved(is_on_device)`` brings."""
     tensors: list[dict[str, Tensor]] = [{} for _ in told]
-    for is_on_device in sorted({leaf.is_on_device for announced in told for leaf in announced.leaves}):
-        for found, announced, message in zip(tensors, told, moved(is_on_device), strict=True):
-            found.update(views(message, announced.on(is_on_device)))
+    for is_on_device in sorted({leaf.is_on_device for spec in told for leaf in spec.leaves}):
+        for found, spec, message in zip(tensors, told, moved(is_on_device), strict=True):
+            found.update(views(message, spec.on(is_on_device)))
     return [built(structure, found) for found in tensors]

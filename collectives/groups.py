@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from rlcore.collectives.operations import Operations
-from rlcore.collectives.peers import Peers
+from rlcore.collectives.peers import PeerMonitor
 from rlcore.collectives.process_group import TorchGroups
-from rlcore.collectives.rendezvous import Meeting
+from rlcore.collectives.rendezvous import Rendezvous
 from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
@@ -86,7 +86,7 @@ class Group(Operations):
         self._form()
 
     def _form(self) -> None:
-        meeting = Meeting(
+        meeting = Rendezvous(
             self._rendezvous,
             self.name,
             rank=self.rank,
@@ -95,7 +95,7 @@ class Group(Operations):
             timeout_s=self._timeout_s,
         )
         self._error = ""
-        self._peers = Peers(meeting, repr(self))
+        self._peers = PeerMonitor(meeting, repr(self))
         try:
             self._peers.check_alive()
             self._groups = self._made(meeting)
@@ -104,7 +104,7 @@ class Group(Operations):
             self._abandon()
             raise
 
-    def _made(self, meeting: Meeting) -> TorchGroups:
+    def _made(self, meeting: Rendezvous) -> TorchGroups:
         options = self._options | {"is_one_host": meeting.is_one_host}
         try:
             return TorchGroups(self._host, self.device, meeting.store, options)

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from rlcore.collectives.rendezvous import Card, Meeting
+from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
 from rlcore.processes import start_time
 
@@ -18,14 +18,14 @@ _LOOK_S = 1.0
 _PARTING_S = 0.2  # the kernel closes a killed process's sockets before it shows that the process has ended
 
 
-class Peers:
+class PeerMonitor:
     """Waits for work that other ranks take part in, and says of a failure which of them caused it.
 
     Ranks count their collective operations. One that waits long writes the operation under its number into the store;
     when a wait fails, the ranks that have not written are those that did not arrive.
     """
 
-    def __init__(self, meeting: Meeting, label: str) -> None:
+    def __init__(self, meeting: Rendezvous, label: str) -> None:
         self._meeting = meeting
         self._label = label
         self._number = 0
@@ -137,7 +137,7 @@ class Peers:
     def _tell(self, what: str) -> None:
         self._meeting.write(f"waiting/{self._number}", what)
 
-    def _watch(self, rank: int, card: Card) -> None:
+    def _watch(self, rank: int, card: RankInfo) -> None:
         try:
             descriptor = os.pidfd_open(card.pid)
         except ProcessLookupError:

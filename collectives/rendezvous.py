@@ -25,7 +25,7 @@ _num_met: Counter[tuple[str, str]] = Counter()
 """Groups that this process has joined, by folder and name: the next one must not read the addresses of the last."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells the others about itself."""
 
     world_size: int
@@ -39,7 +39,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks with equal ones can see each other's processes."""
 
 
-class Meeting:
+class Rendezvous:
     """All ranks of a group, met in one place.
 
     Attributes:
@@ -106,11 +106,11 @@ class Meeting:
     def is_one_host(self) -> bool:
         return len({card.network for card in self.cards.values()}) == 1
 
-    def peers(self) -> Mapping[int, Card]:
+    def peers(self) -> Mapping[int, RankInfo]:
         """The other ranks."""
         return {rank: card for rank, card in sorted(self.cards.items()) if rank != self._rank}
 
-    def shares_processes_with(self, card: Card) -> bool:
+    def shares_processes_with(self, card: RankInfo) -> bool:
         return card.processes == self.cards[self._rank].processes
 
     def write(self, key: str, text: str) -> None:
@@ -127,7 +127,7 @@ class Meeting:
         deadline = time.monotonic() + timeout_s
         while missing:
             for rank in [rank for rank in missing if self.store.check([f"card/{rank}"])]:
-                card = msgspec.json.decode(self.store.get(f"card/{rank}"), type=Card)
+                card = msgspec.json.decode(self.store.get(f"card/{rank}"), type=RankInfo)
                 self._check_same(rank, card, own)
                 self.cards[rank] = card
                 missing.remove(rank)
@@ -140,7 +140,7 @@ class Meeting:
                 )
             time.sleep(_POLL_S if missing else 0)
 
-    def _check_same(self, rank: int, card: Card, own: Card) -> None:
+    def _check_same(self, rank: int, card: RankInfo, own: RankInfo) -> None:
         for what in ("world_size", "library"):
             theirs, ours = getattr(card, what), getattr(own, what)
             if theirs != ours:
@@ -176,9 +176,9 @@ def _part_of_store(store: Any, name: str, rank: int) -> Store:
     return PrefixStore(f"rlcore/{name}/{number}", store)
 
 
-def _own_card(world_size: int, library: str) -> Card:
+def _own_card(world_size: int, library: str) -> RankInfo:
     spaces = {space: os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")}
-    return Card(
+    return RankInfo(
         world_size=world_size,
         library=library,
         pid=os.getpid(),

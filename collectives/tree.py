@@ -54,7 +54,7 @@ class Leaf(msgspec.Struct, frozen=True):
         return f"{self.dtype} [{', '.join(shape)}] on the {'device' if self.is_on_device else 'host'}"
 
 
-class Announced(msgspec.Struct, frozen=True):
+class TreeSpec(msgspec.Struct, frozen=True):
     """What a rank tells of one tree."""
 
     structure: Any
@@ -67,17 +67,17 @@ class Announced(msgspec.Struct, frozen=True):
         return [leaf for leaf in self.leaves if leaf.is_on_device == is_on_device]
 
 
-class Parcel:
-    """One tree of this rank, ready to be announced and packed."""
+class LocalTree:
+    """One tree of this rank, ready to be spec and packed."""
 
-    def __init__(self, announced: Announced, tensors: dict[str, Tensor]) -> None:
-        self.announced = announced
+    def __init__(self, spec: TreeSpec, tensors: dict[str, Tensor]) -> None:
+        self.spec = spec
         self.tensors = tensors
-        self.structure = announced.structure
-        self.leaves = announced.leaves
+        self.structure = spec.structure
+        self.leaves = spec.leaves
 
     @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> Parcel:
+    def of(cls, tree: Tree, device: torch.device) -> LocalTree:
         """Raises nothing: what cannot be sent is told to the others, who would wait."""
         tensors: dict[str, Tensor] = {}
         try:
@@ -88,15 +88,15 @@ class Parcel:
             Leaf(path, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device == device)
             for path, tensor in sorted(tensors.items())  # dicts may be ordered otherwise on another rank
         ]
-        return cls(Announced(structure, leaves), tensors)
+        return cls(TreeSpec(structure, leaves), tensors)
 
     @classmethod
-    def refused(cls, problem: str) -> Parcel:
-        return cls(Announced(None, [], problem), {})
+    def refused(cls, problem: str) -> LocalTree:
+        return cls(TreeSpec(None, [], problem), {})
 
     def packed(self, is_on_device: bool) -> Tensor:
         """[bytes] uint8."""
-        leaves = self.announced.on(is_on_device)
+        leaves = self.spec.on(is_on_device)
         message = torch.empty(nbytes_of(leaves), dtype=torch.uint8, device=self.tensors[leaves[0].path].device)
         for leaf, start in zip(leaves, _starts(leaves), strict=False):
             message[start : start + leaf.nbytes].copy_(bytes_of(self.tensors[leaf.path]))

@@ -41,7 +41,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenImplementation:
     """The implementation that serves a query."""
 
     op: str
@@ -52,7 +52,7 @@ class Choice:
 
 
 @functools.cache
-def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
+def choose(op: str, query: Query, implementation: str | None = None) -> ChosenImplementation:
     """The implementation of ``op`` for ``query``; ``implementation`` asks for one by name.
 
     Raises:
@@ -78,7 +78,7 @@ def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused if implementation in (None, name))
         raise UnsupportedError(f"{what} for {_described(query)}", reasons)
     logger.info("%s for %s runs as %r (refused: %s)", op, _described(query), chosen.name, refused or "none")
-    return Choice(op, chosen.name, _load(chosen), tuple(refused))
+    return ChosenImplementation(op, chosen.name, _load(chosen), tuple(refused))
 
 
 def _candidates(op: str) -> list[OpImplementation]:

@@ -13,7 +13,7 @@ from rlcore.registry import specs_of
 from rlcore.types import ProgramLimits
 
 
-class Launch(NamedTuple):
+class GridSlice(NamedTuple):
     num_programs: int
     first: int | None
     """Number of its first program among those of all launches; None if this is all of them."""
@@ -30,9 +30,9 @@ def columns(found: ProgramLimits, column_bytes: int) -> int:
     return 1 << (found.tile_bytes // column_bytes).bit_length() - 1
 
 
-def launches(num_programs: int, device_type: str) -> Iterator[Launch]:
+def launches(num_programs: int, device_type: str) -> Iterator[GridSlice]:
     """None for no programs, else one, or as few as the device needs."""
     found = limits(device_type)
     most = num_programs if found is None else found.num_programs
     for first in range(0, num_programs, most or 1):
-        yield Launch(min(most, num_programs - first), first if num_programs > most else None)
+        yield GridSlice(min(most, num_programs - first), first if num_programs > most else None)

@@ -34,7 +34,7 @@ class StridedPiece(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Bound(ABC):
+class PreparedCopies(ABC):
     """Pieces between certain tensors, made ready by an implementation of ``strided_copy``."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Bound(ABC):
         """Queue all copies on the current stream of the destinations' device."""
 
 
-class Copies:
+class StridedCopies:
     """A list of copies that do not write over each other, nor into what another reads."""
 
     def __init__(
@@ -72,13 +72,15 @@ class Copies:
         """
         device = _common_device(destinations)
         self._reach = [
-            _Reach.of([(piece.source, piece.source_offset, piece.source_stride, piece.shape) for piece in pieces]),
-            _Reach.of([(piece.destination, piece.offset, piece.stride, piece.shape) for piece in pieces]),
+            _AccessBounds.of(
+                [(piece.source, piece.source_offset, piece.source_stride, piece.shape) for piece in pieces]
+            ),
+            _AccessBounds.of([(piece.destination, piece.offset, piece.stride, piece.shape) for piece in pieces]),
         ]
         self._check(sources, destinations)
         choice = choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
         self.implementation = choice.implementation
-        self._bound: Bound = choice.fn(pieces, sources, destinations)
+        self._bound: PreparedCopies = choice.fn(pieces, sources, destinations)
 
     def bind(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         """Use these tensors from now on, which may lie elsewhere; dtypes and devices are those of the first.
@@ -106,7 +108,7 @@ class Copies:
                 )
 
 
-class _Reach(NamedTuple):
+class _AccessBounds(NamedTuple):
     """One end of all pieces that are not empty, as columns."""
 
     tensor: np.ndarray
@@ -114,7 +116,7 @@ class _Reach(NamedTuple):
     last: np.ndarray
 
     @classmethod
-    def of(cls, ends: Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> _Reach:
+    def of(cls, ends: Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> _AccessBounds:
         rows = [
             (tensor, offset, offset + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True)))
             for tensor, offset, stride, shape in ends
@@ -136,7 +138,7 @@ def _common_device(destinations: Sequence[Tensor]) -> torch.device:
     return devices.pop()
 
 
-class ViewCopies(Bound):
+class ViewCopies(PreparedCopies):
     """``strided_copy`` as a ``copy_`` of views for each piece, on any device."""
 
     def __init__(

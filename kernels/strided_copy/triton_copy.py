@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlcore.kernels.strided_copy.op import Bound, StridedPiece, ViewCopies
-from rlcore.kernels.strided_copy.words import WIDEST, Kind, Table, tables
+from rlcore.kernels.strided_copy.op import PreparedCopies, StridedPiece, ViewCopies
+from rlcore.kernels.strided_copy.words import WIDEST, CopyKind, CopyTable, tables
 
 _HEAD = tl.constexpr(4)
 """Columns before the dimensions."""
@@ -96,11 +96,11 @@ class _Addresses(NamedTuple):
         return all(np.array_equal(one % WIDEST, two % WIDEST) for one, two in zip(self, other, strict=True))
 
 
-class TritonCopies(Bound):
+class TritonCopies(PreparedCopies):
     """A launch for each kind of piece. What it does not convert, or may not reach elsewhere, is copied as views."""
 
     _ends: _Addresses
-    _launches: list[_Launch]
+    _launches: list[_TableLaunch]
 
     def __init__(
         self, pieces: Sequence[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]
@@ -130,7 +130,7 @@ class TritonCopies(Bound):
     def _make(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         self._tensors = (*sources, *destinations)  # whose memory is read and written
         self._ends = _Addresses.of(sources, destinations)
-        self._launches = [_Launch(table, self._device) for table in tables(self._pieces, sources, destinations)]
+        self._launches = [_TableLaunch(table, self._device) for table in tables(self._pieces, sources, destinations)]
         for launch in self._launches:
             launch.write_addresses(self._ends)
 
@@ -141,10 +141,10 @@ class TritonCopies(Bound):
         self._views.run()
 
 
-class _Launch:
+class _TableLaunch:
     """All pieces of one kind."""
 
-    def __init__(self, table: Table, device: torch.device) -> None:
+    def __init__(self, table: CopyTable, device: torch.device) -> None:
         kind = table.kind
         self._table, self._device = table, device
         self._options = compile_options(kind)
@@ -172,7 +172,7 @@ class _Launch:
         _copy_kernel[(self._num_programs,)](self._on_device, self._first_rows, self._num_tiles, **self._options)
 
 
-def compile_options(kind: Kind) -> dict[str, Any]:
+def compile_options(kind: CopyKind) -> dict[str, Any]:
     """Constants of a kernel for one kind of piece."""
     source, destination = kind.source.itemsize * kind.lanes, kind.destination.itemsize * kind.lanes
     return {

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from rlcore.collectives import rendezvous
 from rlcore.collectives.groups import new_group
-from rlcore.collectives.rendezvous import Meeting, _own_card
+from rlcore.collectives.rendezvous import Rendezvous, _own_card
 from rlcore.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -109,7 +109,7 @@ def test_a_rank_given_twice_is_told_so(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already .*new folder or name"):
         new_group("cpu", rank=0, world_size=1, rendezvous=store, name="g")
     # What a killed run leaves in a folder is there for the next one, which begins to count groups again.
-    Meeting(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
+    Rendezvous(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
     monkeypatch.setattr(rendezvous, "_num_met", Counter())
     with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already"):
         new_group("cpu", rank=0, world_size=1, rendezvous=tmp_path, name="g")
@@ -145,7 +145,7 @@ def join_with(rank: Any, what: str) -> str:
         if what == "world_size":
             new_group("cpu", rank=rank.rank, world_size=2 + rank.rank, **options)
         else:
-            Meeting(
+            Rendezvous(
                 rank.folder, options["name"], rank=rank.rank, world_size=2, library=f"lib{rank.rank}", timeout_s=60.0
             )
     return str(error.value)

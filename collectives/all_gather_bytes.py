@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-def exchange_bytes(data: bytes, device: torch.device) -> list[bytes]:
+def all_gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
     """By rank; all ranks call it together. They travel as tensors: nothing is unpickled."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     sizes: list[Any] = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
