@@ -61,7 +61,7 @@ class TreeSpec(msgspec.Struct, frozen=True):
     """Containers as {"dict": [[key, ...]]}, {"list": [...]}, {"tuple": [...]}; tensors as their paths."""
     leaves: list[Leaf]
     problem: str = ""
-    """Why the tree cannot be sent; "" if it can."""
+    """The reason why the tree cannot be sent; "" if it can."""
 
     def on(self, is_on_device: bool) -> list[Leaf]:
         return [leaf for leaf in self.leaves if leaf.is_on_device == is_on_device]

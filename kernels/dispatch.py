@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and why the others do not.
+"""The dispatcher: it chooses the implementation of an operator, and says why the others do not run.
 
 Candidates come from the registry; the one with the highest priority that does not refuse is chosen, once per
 distinct query, and then it is a dictionary lookup. Nothing falls back in silence: a choice is logged, keeps
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Query(NamedTuple):
-    """What a ``when`` predicate may decide on. Not the number of tokens: it changes from call to call."""
+    """The facts that a ``when`` predicate may decide on. The number of tokens, which varies by call, is none."""
 
     device_type: str
     """``tensor.device.type``."""
     dtype: torch.dtype
-    """Of hidden states or logits."""
+    """The dtype of hidden states or logits."""
     hidden_size: int
     """0 for operators that start from logits."""
     vocab_size: int
@@ -48,12 +48,12 @@ class ChosenImplementation:
     implementation: str
     fn: Callable[..., Any]
     refused: tuple[Refusal, ...]
-    """Every other implementation, with why it does not run."""
+    """Every other implementation, with the reason why it does not run."""
 
 
 @functools.cache
 def choose(op: str, query: Query, implementation: str | None = None) -> ChosenImplementation:
-    """The implementation of ``op`` for ``query``; ``implementation`` asks for one by name.
+    """Return the implementation of ``op`` for ``query``; ``implementation`` asks for one by name.
 
     Raises:
         InvalidInputError: no such operator, or no such implementation of it.

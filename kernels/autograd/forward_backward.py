@@ -26,7 +26,7 @@ class LogprobOutput(NamedTuple):
     """Shape of the targets; 0 in ignored rows."""
     entropy: Tensor | None
     residuals: tuple[Tensor, ...] = ()
-    """What else the backward needs of each row: tensors like ``logprob``, ``ForwardBackward.num_residuals`` of them."""
+    """More numbers of each row for the backward: tensors like ``logprob``, ``ForwardBackward.num_residuals`` of them."""
     workspace: tuple[Tensor, ...] = ()
     """Tensors that save work and that the first backward may overwrite; a second backward runs without them."""
 
@@ -53,7 +53,7 @@ class ForwardBackward:
     its gradient is asked for."""
     num_residuals: int
     checks_targets: bool = False
-    """Where values are checked on the device (``operands.is_checked_on_device``) the forward checks the targets."""
+    """True if the forward checks the targets where values are checked on the device (``is_checked_on_device``)."""
 
     def __call__(self, *arguments: Any) -> Logprobs:
         *tensors, problem = arguments

@@ -73,7 +73,7 @@ class ChunkWork(ABC):
     """The work of an implementation on each chunk in turn."""
 
     dtype: torch.dtype
-    """Of log-probabilities and loss."""
+    """The dtype of log-probabilities and loss."""
 
     @abstractmethod
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:

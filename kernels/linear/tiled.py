@@ -52,7 +52,7 @@ from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.softmax_rows import ScaledRows
 
 _WIDE_BYTES = 4
-"""Of an accumulated gradient: float32."""
+"""Bytes of an element of an accumulated gradient: float32."""
 
 _MOST_ROWS_OF_A_SUM = 65536
 

@@ -8,7 +8,7 @@
 One kernel computes the product and stores (m, a, d) of each tile. A small one merges them into the statistics of the
 row (for any reference R: a = sum_j a_j 2^(m_j - R), d = sum_j 2^(m_j - R) (d_j + (m_j - R) a_j)). The first can also
 store 2^c as float16 times 2^15: 12 bits that are exact down to 2^-29 of the tile's maximum, a quarter of the traffic of
-float32 logits. ``triton_tile_gradients`` turns them into the gradient, or computes the logits again.
+float32 logits. ``triton_tile_gradients`` computes the gradient from them, or computes the logits again.
 
 Logits are float32 and never rounded. The target's own column is computed in float32 from the log-probability.
 A program walks over tiles, those of 16 x 128 rows against one strip of the weight, so that both stay in cache.
@@ -38,7 +38,7 @@ LEAST = tl.constexpr(-200.0)
 BOTTOM = tl.constexpr(-1e20)
 """The logit of columns beyond V, and the lower bound of a tile's maximum."""
 SCALE = tl.constexpr(32768.0)
-"""Of stored exponentials: 2^15."""
+"""The factor of stored exponentials: 2^15."""
 
 INTERPRETS = tl.constexpr(bool(triton.knobs.runtime.interpret))
 

@@ -2,9 +2,9 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """``strided_copy`` in Triton: one launch for all pieces of a kind, from a table on the device.
 
-The work is cut into tiles of equal size, however large the pieces are, and each program takes a run of tiles that
-follow each other: it steps from a piece to the next. A word's number within its piece gives its place at both ends,
-digit by digit of the piece's sizes.
+The work is cut into tiles of equal size, however large the pieces are. Each program takes a run of tiles that follow
+each other, and steps from a piece to the next. From a word's number within its piece the program computes its index in
+each dimension by division, and from those its place at both ends.
 
 A row of the table: address of the source, address of the destination, first tile, words, sizes, strides of the source,
 strides of the destination.
@@ -97,7 +97,7 @@ class _Addresses(NamedTuple):
 
 
 class TritonCopies(PreparedCopies):
-    """A launch for each kind of piece. What it does not convert, or may not reach elsewhere, is copied as views."""
+    """A launch for each kind of piece. Pieces from another device, or of other dtypes, are copied as views."""
 
     _ends: _Addresses
     _launches: list[_TableLaunch]
@@ -128,7 +128,7 @@ class TritonCopies(PreparedCopies):
             launch.write_addresses(ends)
 
     def _make(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        self._tensors = (*sources, *destinations)  # whose memory is read and written
+        self._tensors = (*sources, *destinations)  # keeps alive the memory that is read and written
         self._ends = _Addresses.of(sources, destinations)
         self._launches = [_TableLaunch(table, self._device) for table in tables(self._pieces, sources, destinations)]
         for launch in self._launches:
@@ -173,7 +173,7 @@ class _TableLaunch:
 
 
 def compile_options(kind: CopyKind) -> dict[str, Any]:
-    """Constants of a kernel for one kind of piece."""
+    """Return the constants of a kernel for one kind of piece."""
     source, destination = kind.source.itemsize * kind.lanes, kind.destination.itemsize * kind.lanes
     return {
         "SOURCE": _TYPES[kind.source],

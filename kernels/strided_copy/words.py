@@ -1,7 +1,7 @@
-"""Strided copies as words: each piece in as few dimensions as possible, of the largest words that both its ends admit.
+"""Strided copies in words: each piece in as few dimensions as possible, in the largest words that both its ends allow.
 
-A word is up to 16 bytes that are neighbours at both ends, so that a thread moves it at once. Where the dtype changes it
-is some elements. Pieces of one kind (word and number of dimensions) make a table, a row for each.
+A word is up to 16 bytes that are neighbours at both ends, so that a thread moves it at once. Where the dtype changes, a
+word is some elements. Pieces of one kind (word and number of dimensions) make a table with a row for each.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from rlcore.kernels.strided_copy.op import StridedPiece
 
 WIDEST = 16
-"""Bytes that one instruction loads or stores."""
+"""The most bytes that one instruction loads or stores."""
 MOST_DIMS = 4
 _MOST_WORDS = 2**30
-"""Of a row of the table: their numbers are 32 bits wide in the kernel."""
+"""The most words of a row of the table: their numbers have 32 bits in the kernel."""
 
 
 class CopyKind(NamedTuple):
-    """What a kernel is compiled for."""
+    """The properties of pieces that a kernel is compiled for."""
 
     source: torch.dtype
     destination: torch.dtype
@@ -54,7 +54,7 @@ class CopyTable(NamedTuple):
     bytes: np.ndarray
     """[R, 2] offset in the source and in the destination."""
     num_words: np.ndarray
-    """[R]."""
+    """[R]"""
     dims: np.ndarray
     """[R, 3, num_dims]: sizes, strides of the source, strides of the destination; the innermost last."""
 
@@ -62,7 +62,7 @@ class CopyTable(NamedTuple):
 def tables(
     pieces: Iterable[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]
 ) -> list[CopyTable]:
-    """All pieces that are not empty."""
+    """Return the tables of all pieces that are not empty."""
     rows: dict[CopyKind, list[WordCopy]] = {}
     ends = [[(tensor.dtype, tensor.data_ptr() % WIDEST) for tensor in side] for side in (sources, destinations)]
     for piece in pieces:
@@ -131,7 +131,7 @@ def _row(
 def _kind(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> CopyKind:
     if source != destination:
         return CopyKind(source, destination, lanes, num_dims)
-    nbytes = lanes * source.itemsize  # the bits alone are moved
+    nbytes = lanes * source.itemsize  # only bits are moved
     if nbytes == WIDEST:
         return CopyKind(torch.int32, torch.int32, 4, num_dims)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[nbytes]
