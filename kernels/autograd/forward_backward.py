@@ -26,7 +26,7 @@ class LogprobOutput(NamedTuple):
     """Shape of the targets; 0 in ignored rows."""
     entropy: Tensor | None
     residuals: tuple[Tensor, ...] = ()
-    """More numbers of each row for the backward: tensors like ``logprob``, ``ForwardBackward.num_residuals`` of them."""
+    """More numbers of each row for the backward: tensors like ``logprob``, as many as ``num_residuals``."""
     workspace: tuple[Tensor, ...] = ()
     """Tensors that save work and that the first backward may overwrite; a second backward runs without them."""
 

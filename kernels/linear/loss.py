@@ -25,7 +25,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.autograd.compiled import graph_break
 from rlcore.kernels.autograd.forward_backward import ForwardBackward
 from rlcore.kernels.dispatch import choose
-from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs
 from rlcore.kernels.linear.logprob import chunk_rows, linear_logprob_chunked, linear_logprob_reference
 from rlcore.kernels.linear.loss_in_chunks import (
     LossProblem,
@@ -192,10 +192,6 @@ class _HeadWork(SummingWork):
         g_logprob_T, g_entropy_T = rows.zero_ignored(g_logprob_T), rows.zero_ignored(g_entropy_T)
         dlogits_TV = gradient_(exp_TV, rows, found, g_logprob_T, g_entropy_T)
         self._gradients.add(chunk, dlogits_TV, derivative_TV, masked_TH)
-
-    def totals(self) -> Totals:
-        assert self._gradients is not None
-        return self._gradients.totals()
 
 
 def linear_loss_chunked(

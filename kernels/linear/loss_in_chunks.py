@@ -29,7 +29,7 @@ from rlcore.kernels.autograd.forward_backward import (
     differentiable_once,
 )
 from rlcore.kernels.chunks import row_chunks, sequence_chunks
-from rlcore.kernels.linear.head import Needs, Totals
+from rlcore.kernels.linear.head import HeadGradients, Needs
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
 from rlcore.kernels.losses.evaluate import (
     Statistics,
@@ -91,18 +91,18 @@ class ChunkWork(ABC):
 class SummingWork(ChunkWork):
     """A ``ChunkWork`` that adds up the gradients of its chunks."""
 
-    @abstractmethod
-    def totals(self) -> Totals:
-        """Return the sums over all chunks so far."""
+    _gradients: HeadGradients | None
+    """The sums so far; None if no gradient is asked for."""
 
     def gradients(self, inputs: HeadInputs) -> UnscaledGradients:
+        assert self._gradients is not None
         scaled, dtypes = self.scaled, [None if x is None else x.dtype for x in inputs]
 
         def times(totals: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
             pairs = zip(totals, dtypes, strict=True)
             return [None if x is None or dtype is None else scaled(x, factor, dtype) for x, dtype in pairs]
 
-        return UnscaledGradients(self.totals(), times)
+        return UnscaledGradients(self._gradients.totals(), times)
 
     @staticmethod
     def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

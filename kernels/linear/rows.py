@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals, rounded
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
 from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
 from rlcore.kernels.losses.interface import LossOutput
@@ -111,10 +111,6 @@ class _RowWork(SummingWork):
         out = _gradient_buffer(self._head, logits_TV)
         row_gradient(logits_TV, rows, found, g_logprob_T, g_entropy_T, out=out, softcap=self._problem.softcap)
         self._gradients.add(chunk, out, None, masked_TH)
-
-    def totals(self) -> Totals:
-        assert self._gradients is not None
-        return self._gradients.totals()
 
 
 def linear_loss_rows(

@@ -215,10 +215,6 @@ class _TiledWork(SummingWork):
         dlogits_TV = dlogits_from_exponentials(exponentials_TV, rows, found, terms)
         self._gradients.add(chunk, dlogits_TV, None, masked_TH)
 
-    def totals(self) -> Totals:
-        assert self._gradients is not None
-        return self._gradients.totals()
-
     @staticmethod
     def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return scaled(total, factor, dtype)
