@@ -19,7 +19,7 @@ from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.tensor_data import dtype_name
 
 _ALIGNMENT = 256
@@ -85,8 +85,8 @@ class _Sync:
         """Read and written."""
         return self.numel * (self.trainer.dtype.itemsize + self.engine.dtype.itemsize)
 
-    def copies(self, implementation: str) -> Copies:
-        return Copies(self.pieces, self.sources, [self.engine], implementation=implementation)
+    def copies(self, implementation: str) -> StridedCopies:
+        return StridedCopies(self.pieces, self.sources, [self.engine], implementation=implementation)
 
     def check(self, run: Any) -> None:
         self.engine.fill_(9)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
@@ -137,7 +137,7 @@ class Fsdp2Worker(TrainExecutor):
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, who call it together."""
         self._context.process_group(_COLLECTIVE_TIMEOUT_S)
-        return exchange_bytes(data, self.device.torch_device)
+        return all_gather_bytes(data, self.device.torch_device)
 
     # ---------------------------------------------------------------------------------------------- state
 

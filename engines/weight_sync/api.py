@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.arguments import LIST, Kind, kind_of, takes
-from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.weight_sync.channels.peers import Call, JoinedParties, LateError, LocalParties, Parties, SpmdParties
 from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
 from rlcore.engines.weight_sync.endpoint import Route, decoded
@@ -198,7 +198,7 @@ class WeightSender:
         self._version = 0
 
     def _exchange(self, data: bytes) -> list[bytes]:
-        return exchange_bytes(data, self._device.torch_device)
+        return all_gather_bytes(data, self._device.torch_device)
 
     def send(
         self,

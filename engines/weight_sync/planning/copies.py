@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.engines.weight_sync.transports.slabs import Piece
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 
 class Mover:
@@ -26,7 +26,7 @@ class Mover:
             for piece in pieces
         ]
         self._from, self._to = _Side(list(sources)), _Side(list(destinations))
-        self._copies: Copies | None = None
+        self._copies: StridedCopies | None = None
 
     def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Queue all copies on the current stream.
@@ -39,7 +39,7 @@ class Mover:
         have_moved = [self._from.find(sources), self._to.find(destinations)]
         copies, self._copies = self._copies, None  # they are kept only if they could be made ready
         if copies is None:
-            copies = Copies(self._pieces, self._from.tensors, self._to.tensors)
+            copies = StridedCopies(self._pieces, self._from.tensors, self._to.tensors)
         elif any(have_moved):
             copies.bind(self._from.tensors, self._to.tensors)
         self._copies = copies

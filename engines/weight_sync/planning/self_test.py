@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlcore.engines.weight_sync.planning.manifest import Manifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Piece, Plan, misfits
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 _POISONS = (96, -96)
 """Beyond the values that are made, which are within [-1, 1), and of every dtype."""
@@ -153,7 +153,7 @@ def _apply(pieces: Sequence[Piece], manifest: Manifest, destinations: Sequence[T
         )
         for piece in pieces
     ]
-    Copies(moves, parts, destinations).run()
+    StridedCopies(moves, parts, destinations).run()
 
 
 def poison(tensors: Iterable[Tensor], which: int) -> None:

@@ -16,7 +16,7 @@ from rlcore.engines.weight_sync.planning.manifest import Manifest, Rows, describ
 from rlcore.engines.weight_sync.planning.plan import Plan, make_plan, misfits
 from rlcore.engines.weight_sync.planning.self_test import checksums, made_weights, poison, prove
 from rlcore.errors import SyncError
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
 
 GRIDS = [
@@ -77,7 +77,7 @@ def carry_out(plan: Plan, manifest: Manifest, parameters: list[Tensor], live: Ma
             held.append(tensor[first:end].clone() if tensor.dim() else tensor.clone())
     pieces = [StridedPiece(parts[one.rank, one.parameter], one.destination, *one.copy) for one in plan.pieces]
     plan.fill(live)
-    Copies(pieces, held, [live[one.name] for one in plan.destinations]).run()
+    StridedCopies(pieces, held, [live[one.name] for one in plan.destinations]).run()
 
 
 def golden(sizes: Sizes, share: Share, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

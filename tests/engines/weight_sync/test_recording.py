@@ -14,7 +14,7 @@ from rlcore.engines.weight_sync.planning.loader_trace import Recording, is_one_c
 from rlcore.engines.weight_sync.planning.manifest import describe
 from rlcore.engines.weight_sync.planning.plan import Plan, make_plan
 from rlcore.errors import SyncError
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
 
 Load = Callable[["Model", Tensor], Any]
@@ -51,7 +51,7 @@ def carried_out(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     live = {name: torch.full_like(p, 5.0) for name, p in Model(lambda *_: None, dtype).named_parameters()}
     plan.fill(live)
     pieces = [StridedPiece(piece.parameter, piece.destination, *piece.copy) for piece in plan.pieces]
-    Copies(pieces, list(WEIGHTS.values()), [live[one.name] for one in plan.destinations]).run()
+    StridedCopies(pieces, list(WEIGHTS.values()), [live[one.name] for one in plan.destinations]).run()
     return live
 
 

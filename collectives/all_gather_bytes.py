@@ -1,4 +1,8 @@
-"""Bytes of every rank of the default torch.distributed group to every rank."""
+"""The all-gather of bytes over the default group of torch.distributed, without pickle.
+
+``torch.distributed.all_gather_object`` would unpickle what other processes send, and ``rlcore.collectives.containers``
+needs a group of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,13 @@ import torch
 import torch.distributed as dist
 
 
-def exchange_bytes(data: bytes, device: torch.device) -> list[bytes]:
-    """By rank; all ranks call it together. They travel as tensors: nothing is unpickled."""
+def all_gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
+    """Return the bytes of every rank, by rank; all ranks call it together.
+
+    Args:
+        data: may differ in length between ranks.
+        device: the bytes travel as tensors on it.
+    """
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     sizes: list[Any] = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
