@@ -371,7 +371,7 @@ class SyncReport:
     calls_s: Mapping[str, float]
     """Of them by each call to the two sides, by its method, such as "pull"; calls may run side by side."""
     slabs_wait_by: str = ""
-    """How the two sides of slabs wait for each other: "event", their devices by interprocess events; "host", each
-    process for its own device; "" where no slab was used."""
+    """How the two sides of staging buffers wait for each other: "event", their devices by interprocess events; "host",
+    each process for its own device; "" where no staging buffer was used."""
     why_on_host: str = ""
     """The reason for which "packed" went through shared memory of the host and not of the devices; "" if it did not."""
