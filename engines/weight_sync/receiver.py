@@ -47,7 +47,8 @@ class Receiver:
         self._scratch: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
         """The target's tensors, until something may put others in their place."""
-        self._staging: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
+        """The new weights of a staged round, until its commit."""
         self._is_staged = False
         self._round_id = 0
         self._is_reloading = False
@@ -56,7 +57,7 @@ class Receiver:
         self._buffer: Tensor | None = None
         self._group: SyncGroup | None = None
         self.is_whole = True
-        """What the target holds is of one version: it may be used."""
+        """The target's weights are of one version: it may be used."""
         self.why_abandoned = ""
 
     # ---------------------------------------------------------------------------------------------- agree
@@ -153,9 +154,9 @@ class Receiver:
             self._live = self._target.tensors()
         if not self._is_staged:
             return self._live
-        if not self._staging:
-            self._staging = self._stage({name: self._live[name] for name in self._planning().destination_names})
-        return self._staging
+        if not self._staged:
+            self._staged = self._stage({name: self._live[name] for name in self._planning().destination_names})
+        return self._staged
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
@@ -335,10 +336,10 @@ class Receiver:
     def commit(self, round_id: int, version: int) -> None:
         """Serve the new weights from now on."""
         self._check_round(round_id)
-        if self._staging:
+        if self._staged:
             self.is_whole = False
             live = self._target.tensors()
-            torch._foreach_copy_([live[name] for name in self._staging], list(self._staging.values()))
+            torch._foreach_copy_([live[name] for name in self._staged], list(self._staged.values()))
             self._device.synchronize()
         self._target.committed(version)
         self.is_whole = True
@@ -365,7 +366,7 @@ class Receiver:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
         self._round_id, self._is_staged = 0, False
-        self._scratch, self._staging, self._live, self._remembered = {}, {}, {}, {}
+        self._scratch, self._staged, self._live, self._remembered = {}, {}, {}, {}
         for plan in self._plans.values():
             plan.forget_round()
         for plan in self._loads.values():

@@ -1,6 +1,6 @@
-"""What goes wrong in a weight sync, with real processes: nothing hangs, nothing half new is used, nothing is leaked.
+"""Faults in a weight sync, with real processes: nothing hangs, nothing half new is used, nothing is leaked.
 
-By default damaged messages, in one process; what comes of ends of processes is marked slow.
+Damaged messages in one process are tested by default; tests that end processes are marked slow.
 """
 
 from __future__ import annotations
@@ -345,14 +345,14 @@ def test_a_process_that_ends_or_stops_at_any_step(
 
 
 class Held(NamedTuple):
-    """What one process holds."""
+    """The resources that one process holds."""
 
     descriptors: int
     threads: int
     shared_mappings: int
     shared_kib: int
     names: int
-    """In /dev/shm, made by it."""
+    """Names in /dev/shm that it made."""
     private_kib: int
 
     @classmethod
@@ -367,7 +367,7 @@ class Held(NamedTuple):
         )
 
     def more_than(self, before: Held) -> dict[str, int]:
-        """What has grown, by how much."""
+        """Return the fields that have grown, and by how much."""
         grown = {name: now - was for name, now, was in zip(self._fields, self, before, strict=True)}
         return {name: by for name, by in grown.items() if by > (4096 if name == "private_kib" else 0)}
 

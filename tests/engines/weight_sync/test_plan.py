@@ -29,7 +29,7 @@ GRIDS = [
 
 
 def views(sizes: Sizes, dtype: torch.dtype, *, is_packed: bool = False) -> Iterator[WeightView]:
-    """Each weight a parameter; packed: the experts of a layer views of two, as transformers has them."""
+    """Yield each weight as a parameter; packed, the experts of a layer are views of two, as in transformers."""
     packed: dict[str, Tensor] = {}
     for name, shape in names(sizes):
         path = name.split(".")
@@ -69,7 +69,7 @@ def parameters_of(manifest: WeightManifest, weights: Mapping[str, Tensor]) -> li
 
 
 def carry_out(plan: SyncPlan, manifest: WeightManifest, parameters: list[Tensor], live: Mapping[str, Tensor]) -> None:
-    """From what each rank holds, in memory of its own."""
+    """Carry a plan out from the part of each rank, which is in memory of its own."""
     parts: dict[tuple[int, int], int] = {}
     held: list[Tensor] = []
     for index, (tensor, described) in enumerate(zip(parameters, manifest.parameters, strict=True)):

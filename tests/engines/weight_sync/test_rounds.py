@@ -35,7 +35,7 @@ ROUTES: list[Route] = ["local", "direct", "packed"]
 
 
 class Worker:
-    """What ``SmallTarget`` writes into."""
+    """Holds the model that ``SmallTarget`` writes into."""
 
     def __init__(self, sizes: Sizes, shard: int, shards: int, dtype: torch.dtype) -> None:
         self.device = get_device("cpu")

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_runtime_folder: Path)
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """In this process."""
+    """A trainer in this process."""
     with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as engine:
         yield engine.build(devices="cpu:0")
 
@@ -218,7 +218,7 @@ def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2)], ids=["a rank with no rows", "HSDP"])
 @pytest.mark.usefixtures("sharded", "pair", "apart")  # whose processes serve here too
 def test_a_grid_takes_from_any_shards(folder: Path, replicas: int, shards: int) -> None:
-    """Each of two copies of two shards in bfloat16."""
+    """Two copies of an engine, of two shards each, take weights in bfloat16."""
     path = write(checkpoint(SIZES), folder / "grid.safetensors")
     with (
         rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=3))) as engine,

@@ -26,7 +26,7 @@ LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim
 MANY = Sizes(hidden=512, inner=256, experts=128, layers=8)
 """1.6 GB in 3136 tensors, none above 1 MiB: torch's allocator has some 800 blocks of 2 MiB for them."""
 MOST_HANDLES = 16 + 2
-"""What is small among them takes less than a segment of 2 MiB, and others may have left room in one."""
+"""Small tensors among them take less than a segment of 2 MiB, and others may have left space in one."""
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a receiver is asked, and what a sender is answered, when the channel brings more than it should."""
+"""Sender and receiver take only the messages that they expect, whatever the channel brings."""
 
 from __future__ import annotations
 

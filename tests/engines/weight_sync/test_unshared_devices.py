@@ -29,7 +29,7 @@ SIZES = Sizes(experts=2, is_tied=True, has_state=True)
 
 
 class OldMemory(CpuMemory):
-    """Of a driver that is known to share no memory."""
+    """The memory of a driver that is known to share none."""
 
     sharing_class = None
 
@@ -43,7 +43,7 @@ class RefusingSharing(CpuSharing):  # type: ignore[misc]  # final, for other dev
 
 
 class RefusingMemory(CpuMemory):
-    """Of a card that refuses when it is asked."""
+    """The memory of a card that refuses when it is asked."""
 
     sharing_class = RefusingSharing
 
@@ -57,7 +57,7 @@ class Refusing(CpuDevice):  # type: ignore[misc]
 
 
 class Worker:
-    """What ``SmallTarget`` writes into."""
+    """Holds the model that ``SmallTarget`` writes into."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
