@@ -27,7 +27,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradResident, Resident, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.weight_sync.channels.peers import call_each
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
@@ -76,7 +76,7 @@ class Fsdp2Worker(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
-        self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
+        self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self._residents = self._make_residents()
         return bool(train_state.optimizers_of(module))
 

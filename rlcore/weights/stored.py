@@ -1,4 +1,4 @@
-"""The names of a transformers model's tensors in checkpoints, and their layout as views of the model's own tensors.
+"""The names under which a transformers model's tensors are in checkpoints, and the views of them that these are.
 
 Transformers renames, splits and joins tensors when it loads, and ``save_pretrained`` reverts that. The reversal runs
 here on meta tensors under a dispatch mode. An output in the storage of an input is a view of it; an output that joins
@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from rlcore.weights.dispatch_tracer import DispatchTracer, Handler, storage_key, tensors_in
 from rlcore.weights.view import Box, divided, whole_box
 
 _aten = torch.ops.aten
@@ -56,7 +55,10 @@ class Conversion:
 
     @classmethod
     def of_checkpoint(cls, model_class: Any, config: Any, names: Collection[str] = ()) -> Self:
-        """Return the conversion of a model for a checkpoint with these tensor names; without names, of a new model."""
+        """Return the conversion of a model that is loaded from tensors of these names, but not by transformers.
+
+        Without names it is that of a new model.
+        """
         with torch.device("meta"):
             model = model_class._from_config(config)
         if names:
@@ -74,9 +76,9 @@ class Conversion:
         """Return every checkpoint tensor, given the model's own tensors on meta."""
         key = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if self._stored[0] != key:
-            with _ReversionTrace(own) as trace:
+            with _ConversionTracer(own) as tracer:
                 reverted = self.revert(own)
-            self._stored = key, [trace.stored(name, tensor) for name, tensor in reverted.items()]
+            self._stored = key, [tracer.trace(name, tensor) for name, tensor in reverted.items()]
         return self._stored[1]
 
 
@@ -94,39 +96,60 @@ def _used(model: Any, names: Collection[str]) -> list[Any]:
     return [conversion for conversion in conversions if conversion.was_used()]
 
 
-class _ReversionTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the origin of each tensor, and skips copies whose only aim is contiguous memory."""
+class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
+    """Remembers the own tensors that each tensor is made of, and where it is a view of one or joined of views.
+
+    Copies that only make a tensor contiguous are left out: their result is the view that was copied.
+    """
 
     def __init__(self, own: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sources: dict[int, tuple[str, ...]] = {_storage(tensor): (name,) for name, tensor in own.items()}
+        super().__init__()
+        self._sources: dict[int, tuple[str, ...]] = {storage_key(tensor): (name,) for name, tensor in own.items()}
         self._views = set(self._sources)
         self._joined: dict[int, tuple[torch.Size, tuple[StoredPart, ...]]] = {}
         self._held: list[Tensor] = []  # kept alive, so that no storage reuses the address of another
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _aten.clone.default:
-            return _aten.alias.default(args[0])
-        if func is _aten._unsafe_view.default and not args[0].is_contiguous():  # a reshape that must copy
-            made: Any = torch.empty(args[1], dtype=args[0].dtype, device="meta")
-            self._joined[_storage(made)] = made.shape, self._merged(args[0], made)
-        else:
-            made = func(*args, **(kwargs or {}))
-        given = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def handler(self, func: Any) -> Handler:
+        known = {
+            _aten.clone.default: self._clone,
+            _aten._unsafe_view.default: self._reshape,
+            _aten.cat.default: self._cat,
+        }
+        return known.get(func, self._run)
+
+    def _clone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return _aten.alias.default(args[0])
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if args[0].is_contiguous():
+            return self._run(func, args, kwargs)
+        made = torch.empty(args[1], dtype=args[0].dtype, device="meta")  # it has to copy
+        self._joined[storage_key(made)] = made.shape, self._merged(args[0], made)
+        return self._remember(func, args, kwargs, made)
+
+    def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        self._joined[storage_key(made)] = made.shape, self._parts_side_by_side(*args)
+        return self._remember(func, args, kwargs, made)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._remember(func, args, kwargs, func(*args, **kwargs))
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        given = map(storage_key, tensors_in((args, kwargs)))
         sources = tuple(dict.fromkeys(name for storage in given for name in self._sources.get(storage, ())))
-        if func is _aten.cat.default:
-            self._joined[_storage(made)] = made.shape, self._parts_side_by_side(*args)
-        for result in (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
+        for result in tensors_in(made):
             self._held.append(result)
-            if _storage(result) not in self._views or func._schema.is_mutable:
-                self._views.discard(_storage(result))
-                self._sources[_storage(result)] = sources
+            key = storage_key(result)
+            if key not in self._views or func._schema.is_mutable:
+                self._views.discard(key)
+                self._sources[key] = sources
             if func._schema.is_mutable:
-                self._joined.pop(_storage(result), None)
+                self._joined.pop(key, None)
         return made
 
     def _parts_side_by_side(self, tensors: Sequence[Tensor], dim: int = 0) -> tuple[StoredPart, ...]:
-        """Return the parts of the concatenation of ``tensors``; none if one of them has no parts."""
+        """Return the parts of what these are joined to; none if one of them has none."""
         found: list[StoredPart] = []
         start, dim = 0, dim % tensors[0].dim()
         for tensor in tensors:
@@ -138,26 +161,21 @@ class _ReversionTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def _merged(self, tensor: Tensor, to: Tensor) -> tuple[StoredPart, ...]:
-        """Return the part of a reshape that only merges dimensions of a view; none for any other reshape."""
-        is_merge = _storage(tensor) in self._views and divided(tensor.shape, to.shape) is not None
+        """Return the parts of a view some of whose dimensions were merged; none for any other reshape."""
+        is_merge = storage_key(tensor) in self._views and divided(tensor.shape, to.shape) is not None
         return tuple(part._replace(box=whole_box(to)) for part in self._parts(tensor)) if is_merge else ()
 
     def _parts(self, tensor: Tensor) -> tuple[StoredPart, ...]:
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         if storage in self._views:
             return (StoredPart(whole_box(tensor), self._sources[storage][0], tensor),)
         shape, parts = self._joined.get(storage, (None, ()))
         # other views of a joined tensor have no recorded parts
         return parts if tensor.shape == shape and tensor.is_contiguous() else ()
 
-    def stored(self, name: str, tensor: Tensor) -> StoredTensor:
-        return StoredTensor(name, self._sources[_storage(tensor)], tensor, self._parts(tensor))
+    def trace(self, name: str, tensor: Tensor) -> StoredTensor:
+        return StoredTensor(name, self._sources[storage_key(tensor)], tensor, self._parts(tensor))
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:
     return (*box[:dim], slice(box[dim].start + by, box[dim].stop + by), *box[dim + 1 :])
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

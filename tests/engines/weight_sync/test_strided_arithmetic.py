@@ -24,7 +24,7 @@ def pairs(copy: Copy) -> Pairs:
 
 
 def joined(copies: list[Copy]) -> Pairs:
-    """Of disjoint copies."""
+    """Return the pairs of disjoint copies."""
     found: Pairs = {}
     for copy in copies:
         more = pairs(copy)

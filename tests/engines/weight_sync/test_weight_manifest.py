@@ -1,8 +1,7 @@
-"""The manifest says which rank has which rows, as torch deals them."""
+"""The manifest numbers the parameters, and says where in them each weight is."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,43 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from rlcore.engines.weight_sync.planning.manifest import Source, _sharded_rows, describe, dtype_of
+from rlcore.engines.weight_sync.planning.manifest import RankParameters, describe, dtype_of
 from rlcore.errors import SyncError
 from rlcore.nn import TrainModule, WeightView
-
-
-def rows(mesh: list[Any], placements: list[Any], size: int) -> Any:
-    """Of a parameter on six ranks; a DTensor of so many ranks needs as many processes."""
-    parameter: Any = SimpleNamespace(device_mesh=SimpleNamespace(mesh=torch.tensor(mesh)), placements=placements)
-    return _sharded_rows(parameter, size, 6)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 7, 37, 600])
-def test_rows_are_dealt_as_torch_chunks_them(size: int) -> None:
-    chunks = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(size).chunk(6)]
-    found = rows([0, 1, 2, 3, 4, 5], [Shard(0)], size)
-    assert [one for one in found if one[0] < one[1]] == chunks
-    assert all(one == (size, size) for one in found[len(chunks) :])  # ranks that have none
-
-
-def test_replicas_have_the_same_rows() -> None:
-    assert rows([[0, 1, 2], [3, 4, 5]], [Replicate(), Shard(0)], 7) == ((0, 3), (3, 6), (6, 7)) * 2
-    assert rows([[0, 2, 4], [1, 3, 5]], [Replicate(), Shard(0)], 7) == ((0, 3), (0, 3), (3, 6), (3, 6), (6, 7), (6, 7))
-
-
-def test_rows_are_dealt_twice() -> None:
-    assert rows([[0, 1, 2], [3, 4, 5]], [Shard(0), Shard(0)], 7) == ((0, 2), (2, 4), (4, 4), (4, 5), (5, 6), (6, 7))
-
-
-@pytest.mark.parametrize("placement", [Shard(1), Partial()], ids=str)
-def test_other_shardings_are_sent_whole(placement: Any) -> None:
-    assert rows([0, 1, 2, 3, 4, 5], [placement], 8) is None
-
-
-def test_ranks_outside_of_a_mesh_have_nothing() -> None:
-    assert rows([4, 1], [Shard(0)], 4) == ((0, 0), (2, 4), (0, 0), (0, 0), (0, 2), (0, 0))
 
 
 @pytest.fixture
@@ -87,7 +54,7 @@ class Packed(TrainModule):
 
 def test_weights_are_places_in_parameters() -> None:
     module = Packed()
-    source: Source = describe(module.weight_views(), 3)
+    source: RankParameters = describe(module.weight_views(), 3)
     manifest = source.manifest
     assert [(weight.parameter, weight.offset, weight.stride) for weight in manifest.weights] == [
         (0, 0, (1, 4)),

@@ -1,4 +1,4 @@
-"""How the two sides of slabs wait for each other, with devices whose streams write down what is queued on them."""
+"""Both sides of a staging buffer wait for each other; the devices' streams write down what is queued on them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
 
-from rlcore.engines.weight_sync.channels.peers import LocalParties
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.errors import DeviceError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import EventHandle
@@ -87,17 +87,17 @@ class Device:
 
 class Sides(NamedTuple):
     module: Any
-    rounds: Rounds
+    session: SyncSession
     models: list[SmallModel]
     devices: dict[str, Device]
     log: list[str]
 
     def sync(self) -> str:
-        """Whether all arrived; how slabs were waited for."""
+        """Check that all weights arrived; returns how the sides waited for each other."""
         self.module.add(1.0)
         self.log.clear()
-        options = RoundOptions(version=1, route="packed", slab_bytes=4096)
-        report = self.rounds.run(options, nullcontext)
+        options = RoundOptions(version=1, route="packed", staging_bytes=4096)
+        report = self.session.run(options, nullcontext)
         weights = {name: tensor.detach() for name, tensor in self.module.named_weights()}
         for model, wanted in zip(self.models, expected(weights, SIZES, 2, torch.float32), strict=True):
             assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in wanted.items())
@@ -113,16 +113,16 @@ def sides() -> Iterator[Sides]:
     module = Checkpoint(weights)
     for name, parameter in module.named_parameters():
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))  # type: ignore[no-untyped-call]
-    sender = Sender(ModuleHolding(module, 1), devices["T"])
+    sender = Sender(ModuleSourceTensors(module, 1), devices["T"])
     models, receivers = [], []
     for shard, name in enumerate("AB"):
         models.append(SmallModel(SIZES, shard, 2, torch.float32))
         worker: Any = type("Worker", (), {"device": devices[name], "model": models[-1], "versions": []})()
         worker.new_model = lambda shard=shard: SmallModel(SIZES, shard, 2, torch.float32)
         receivers.append(Receiver(SmallTarget(worker)))
-        receivers[-1]._place = msgspec.structs.replace(receivers[-1]._place, process=f"process of {name}")
-    rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", receivers))
-    yield Sides(module, rounds, models, devices, log)
+        receivers[-1]._info = msgspec.structs.replace(receivers[-1]._info, process=f"process of {name}")
+    session = SyncSession(LocalPeers("the trainer", [sender]), LocalPeers("the engine", receivers))
+    yield Sides(module, session, models, devices, log)
     for receiver in receivers:
         receiver.close()
     sender.close()
@@ -159,9 +159,9 @@ def test_where_one_cannot_each_process_waits_for_its_own_device(sides: Sides, na
 
 
 def test_a_process_does_not_open_its_own_events(sides: Sides) -> None:
-    receivers: Any = sides.rounds.receivers._parties  # type: ignore[attr-defined]
-    receivers[1]._place = msgspec.structs.replace(
-        receivers[1]._place,
-        process=sides.rounds.senders._parties[0]._place.process,  # type: ignore[attr-defined]
+    receivers: Any = sides.session.receivers._peers  # type: ignore[attr-defined]
+    receivers[1]._info = msgspec.structs.replace(
+        receivers[1]._info,
+        process=sides.session.senders._peers[0]._info.process,  # type: ignore[attr-defined]
     )
     assert sides.sync() == "host"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlcore.engines.weight_sync.named_source import NamedHolding
+from rlcore.engines.weight_sync.named_source import NamedSourceTensors
 from rlcore.engines.weight_sync.planning.manifest import describe
 from rlcore.errors import StateError, SyncError
 
@@ -32,22 +32,22 @@ def tensors() -> dict[str, Tensor]:
     return {"a": torch.ones(4, 4), "b": torch.ones(3), "c": torch.ones(4, 6).t(), "d": torch.ones(2, 2)}
 
 
-def refreshed(holding: NamedHolding) -> list[Tensor]:
-    holding.refresh()
-    return holding.parts()
+def refreshed(source: NamedSourceTensors) -> list[Tensor]:
+    source.refresh()
+    return source.parts()
 
 
 def test_what_has_not_moved_is_described_once_and_stays_the_same_list(described: list[int]) -> None:
     given = tensors()
-    holding = NamedHolding(lambda: given, 1)
+    source = NamedSourceTensors(lambda: given, 1)
     with pytest.raises(StateError, match=r"no tensors yet; call send\(\)"):
-        _ = holding.manifest
-    parts = refreshed(holding)
-    changes = holding.changes()
+        _ = source.manifest
+    parts = refreshed(source)
+    changes = source.changes()
     given["a"].add_(1)
-    assert refreshed(holding) is parts
+    assert refreshed(source) is parts
     assert [part.data_ptr() for part in parts] == [given[name].data_ptr() for name in "abd"], "c is not by rows"
-    assert holding.changes() != changes
+    assert source.changes() != changes
     assert len(described) == 1
 
 
@@ -62,37 +62,37 @@ def test_new_tensors_of_the_same_layout_are_not_described_again(
     described: list[int], renew: Callable[[Tensor], Tensor]
 ) -> None:
     given = tensors()
-    holding = NamedHolding(lambda: given, 1)
-    refreshed(holding)
+    source = NamedSourceTensors(lambda: given, 1)
+    refreshed(source)
     given = {name: renew(tensor) for name, tensor in given.items()}
-    parts = refreshed(holding)
+    parts = refreshed(source)
     assert [part.data_ptr() for part in parts] == [given[name].data_ptr() for name in "abd"]
-    assert holding.compute([2])[0].equal(given["c"])
-    changes = holding.changes()
+    assert source.compute([2])[0].equal(given["c"])
+    changes = source.changes()
     given["b"].add_(1)
-    assert holding.changes() != changes, "of the tensors that were given last"
+    assert source.changes() != changes, "of the tensors that were given last"
     assert len(described) == 1
 
 
 def test_memory_that_was_put_in_place_of_another_is_found(described: list[int]) -> None:
     given = tensors()
-    holding = NamedHolding(lambda: given, 1)
-    refreshed(holding)
+    source = NamedSourceTensors(lambda: given, 1)
+    refreshed(source)
     given["a"].data = torch.full((4, 4), 7.0)
-    assert refreshed(holding)[0].equal(given["a"])
+    assert refreshed(source)[0].equal(given["a"])
     assert len(described) == 1
 
 
 def test_what_it_forgot_is_free_and_not_described_again(described: list[int]) -> None:
     given = tensors()
-    holding = NamedHolding(lambda: given, 1)
-    refreshed(holding)
+    source = NamedSourceTensors(lambda: given, 1)
+    refreshed(source)
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in given.values()]
     given = {}
-    holding.forget()
+    source.forget()
     assert all(storage.expired() for storage in storages)
     given = tensors()
-    assert [part.data_ptr() for part in refreshed(holding)] == [given[name].data_ptr() for name in "abd"]
+    assert [part.data_ptr() for part in refreshed(source)] == [given[name].data_ptr() for name in "abd"]
     assert len(described) == 1
 
 
@@ -114,11 +114,11 @@ def test_what_it_forgot_is_free_and_not_described_again(described: list[int]) ->
 def test_tensors_of_another_layout_are_refused_and_nothing_is_taken(change: Callable[[Any], Any], found: str) -> None:
     given = tensors()
     before = dict(given)
-    holding = NamedHolding(lambda: given, 1)
-    parts = refreshed(holding)
+    source = NamedSourceTensors(lambda: given, 1)
+    parts = refreshed(source)
     change(given)
     with pytest.raises(SyncError, match=found):
-        holding.refresh()
+        source.refresh()
     if found.startswith(("unexpected", "missing")):
         given = before
-        assert refreshed(holding) is parts
+        assert refreshed(source) is parts

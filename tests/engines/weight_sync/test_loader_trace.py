@@ -1,4 +1,4 @@
-"""What a recording makes of everything that loaders do: copies are found exactly, and nothing else is taken for one."""
+"""Loader traces of everything that loaders do: copies are found exactly, and nothing else is taken for one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlcore.engines.weight_sync.planning.loader_trace import Recording, is_one_cast, record
+from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, is_one_cast, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import describe
-from rlcore.engines.weight_sync.planning.plan import Plan, make_plan
+from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
@@ -40,14 +40,14 @@ class Model(nn.Module):
 WEIGHTS = {"w": torch.randn(6, 4), "v": torch.randn(4)}
 
 
-def recorded(load: Load, *, dtype: torch.dtype = torch.float32) -> Recording:
+def traced(load: Load, *, dtype: torch.dtype = torch.float32) -> LoaderTrace:
     views = [WeightView(name, tensor, tensor.to("meta")) for name, tensor in WEIGHTS.items()]
     with torch.device("meta"):
         model = Model(load, dtype)
-    return record(model, model.load_weights, describe(views, 1).manifest)
+    return trace_loader(model, model.load_weights, describe(views, 1).manifest)
 
 
-def carried_out(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+def carried_out(plan: SyncPlan, dtype: torch.dtype) -> dict[str, Tensor]:
     live = {name: torch.full_like(p, 5.0) for name, p in Model(lambda *_: None, dtype).named_parameters()}
     plan.fill(live)
     pieces = [StridedPiece(piece.parameter, piece.destination, *piece.copy) for piece in plan.pieces]
@@ -126,11 +126,11 @@ PLAIN: dict[str, Load] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("what", PLAIN)
 def test_it_is_a_copy(what: str, dtype: torch.dtype) -> None:
-    recording = recorded(PLAIN[what], dtype=dtype)
-    assert [one.reason for one in recording.not_plain] == []
+    trace = traced(PLAIN[what], dtype=dtype)
+    assert [one.reason for one in trace.not_plain] == []
     model = Model(PLAIN[what], dtype)
     model.load_weights((name, tensor.clone()) for name, tensor in WEIGHTS.items())
-    live = carried_out(make_plan(recording), dtype)
+    live = carried_out(make_plan(trace), dtype)
     for name, parameter in model.named_parameters():
         assert torch.equal(live[name], parameter), name
 
@@ -197,15 +197,15 @@ NOT_PLAIN: dict[str, tuple[Load, str]] = {
 @pytest.mark.parametrize("what", NOT_PLAIN)
 def test_it_is_no_copy(what: str) -> None:
     load, reason = NOT_PLAIN[what]
-    recording = recorded(load)
-    (found,) = recording.not_plain
+    trace = traced(load)
+    (found,) = trace.not_plain
     assert found.destination.name == "a.p" and found.reason.startswith(reason)
-    plan = make_plan(recording)
+    plan = make_plan(trace)
     assert [one.name for one in plan.destinations] == ["b.p"]  # what comes behind it is loaded all the same
-    given = {recording.manifest.weights[number].name for number in plan.fallback_weights}
+    given = {trace.manifest.weights[number].name for number in plan.fallback_weights}
     reached = what not in ("no weight", "taken away")
     assert given == ({"w"} if reached else set())
-    assert bool(recording.refusal) == (what == "an error behind the copy"), "others need values, or do well without"
+    assert bool(trace.refusal) == (what == "an error behind the copy"), "others need values, or do well without"
     assert plan.fallback_bytes == (6 * 4 * 4 if reached else 0)
 
 
@@ -213,20 +213,20 @@ def test_a_weight_that_the_trainer_computes_falls_back() -> None:
     views = [WeightView("w", None, torch.empty(6, 4, device="meta")), WeightView("v", torch.empty(4), torch.empty(4))]
     with torch.device("meta"):
         model = Model(PLAIN["a copy"])
-    recording = record(model, model.load_weights, describe(views, 1).manifest)
-    plan = make_plan(recording)
+    trace = trace_loader(model, model.load_weights, describe(views, 1).manifest)
+    plan = make_plan(trace)
     assert [(one.destination.name, one.reason) for one in plan.fallback] == [("a.p", "the trainer computes it")]
     assert plan.fallback_weights == (0,)
 
 
-def test_a_loader_that_takes_all_weights_first_is_recorded() -> None:
+def test_a_loader_that_takes_all_weights_first_is_traced() -> None:
     model = Model(PLAIN["a copy"])
-    recording = record(
+    trace = trace_loader(
         model.to("meta"),
         lambda weights: model.load_weights(dict(weights).items()),
         describe([WeightView(name, tensor, tensor.to("meta")) for name, tensor in WEIGHTS.items()], 1).manifest,
     )
-    assert len(recording.written) == 2
+    assert len(trace.written) == 2
 
 
 def test_a_loader_that_fails_with_all_weights_taken_loses_them_all() -> None:
@@ -236,8 +236,8 @@ def test_a_loader_that_fails_with_all_weights_taken_loses_them_all() -> None:
 
     views = [WeightView(name, tensor, tensor.to("meta")) for name, tensor in WEIGHTS.items()]
     with torch.device("meta"):
-        recording = record(Model(PLAIN["a copy"]), load, describe(views, 1).manifest)
-    plan = make_plan(recording)
+        trace = trace_loader(Model(PLAIN["a copy"]), load, describe(views, 1).manifest)
+    plan = make_plan(trace)
     assert not plan.destinations and plan.fallback_weights == (0, 1)
     assert plan.fallback[0].reason == "no weight reached it, and its loader raised KeyError: 'w'"
 
@@ -251,9 +251,9 @@ def test_a_loader_that_fails_for_everything_is_not_asked_forever() -> None:
 
     tensor = torch.empty(1, device="meta")
     views = [WeightView(f"w{number}", tensor, tensor) for number in range(2000)]
-    recording = record(nn.Linear(1, 1, device="meta"), load, describe(views, 1).manifest)
+    trace = trace_loader(nn.Linear(1, 1, device="meta"), load, describe(views, 1).manifest)
     assert len(calls) < 300
-    assert len(make_plan(recording).fallback_weights) == 2000
+    assert len(make_plan(trace).fallback_weights) == 2000
 
 
 def test_the_loaders_own_refusal_of_a_model_is_raised() -> None:
@@ -261,7 +261,7 @@ def test_the_loaders_own_refusal_of_a_model_is_raised() -> None:
         raise SyncError("these are another model's")
 
     with pytest.raises(SyncError, match="another model's"):
-        record(nn.Linear(1, 1, device="meta"), refuse, describe([], 1).manifest)
+        trace_loader(nn.Linear(1, 1, device="meta"), refuse, describe([], 1).manifest)
 
 
 def _wants_other_rows(model: Model, w: Tensor) -> None:
@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Load, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_weights_of_another_model(what: str) -> None:
     load, refusal = REFUSED[what]
-    assert re.search(refusal, recorded(load).refusal)
+    assert re.search(refusal, traced(load).refusal)
 
 
 @pytest.mark.parametrize(
@@ -304,13 +304,13 @@ def test_nobody_misses_a_weight_for_what_the_engine_drops_after_loading(live: se
     model = nn.Linear(4, 1, bias=False, device="meta")
     model.k_scale = nn.Parameter(torch.empty((), device="meta"))
     tensor = torch.empty(1, 4, device="meta")
-    recording = record(
+    trace = trace_loader(
         model,
         lambda weights: [model.weight.data.copy_(weight) for _, weight in weights],
         describe([WeightView("weight", tensor, tensor)], 1).manifest,
         live,
     )
-    assert recording.refusal == refusal
+    assert trace.refusal == refusal
 
 
 def test_names_of_one_memory_are_one_destination() -> None:
@@ -323,12 +323,12 @@ def test_names_of_one_memory_are_one_destination() -> None:
 
     model = Tied()
     tensor = torch.empty(5, 4, device="meta")
-    recording = record(
+    trace = trace_loader(
         model,
         lambda weights: [model.embed.weight.data.copy_(weight) for _, weight in weights],
         describe([WeightView("embed.weight", tensor, tensor)], 1).manifest,
     )
-    (written,) = recording.written
+    (written,) = trace.written
     assert written.destination.name == "embed.weight"
     assert set(written.destination.aliases) == {"head.weight", "first_rows"}
 
@@ -338,12 +338,12 @@ def test_parts_of_one_storage_are_destinations_of_their_own() -> None:
     model = nn.Module()
     model.low, model.high = nn.Buffer(flat[:20].view(5, 4)), nn.Buffer(flat[20:].view(4, 5))
     tensor = torch.empty(40, device="meta")
-    recording = record(
+    trace = trace_loader(
         model,
         lambda weights: [flat.copy_(weight) for _, weight in weights],
         describe([WeightView("flat", tensor, tensor)], 1).manifest,
     )
-    plan = make_plan(recording)
+    plan = make_plan(trace)
     assert [(one.name, one.shape) for one in plan.destinations] == [("low", (5, 4)), ("high", (4, 5))]
     assert [(piece.shape, piece.source_offset, piece.offset) for piece in plan.pieces] == [
         ((20,), 0, 0),
