@@ -226,7 +226,7 @@ class TrainEngine(CheckpointedEngine):
             )
         weight_T = make_token_weights(mode, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length)
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
-        check_values(packed, self._vocab_size, weight_T != 0)
+        check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
         return packed | {WEIGHT: weight_T}
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
@@ -254,13 +254,9 @@ class TrainEngine(CheckpointedEngine):
             top_k=top_k,
         )
         scored_T = _loss_mask(packed)
-        check_values(packed, self._vocab_size, scored_T)
+        check_values(packed, self._module.output_head().weight.shape[0], scored_T)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
-
-    @property
-    def _vocab_size(self) -> int:
-        return self._module.output_head().weight.shape[0]
 
     def _call_with_batch(
         self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: Any

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rlcore.engines.rank_batch import RankBatch, offsets, repeat, take, tokens_of
+from rlcore.engines.rank_batch import RankBatch, repeat, tokens_of
 from rlcore.kernels.packing import balance
 
 NOT_PER_TOKEN = ("input_ids", "cu_seqlens")
@@ -98,22 +99,22 @@ def _select(
     device: torch.device,
 ) -> MicroBatch:
     cu_local, token_T = tokens_of(cu_seqlens, sequences)
-    target_R = take(scored_T, token_T).nonzero().squeeze(1)
+    target_R = scored_T.index_select(0, token_T).nonzero().squeeze(1)
     sequence_T = repeat(torch.arange(len(sequences)), cu_local.diff())
-    rows_N = torch.bincount(take(sequence_T, target_R), minlength=len(sequences))
-    positions_R = take(token_T, target_R)
+    rows_N = torch.bincount(sequence_T.index_select(0, target_R), minlength=len(sequences))
+    positions_R = token_T.index_select(0, target_R)
     names = [name for name in packed if name not in NOT_PER_TOKEN]
-    per_token = [take(packed[name], positions_R) for name in names]
+    per_token = [packed[name].index_select(0, positions_R) for name in names]
     ids_T = packed["input_ids"]
     input_ids, rows_R, targets_R, *per_token = on_device(
-        [take(ids_T, token_T), target_R - 1, take(ids_T, positions_R), *per_token], device
+        [ids_T.index_select(0, token_T), target_R - 1, ids_T.index_select(0, positions_R), *per_token], device
     )
     return MicroBatch(
         tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32)},
         rows_R=rows_R,
         targets_R=targets_R,
         per_token=dict(zip(names, per_token, strict=True)),
-        cu_rows=offsets(rows_N).to(torch.int32),
+        cu_rows=pad(rows_N.cumsum(0), (1, 0)).to(torch.int32),
         positions_R=positions_R,
     )
 

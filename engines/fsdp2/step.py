@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ def _accumulate(
     reduce_each: bool,
 ) -> _Metrics:
     metrics, phase = _Metrics(), device.profiler.range
-    for number, micro_batch in enumerate(_counted_parts(batch, options, device), start=1):
+    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
+    for number, micro_batch in enumerate(parts, start=1):
         set_gradient_sync(module, reduce_each or number == batch.num_micro_batches)
         with phase("train_batch: forward and loss"):
             output, weight = _loss(module, micro_batch, loss_fn, options)
@@ -164,11 +166,6 @@ def _accumulate(
             (output.loss * gradient_divisor(module)).backward()  # type: ignore[no-untyped-call]
         metrics.add(output.loss.detach(), output.stats, weight)
     return metrics
-
-
-def _counted_parts(batch: RankBatch, options: LossOptions, device: Device) -> Iterator[MicroBatch]:
-    counted_T = batch.packed[WEIGHT] != 0
-    return micro_batches(batch, counted_T, options.max_tokens_per_micro_batch, device.torch_device)
 
 
 def _loss(
@@ -202,8 +199,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
     metrics = _Metrics()
+    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
     with _evaluating(module):
-        for micro_batch in _counted_parts(batch, options, device):
+        for micro_batch in parts:
             with device.profiler.range("eval_batch: forward and loss"):
                 output, weight = _loss(module, micro_batch, loss_fn, options)
             metrics.add(output.loss, output.stats, weight)
@@ -223,37 +221,27 @@ def _evaluating(module: TrainModule) -> Iterator[None]:
             submodule.training = True
 
 
+@dataclass(frozen=True, slots=True)
 class _Metrics:
-    """Statistics of micro-batches joined by suffix, on the device until the end: no host sync on the way."""
+    """Statistics of micro-batches, kept on the device until the end: no host sync on the way."""
 
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._stats: list[Mapping[str, Tensor]] = []
-        self._weights: list[Tensor] = []
+    rows: list[dict[str, Tensor]] = field(default_factory=list)
+    """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
 
     def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
-        self._losses.append(loss)
-        self._stats.append(stats)
-        self._weights.append(weight)
+        self.rows.append({"loss": loss, "weight": weight, **stats})
 
     def joined(self) -> dict[str, Tensor]:
-        """Return the statistics over the micro-batches of all ranks."""
-        names = ["loss", "weight", *self._stats[0]]
-        rows = zip(self._losses, self._weights, self._stats, strict=True)
-        table = torch.stack([torch.stack([x.float() for x in (loss, w, *stats.values())]) for loss, w, stats in rows])
-        columns = dict(zip(names, _gathered(table).unbind(1), strict=True))
+        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says."""
+        table = torch.stack([torch.stack([value.float() for value in row.values()]) for row in self.rows])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            of_ranks = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, table)
+            table = torch.cat(of_ranks)
+        columns = dict(zip(self.rows[0], table.unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         fraction = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
         return {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
-
-
-def _gathered(rows: Tensor) -> Tensor:
-    """Return the rows [M, K] of every rank, one after the other."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
-    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, rows)
-    return torch.cat(gathered)
 
 
 def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:

@@ -174,8 +174,8 @@ def test_its_allocations_learn_whether_they_are_mapped(monkeypatch: pytest.Monke
     monkeypatch.setattr(ascend, "is_installed", lambda: True)
     device = SimpleNamespace(torch_device="npu:0")
 
-    def found() -> list[regions.MappedRegion]:
-        return [regions.MappedRegion(allocation, device) for allocation in ascend.allocations("weights")]
+    def found() -> list[regions.MappedAllocation]:
+        return [regions.MappedAllocation(allocation, device) for allocation in ascend.allocations("weights")]
 
     (region,) = found()
     assert (region.nbytes(), region.address) == (64, 4096)

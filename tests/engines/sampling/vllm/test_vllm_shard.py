@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -98,6 +99,7 @@ def test_a_worker_that_does_not_do_as_told_is_seen(
     getattr(worker, move)(tag)
     assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
 
+    @functools.wraps(real)
     def stays_away(self: TensorParallelShard, wanted: str, of: str) -> Any:
         return (shard._residents[of].meta(), True) if self is shard else real(self, wanted, of)
 
@@ -108,6 +110,7 @@ def test_a_worker_that_does_not_do_as_told_is_seen(
     worker.onload(tag)
     assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
 
+    @functools.wraps(real)
     def stays_here(self: TensorParallelShard, wanted: str, of: str) -> Any:
         report, is_away = real(self, wanted, of)
         return report, is_away and self is not shard
