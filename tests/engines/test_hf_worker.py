@@ -43,7 +43,7 @@ def build(folder: Path, **options: Any) -> HfExecutor:
 
 
 def generate(worker: HfExecutor, prompts: Any, params: Any = None, *, version: int) -> list[RequestOutput]:
-    """As an engine calls it: with parsed parameters for each prompt."""
+    """Call the worker as an engine does: with parsed parameters for each prompt."""
     return worker.generate(prompts, params_of_each(prompts, params), version=version)
 
 
@@ -80,7 +80,7 @@ def in_float64(module: Any) -> Any:
 
 
 def sampled_logprobs(module: Any, outputs: list[RequestOutput], params: SamplingParams) -> Tensor:
-    """Of all completions' tokens, each completion by one unpadded forward without a cache."""
+    """Return the log-probs of all completions' tokens, each completion by one unpadded forward without a cache."""
     sampling = {"temperature": params.temperature or 1.0, "top_p": params.top_p, "top_k": params.top_k}
     found = []
     for output in outputs:

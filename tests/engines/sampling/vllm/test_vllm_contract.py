@@ -1,4 +1,4 @@
-"""What rlcore uses of vLLM is in every version that it supports, and differences are where they are expected."""
+"""Every supported version of vLLM has all that rlcore uses, and differs only where that is expected."""
 
 from __future__ import annotations
 

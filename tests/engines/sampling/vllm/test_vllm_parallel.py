@@ -45,7 +45,7 @@ def children(pid: int) -> list[int]:
 
 
 def shared_names(pid: int) -> list[Path]:
-    """What a replica and vLLM's workers share by name."""
+    """Return the names that a replica and vLLM's workers share."""
     files = boot._shared_memory([pid, *children(pid)])
     found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(boot.NAMED_MEMORY)]
     return [path for path in found if boot._file(path) in files]

@@ -25,7 +25,7 @@ from rlcore.errors import DeviceError, RlcoreError
 
 
 class Model(nn.Module):
-    """With a buffer, and what was derived from the weight after loading and is neither."""
+    """A model with a buffer, and tensors derived after loading that are neither parameter nor buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class PlainWorker(RlcoreWorkerExtension):
-    """What rlcore uses of ``vllm.v1.worker.gpu_worker.Worker``."""
+    """The members of ``vllm.v1.worker.gpu_worker.Worker`` that rlcore uses."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
