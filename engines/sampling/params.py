@@ -1,4 +1,4 @@
-"""How to sample: vLLM's field names and meanings, checked when made."""
+"""Sampling parameters: vLLM's field names and meanings, checked when made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _INT64 = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt."""
+    """The parameters of the completions of one prompt."""
 
     n: int = 1
     """Number of completions a prompt."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Sample among the fewest likeliest tokens whose probabilities reach this sum, in (0, 1]; 1 means all."""
+    """Sample among the fewest likeliest tokens whose probabilities come to this sum, in (0, 1]; 1 means all."""
     top_k: int = -1
     """Sample among this many likeliest tokens; -1 or 0 means all."""
     max_tokens: int = 16
@@ -68,15 +68,15 @@ class SamplingParams:
 
     @property
     def restricts_tokens(self) -> bool:
-        """Top-k or top-p leaves some tokens out."""
+        """True if top-k or top-p leaves some tokens out."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k > 0)
 
     @classmethod
     def of(cls, value: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Parameters from themselves, from a mapping of field names, or the defaults from None.
+        """Return parameters as they are, those of a mapping of field names, or the defaults for None.
 
         Raises:
-            InvalidInputError: on an unknown key (names the nearest), a value out of range, or a wrong type.
+            InvalidInputError: an unknown key (names the nearest), a value out of range, or a wrong type.
         """
         if isinstance(value, cls):
             return value

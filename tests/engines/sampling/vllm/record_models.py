@@ -88,7 +88,7 @@ def checkpoint(folder: Path, kind: str, options: dict[str, Any]) -> list[tuple[s
 
 @contextlib.contextmanager
 def placed(config: Any, size: int, rank: int, splits_experts: bool) -> Iterator[None]:
-    """As if this were one of ``size`` workers."""
+    """Inside, this process seems to be one of ``size`` workers."""
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             ranks.init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
@@ -109,7 +109,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def recorded(config: Any, views: list[WeightView]) -> dict[str, Any]:
-    """What a recording finds, and whether what is in the plan is what a load of a real instance leaves."""
+    """Return the trace of a loader, and if its plan gives what a load of a real instance leaves."""
     manifest = describe(views, 1).manifest
     recording = trace_loader(*made.meta_model(config), manifest)
     plan = make_plan(recording)

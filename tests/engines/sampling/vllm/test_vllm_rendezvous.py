@@ -1,4 +1,4 @@
-"""Where vLLM's workers meet; nothing here needs vLLM."""
+"""The rendezvous of vLLM's workers; nothing here needs vLLM."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> Any:
     return package
 
 
-def test_each_meeting_has_a_file_of_its_own_that_bears_the_workers_mark(
+def test_each_rendezvous_has_a_file_of_its_own_that_bears_the_workers_mark(
     executors: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(MARK, "17-abc")
-    versions._meet_in(str(tmp_path))
+    versions._set_rendezvous_folder(str(tmp_path))
     assert vars(executors.uniproc_executor) == {}
     meet = executors.multiproc_executor.get_file_store_init_method
     first, second = Path(meet().removeprefix("file://")), Path(meet("a", of="later").removeprefix("file://"))

@@ -1,4 +1,4 @@
-"""What is submitted goes to the replica that has least to do, and comes back whole, or not at all."""
+"""Requests go to the replica that has least to do, and come back whole, or not at all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.serving import AsynchronousRequests, Serving, spread
+from rlcore.engines.sampling.request_router import RequestRouter, spread
 from rlcore.errors import InvalidInputError, StateError
 
 REFUSED, UNSENT = 99, 98
@@ -49,25 +51,21 @@ class Replica:
         pass
 
 
-class TwoReplicas(AsynchronousRequests):
-    version = 0
+class TwoReplicas(InferenceEngine):
+    """An engine whose workers are ``replicas``."""
 
-    def __init__(self) -> None:
-        self._serving = Serving()
-        self.replicas = [Replica(), Replica()]
+    def __init__(self, *replicas: Any) -> None:
+        self.replicas = replicas or (Replica(), Replica())
+        self._group: Any = SimpleNamespace(workers=self.replicas, call=self._call_each)
+        self._router = RequestRouter(self._group)
+        self._version = 0
 
     def _require_ready(self, purpose: str) -> None:
         pass
 
-    def _built_group(self) -> Any:
-        return SimpleNamespace(workers=self.replicas, call=self._call_each)
-
-    def _call_each(self, method: str, calls: Any) -> list[Any]:
+    def _call_each(self, method: str, calls: Any, on_event: Any = None) -> list[Any]:
         each = zip(self.replicas, calls, strict=True)
         return [getattr(replica, method)(*args, **kwargs) for replica, (args, kwargs) in each]
-
-    def _call(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._call_each(method.__name__, [(args, kwargs)] * 2)
 
     @property
     def under_way(self) -> list[list[int]]:
@@ -175,3 +173,47 @@ def test_a_failure_in_a_turn_gives_up_the_conversations_alone(engine: Any) -> No
         engine.generate_turns([[1], [2]], lambda index, outputs: 1 // 0)
     assert [number for waiting in engine.under_way for number in waiting] == [own[1]]
     assert engine.collect() == {own[0]: [6], own[2]: [8], own[3]: [9]}
+
+
+class TokenizingReplica(Replica):
+    """Gives the token ids of the prompts that it checks, and counts the texts that it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenized: list[str] = []
+
+    def check_prompts(self, prompts: Any, params: Any, *, numbers: Sequence[int]) -> Any:
+        return [self._token_ids(prompt) for prompt in prompts]
+
+    def submit(self, numbers: Any, prompts: Any, params: Any, *, version: int) -> None:
+        self.waiting |= zip(numbers, self.generate(prompts, params, version=version), strict=True)
+
+    def generate(self, prompts: Any, params: Any, *, version: int) -> list[RequestOutput]:
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return [RequestOutput(text, self._token_ids(prompt), []) for text, prompt in zip(texts, prompts, strict=True)]
+
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, Any]:
+        ended, self.waiting = self.waiting, {}
+        return ended
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            self.tokenized.append(prompt)
+            return [ord(character) for character in prompt]
+        return list(prompt)
+
+
+@pytest.mark.parametrize("call", ["generate", "submit"])
+def test_each_text_is_tokenised_by_one_replica_once(call: str) -> None:
+    engine: Any = TwoReplicas(TokenizingReplica(), TokenizingReplica())
+    prompts = ["ab", [7, 8], "c", "ab"]
+    if call == "generate":
+        outputs = engine.generate(prompts, {"max_tokens": 4}, progress=False)
+    else:
+        numbers = engine.submit(prompts)
+        found = engine.collect()
+        outputs = [found[number] for number in numbers]
+    assert [output.prompt for output in outputs] == ["ab", None, "c", "ab"]
+    assert [output.prompt_token_ids for output in outputs] == [[97, 98], [7, 8], [99], [97, 98]]
+    assert sorted(text for replica in engine.replicas for text in replica.tokenized) == ["ab", "ab", "c"]
+    assert engine._router._texts == {}, "no text is kept of what has ended"

@@ -1,7 +1,8 @@
-"""Shares of vLLM workers on the host, called as vLLM calls them: where they say their parts are is looked at."""
+"""Shards of a replica on the host, called as vLLM calls them: the executor checks what they answer."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,18 +14,18 @@ from torch import Tensor, nn
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.residency import Move
-from rlcore.engines.sampling.vllm import shard as share_module
+from rlcore.engines.sampling.vllm import shard as shard_module
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.executor import VllmWorker
-from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension, _share_of
+from rlcore.engines.sampling.vllm.executor import VllmExecutor
+from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension, _shard_of
 from rlcore.engines.sampling.vllm.replica import Replica
-from rlcore.engines.sampling.vllm.shard import Share
+from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.errors import DeviceError, RlcoreError
 
 
 class Model(nn.Module):
-    """With a buffer, and what was derived from the weight after loading and is neither."""
+    """A model with a buffer, and tensors derived after loading that are neither parameter nor buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Model(nn.Module):
 
 
 class PlainWorker(RlcoreWorkerExtension):
-    """What rlcore uses of ``vllm.v1.worker.gpu_worker.Worker``."""
+    """The members of ``vllm.v1.worker.gpu_worker.Worker`` that rlcore uses."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -79,9 +80,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.fixture
-def worker(engine: Any) -> Iterator[VllmWorker]:
+def worker(engine: Any) -> Iterator[VllmExecutor]:
     context = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
-    worker = VllmWorker(context)
+    worker = VllmExecutor(context)
     reader: Any = None  # no prompt comes
     processes = WorkerProcesses(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",)))  # vLLM started none
     worker._engine, worker._replica = engine, Replica(engine, processes, reader, lambda: None)
@@ -92,27 +93,29 @@ def worker(engine: Any) -> Iterator[VllmWorker]:
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 @pytest.mark.parametrize("move", [Move.OFFLOAD, Move.META])
 def test_a_worker_that_does_not_do_as_told_is_seen(
-    worker: VllmWorker, engine: Engine, tag: str, move: Move, monkeypatch: pytest.MonkeyPatch
+    worker: VllmExecutor, engine: Engine, tag: str, move: Move, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share, real = _share_of(engine.workers[1]), Share.move
+    shard, real = _shard_of(engine.workers[1]), TensorParallelShard.move
     getattr(worker, move)(tag)
-    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
+    assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
 
-    def stays_away(self: Share, wanted: str, of: str) -> Any:
-        return (share._residents[of].meta(), True) if self is share else real(self, wanted, of)
+    @functools.wraps(real)
+    def stays_away(self: TensorParallelShard, wanted: str, of: str) -> Any:
+        return (shard._residents[of].meta(), True) if self is shard else real(self, wanted, of)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Share, "move", stays_away)
+        patch.setattr(TensorParallelShard, "move", stays_away)
         with pytest.raises(RlcoreError, match=re.escape(f"onload('{tag}') left 1 of 2 vLLM workers without it")):
             worker.onload(tag)
     worker.onload(tag)
-    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
+    assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
 
-    def stays_here(self: Share, wanted: str, of: str) -> Any:
+    @functools.wraps(real)
+    def stays_here(self: TensorParallelShard, wanted: str, of: str) -> Any:
         report, is_away = real(self, wanted, of)
-        return report, is_away and self is not share
+        return report, is_away and self is not shard
 
-    monkeypatch.setattr(Share, "move", stays_here)
+    monkeypatch.setattr(TensorParallelShard, "move", stays_here)
     with pytest.raises(RlcoreError, match=re.escape(f"{move}('{tag}') left 1 of 2 vLLM workers")):
         getattr(worker, move)(tag)
 
@@ -120,8 +123,8 @@ def test_a_worker_that_does_not_do_as_told_is_seen(
 def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the memory holds that the device gives."""
     plain = engine.workers[0]
-    share = Share(plain)  # type: ignore[arg-type]
-    resident, after_kv = share._residents["kv_cache"], []
+    shard = TensorParallelShard(plain)  # type: ignore[arg-type]
+    resident, after_kv = shard._residents["kv_cache"], []
     plain.model_runner.post_kv_cache_wake_up = lambda: after_kv.append(plain.caches[0].sum().item())
     real = resident.onload
 
@@ -132,18 +135,18 @@ def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.Monk
         return report
 
     monkeypatch.setattr(resident, "onload", onload)
-    share.move(Move.OFFLOAD, "kv_cache")
+    shard.move(Move.OFFLOAD, "kv_cache")
     assert all(cache.untyped_storage().nbytes() == 0 for cache in plain.caches)
-    share.move(Move.ONLOAD, "kv_cache")
+    shard.move(Move.ONLOAD, "kv_cache")
     assert all(bool((cache == 0).all()) for cache in plain.caches)
     assert after_kv == [0.0], "the scales of an FP8 cache come after that"
 
 
 def test_what_no_sync_brings_again_is_kept(engine: Engine) -> None:
     """Buffers, and what loading derived; neither the weights nor the KV cache."""
-    share = Share(engine.workers[0])  # type: ignore[arg-type]
-    model: Any = share.model
-    kept = list(share._kept())
+    shard = TensorParallelShard(engine.workers[0])  # type: ignore[arg-type]
+    model: Any = shard.model
+    kept = list(shard._kept())
     assert {id(one) for one in kept} == {id(one) for one in (model.table, model.absorbed, *model.halves)}
     assert len(kept) == 4
 
@@ -151,29 +154,29 @@ def test_what_no_sync_brings_again_is_kept(engine: Engine) -> None:
 @pytest.mark.parametrize("move", [Move.OFFLOAD, Move.META])
 def test_a_share_that_is_closed_leaves_all_memory_to_be_freed(engine: Engine, move: Move) -> None:
     plain = engine.workers[0]
-    share = Share(plain)  # type: ignore[arg-type]
-    weight = share.model.get_parameter("weight")
-    share.move(move, "weights")
+    shard = TensorParallelShard(plain)  # type: ignore[arg-type]
+    weight = shard.model.get_parameter("weight")
+    shard.move(move, "weights")
     assert weight.untyped_storage().nbytes() == 0
-    share.close()
+    shard.close()
     assert weight.untyped_storage().nbytes() == weight.nbytes
-    assert vars(share) == {}, "it would keep the model"
+    assert vars(shard) == {}, "it would keep the model"
 
 
 def test_memory_that_finds_no_room_again_is_never_freed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(share_module, "_NEVER_FREED", kept := [])
+    monkeypatch.setattr(shard_module, "_NEVER_FREED", kept := [])
     plain = engine.workers[0]
-    share = Share(plain)  # type: ignore[arg-type]
-    model = share.model
-    share.move(Move.META, "weights")
+    shard = TensorParallelShard(plain)  # type: ignore[arg-type]
+    model = shard.model
+    shard.move(Move.META, "weights")
 
     def onload() -> None:
         raise DeviceError("cuda:0 has 1 MiB free")
 
-    monkeypatch.setattr(share._residents["weights"], "onload", onload)
-    share.close()
+    monkeypatch.setattr(shard._residents["weights"], "onload", onload)
+    shard.close()
     ((held, caches),) = kept
     assert held is model
     assert [id(cache) for cache in caches] == [id(cache) for cache in plain.caches]
