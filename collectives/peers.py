@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.collectives.rendezvous import Card, Meeting
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 
 _LOOK_S = 1.0
 """A wait longer than this looks after the peers so often, and tells them that it waits."""

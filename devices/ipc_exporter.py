@@ -26,7 +26,7 @@ from rlcore.devices.ipc_messages import Claim, Granted, Message, Refused, Releas
 from rlcore.devices.ipc_sharing import SharedMemory
 from rlcore.devices.ipc_socket import listen
 from rlcore.errors import DeviceError, StateError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 from rlcore.types import IpcExport
 
 _MOST_UNREAD_GRANTS = 64  # a process asks for 32 ahead of the answers; each keeps a descriptor open here

@@ -10,7 +10,7 @@ import torch
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
-from rlcore.processes import boot_id
+from rlcore.process.status import boot_id
 from rlcore.types import Capability, EventHandle
 
 

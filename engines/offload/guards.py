@@ -18,7 +18,7 @@ _REPLACED = ("__deepcopy__", "_apply", "_load_from_state_dict", "reset_parameter
 
 
 class Guard:
-    """While it is up, the guarded objects raise ``StateError`` when used."""
+    """Makes objects raise ``StateError`` when they are used, until it is lifted."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle | _Replaced] = []

@@ -11,7 +11,7 @@ import msgspec
 
 from rlcore.device import Device
 from rlcore.errors import SyncError
-from rlcore.processes import boot_id, pid_namespace, start_time
+from rlcore.process.status import boot_id, pid_namespace, start_time
 
 Route = Literal["local", "direct", "packed", "collective"]
 ROUTES: tuple[Route, ...] = ("local", "direct", "packed", "collective")

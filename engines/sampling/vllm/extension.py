@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers.worker import Failure, describe
+from rlcore.engines.launchers.failures import WorkerFailure, describe
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import Worker
 from rlcore.engines.sampling.vllm.shard import Share
@@ -31,7 +31,7 @@ class RlcoreWorkerExtension:
                 a process that calls it alone, its own.
 
         Returns:
-            msgpack of [what it returned, None] or, of rlcore's own errors, [None, ``Failure``].
+            msgpack of [what it returned, None] or, of rlcore's own errors, [None, ``WorkerFailure``].
         """
         each = msgspec.msgpack.decode(calls)
         worker: Worker = self  # type: ignore[assignment]
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, array_like=True):
     """What ``rlcore_call`` returns."""
 
     result: Any
-    failure: Failure | None
+    failure: WorkerFailure | None
 
 
 def _share_of(worker: Any) -> Share:

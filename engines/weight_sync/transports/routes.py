@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from rlcore.engines.launchers.traces import new_store
+from rlcore.engines.launchers.runtime_files import new_store
 from rlcore.engines.weight_sync.channels.peers import Parties, at_once
 from rlcore.engines.weight_sync.endpoint import Route
 from rlcore.engines.weight_sync.sender import Packing, Sending
