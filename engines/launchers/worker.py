@@ -26,7 +26,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """The facts that a worker is told. It owns one device, or drives several; its executor has ``world_size`` workers."""
+    """The facts that a worker gets. It owns one device, or drives several; its executor has ``world_size`` workers."""
 
     engine: str
     """Label of the engine, such as "the train engine"."""
