@@ -352,7 +352,7 @@ def test_a_program_that_closes_nothing_leaves_no_file(tmp_path: Path, end: str, 
 @pytest.mark.slow
 def test_a_dropped_group_ends_its_workers(wait_until: Any) -> None:
     group = start_workers(Worker, "the engine", ["cpu:0"], launcher="process", timeout_s=100.0)
-    pid, store = group.workers[0].process_id, Path(group._store)
+    pid, store = group.workers[0].process_id, Path(group.store)
     assert store.exists()
     ask_all(group, "rank")
     del group
