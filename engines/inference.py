@@ -19,7 +19,8 @@ from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.progress import progress_bar
 from rlcore.engines.sampling.prompts import ParamsLike, Prompt, params_of_each, prompts_of
 from rlcore.engines.sampling.serving import AsynchronousRequests, Calls, Serving, check_prompts, cost_of, spread
-from rlcore.errors import StateError, SyncError
+from rlcore.engines.weight_sync.engines import ReceivingEngine, poisoned
+from rlcore.errors import StateError
 
 
 class SyncState(StrEnum):
@@ -31,7 +32,7 @@ class SyncState(StrEnum):
     POISONED = "poisoned"
 
 
-class InferenceEngine(AsynchronousRequests, Engine):
+class InferenceEngine(AsynchronousRequests, Engine, ReceivingEngine):
     """Generates completions.
 
     Args:
@@ -187,23 +188,6 @@ class InferenceEngine(AsynchronousRequests, Engine):
                 f"{purpose} is refused: a weight sync stopped midway and the weights are a mixture; "
                 "call sync_weights() again, or load()"
             )
-
-
-@contextlib.contextmanager
-def poisoned(engines: Sequence[InferenceEngine], version: int) -> Iterator[None]:
-    """Inside, and after an error, the engines refuse to generate; a clean end commits ``version`` on all."""
-    for engine in engines:
-        engine.poison()
-    try:
-        yield
-    except Exception as error:
-        reason = str(error).partition("\n")[0].removesuffix("; the worker was at:")
-        raise SyncError(
-            f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
-            "refuses to generate; sync again, or reload with load()"
-        ) from error
-    for engine in engines:
-        engine.commit(version)
 
 
 def _num_completions(num_prompts: int, params: ParamsLike | Sequence[ParamsLike]) -> int:

@@ -19,9 +19,9 @@ from rlcore.engines.fsdp2.micro_batch import check_finite, check_tokens, shares
 from rlcore.engines.fsdp2.step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_order_of_rows, split_arguments
 from rlcore.engines.residency import State
-from rlcore.engines.weight_sync.endpoint import Route
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
-from rlcore.engines.weight_sync.options import Checksums, RoundOptions
+from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
+from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.token.weights import Mode
 from rlcore.kernels.token.weights import token_weights as make_token_weights
@@ -282,6 +282,7 @@ class TrainEngine(CheckpointedEngine):
         staged: bool = False,
         verify: bool = False,
         checksums: Checksums = "sample",
+        staging_bytes: int | None = None,
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
     ) -> SyncReport:
@@ -295,7 +296,8 @@ class TrainEngine(CheckpointedEngine):
                 twice meanwhile.
             verify: compare every byte with what the target's own loader makes of the same weights; slow.
             checksums: of buckets, on "packed" and "collective": of none, one in 16, or all.
-            slab_bytes: of each of the two slabs of a trainer's worker; None chooses.
+            staging_bytes: size of each of the two staging buffers of a trainer's worker; None chooses.
+            slab_bytes: the former name of ``staging_bytes``, deprecated.
             timeout_s: for all of it.
 
         Raises:
@@ -303,6 +305,7 @@ class TrainEngine(CheckpointedEngine):
             UnsupportedError: no route, or not the one asked for, can be taken; says why.
             SyncError: the models differ, or the sync failed; the message or a note says what the targets hold.
         """
+        staging_bytes = staging_bytes_of(staging_bytes, slab_bytes)
         targets = as_targets(target)
         self._require("weights", "sync_weights()")
         group = self._built_group()
@@ -315,7 +318,7 @@ class TrainEngine(CheckpointedEngine):
                 is_staged=staged,
                 is_verified=verify,
                 checksums=checksums,
-                slab_bytes=slab_bytes,
+                staging_bytes=staging_bytes,
                 is_same=is_same,
                 timeout_s=timeout_s,
             )

@@ -9,7 +9,7 @@ import torch
 
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.device import Device
-from rlcore.kernels.dispatch import Choice, Query, choose
+from rlcore.kernels.dispatch import ChosenImplementation, Query, choose
 from rlcore.registry import get_device
 
 
@@ -34,15 +34,15 @@ def _prepare_op_choice(device: Device) -> Work:
 
 
 def _prepare_new_op_choice(device: Device) -> Work:
-    def run() -> Choice:
+    def run() -> ChosenImplementation:
         choose.cache_clear()
         return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))
 
     return _choosing(run)
 
 
-def _choosing(run: Callable[[], Choice]) -> Work:
-    def check(choice: Choice) -> None:
+def _choosing(run: Callable[[], ChosenImplementation]) -> Work:
+    def check(choice: ChosenImplementation) -> None:
         expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
     contender = Contender(implementation="dispatch", run=run, check=check)

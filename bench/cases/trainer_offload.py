@@ -19,12 +19,12 @@ from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, policy, policy_class
 from rlcore.bench.cases.offload import Link, room_of_host
 from rlcore.device import Device
-from rlcore.engines.fsdp2.sharding import local_part
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.types import OffloadReport
+from rlcore.weights.shards import local_part
 
 _HOST_SHARE = 0.8
 """Of what the control group leaves."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class _Synced(ABC):
     """One side of a weight sync."""
 
     @abstractmethod
-    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+    def sync_call(self, method: str, calls: list[object] | None) -> list[object]:
         """Call a method of this worker's end of a weight sync: its `Receiver`, or of a trainer its `Sender`.
 
         Args:
@@ -54,8 +54,8 @@ class InferenceExecutor(Worker, _Synced):
     """
 
     @abstractmethod
-    def build(self, path: str | Path, /, **options: Any) -> None:
-        """Load model and tokenizer, and fill ``_residents``. Called once, first.
+    def build(self, path: str | Path, /, **options: object) -> None:
+        """Load model and tokenizer, and fill ``_offload_groups``. Called once, first.
 
         Args:
             path: a Hugging Face model folder with safetensors weights.
@@ -150,8 +150,8 @@ class TrainExecutor(Worker, _Synced):
     module: TrainModule
 
     @abstractmethod
-    def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
-        """Shard and materialize the module, and fill ``_residents``. Called once, first.
+    def build(self, module: TrainModule, seed: int, /, **options: object) -> bool:
+        """Shard and materialize the module, and fill ``_offload_groups``. Called once, first.
 
         Args:
             module: on the meta device; ``module.on_weights_materialized()`` is called when its weights are there.
@@ -200,7 +200,7 @@ class TrainExecutor(Worker, _Synced):
         """
 
     @abstractmethod
-    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
+    def save(self, folder: Path, extra: dict[str, object], blocking: bool, algorithm: str) -> tuple[str, float]:
         """Write this rank's part of a checkpoint; the state that it has at the call, whatever trains afterwards.
 
         Args:
@@ -221,7 +221,7 @@ class TrainExecutor(Worker, _Synced):
         """Return True unless a save is being written in the background."""
 
     @abstractmethod
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path) -> dict[str, object]:
         """Continue from a checkpoint, of any number of ranks; return the ``extra`` that was saved.
 
         Raises:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError
 
 
@@ -28,8 +28,7 @@ def check_executor_options(
     own = _keywords(build)
     for name in given:
         if name not in names:
-            nearest = difflib.get_close_matches(name, [*own, *names], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+            hint = did_you_mean(name, [*own, *names]) or "."
             raise InvalidInputError(
                 f"build() of {label} has no option {name!r}{hint} It takes {', '.join(own)}; and by the executor "
                 f"{executor!r}: {', '.join(names) or 'nothing else'}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
@@ -27,7 +27,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.weight_sync.channels.peers import call_each
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
@@ -76,7 +76,7 @@ class Fsdp2Worker(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
-        self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
+        self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self._offload_groups = self._make_offload_groups()
         return bool(train_state.optimizers_of(module))
 
@@ -137,7 +137,7 @@ class Fsdp2Worker(TrainExecutor):
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, who call it together."""
         self._context.process_group(_COLLECTIVE_TIMEOUT_S)
-        return exchange_bytes(data, self.device.torch_device)
+        return all_gather_bytes(data, self.device.torch_device)
 
     # ---------------------------------------------------------------------------------------------- state
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
-from rlcore.engines.fsdp2.sharding import like, local_part, own_box
 from rlcore.engines.offload.storages import owned
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule
 from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
+from rlcore.weights.shards import like, local_part, own_box
 from rlcore.weights.source import WeightSource
 from rlcore.weights.view import WeightPart
 

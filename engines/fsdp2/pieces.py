@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rlcore.engines.fsdp2.sharding import local_part, own_box
+from rlcore.weights.shards import local_part, own_box
 from rlcore.weights.view import Box, WeightPart, divided, whole_box
 
 

@@ -37,6 +37,7 @@ from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
+from rlcore.weights.shards import local_part
 
 _FAILED = "_rlcore_failed_in_a_batch"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -265,41 +266,3 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def own_box(tensor: Tensor) -> tuple[slice, ...]:
-    """The part of a tensor that this rank holds, as a slice for each dimension; of a plain tensor all."""
-    bounds = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                start, stop = bounds[placement.dim]
-                chunk = -(-(stop - start) // tensor.device_mesh.size(mesh_dim))  # as torch.chunk: the last are short
-                start = min(stop, start + chunk * tensor.device_mesh.get_local_rank(mesh_dim))
-                bounds[placement.dim] = start, min(stop, start + chunk)
-    return tuple(slice(*bound) for bound in bounds)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(sharded: Tensor, local: Tensor) -> Tensor:
-    """A tensor laid out as another one, of which ``local`` is this rank's part."""
-    if not isinstance(sharded, DTensor):
-        return local
-    return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
-    )
-
-
-def is_first_copy(tensor: Tensor) -> bool:
-    """Of the ranks that hold the same part of a tensor, one."""
-    if not isinstance(tensor, DTensor):
-        return not dist.is_initialized() or dist.get_rank() == 0
-    mesh = tensor.device_mesh
-    return all(
-        isinstance(placement, Shard) or mesh.get_local_rank(mesh_dim) == 0
-        for mesh_dim, placement in enumerate(tensor.placements)
-    )

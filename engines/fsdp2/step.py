@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from rlcore.device import Device
 from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
 from rlcore.engines.fsdp2.micro_batch import MicroBatch, Share, micro_batches, on_device
-from rlcore.engines.fsdp2.sharding import leaving_it_sharded, local_part, num_gradient_parts, sync_gradients, total_norm
+from rlcore.engines.fsdp2.sharding import leaving_it_sharded, num_gradient_parts, sync_gradients, total_norm
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
+from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import TrainModule
+from rlcore.weights.shards import local_part
 
 WEIGHT = "token_weight"
 """Carried beside the batch's own entries: the token's share of the loss of the whole batch."""

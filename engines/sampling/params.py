@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError
 
 MIN_TEMPERATURE = 0.01  # vLLM's bound too: below it, logits divided by the temperature overflow in half precision
@@ -91,10 +91,8 @@ class SamplingParams:
         names = [field.name for field in fields(cls)]
         for key in value:
             if key not in names:
-                nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-                raise InvalidInputError(
-                    f"unknown sampling parameter {key!r}; did you mean {nearest!r}? accepted: {', '.join(names)}"
-                )
+                hint = did_you_mean(str(key), names, cutoff=0.0)
+                raise InvalidInputError(f"unknown sampling parameter {key!r}{hint} accepted: {', '.join(names)}")
         return cls(**value)
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:

@@ -1,6 +1,6 @@
-"""Another process with the device under test, which runs functions by name when it is asked to.
+"""A second process with the device under test, which runs functions by name on request.
 
-``Peer`` is the asking side, ``serve`` the other.
+``Peer`` sends the requests; ``serve`` answers them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class Peer:
-    """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns what it returned."""
+    """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns its result."""
 
     def __init__(self, device_name: str, environment: dict[str, str] | None = None) -> None:
         command = python_command("rlcore.conformance.peer:serve", device_name)
@@ -33,11 +33,11 @@ class Peer:
         return self.answer(timeout_s)
 
     def begin(self, function: str, *arguments: Any) -> None:
-        """Ask without waiting for the answer."""
+        """Send a request without waiting for the answer; ``answer`` returns it."""
         self._child.send([function, arguments])
 
     def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
-        """Raise PeerError with what was raised there, or when it does not answer in time."""
+        """Return the next answer. Raises PeerError with the error of the other process, or after ``timeout_s``."""
         watchdog = threading.Timer(timeout_s, self._child.kill)
         watchdog.start()
         found: Any = self._child.receive()
@@ -68,14 +68,14 @@ class Peer:
         self.close()
 
 
-class Peers:
-    """Processes that are started when they are needed and live on for others."""
+class PeerPool:
+    """Processes that start when they are needed first, and that later tests reuse."""
 
     def __init__(self) -> None:
         self._by_device: dict[str, list[Peer]] = {}
 
     def of(self, device_name: str, needed: int = 1) -> list[Peer]:
-        """At least so many that live, always the same first."""
+        """Return at least ``needed`` running processes, in the same order at each call."""
         peers = self._by_device.setdefault(device_name, [])
         for ended in [peer for peer in peers if not peer.is_alive]:
             ended.close()
@@ -91,7 +91,7 @@ class Peers:
 
 
 class PeerError(Exception):
-    """What happened in the other process."""
+    """An error in the other process, or its end."""
 
 
 def serve(device_name: str) -> None:
@@ -103,5 +103,5 @@ def serve(device_name: str) -> None:
         module, _, function = path.partition(":")
         try:
             write_message(answers, ["", getattr(importlib.import_module(module), function)(device, *arguments)])
-        except Exception as error:  # raised by the asking side
+        except Exception as error:  # the asking side raises it
             write_message(answers, [type(error).__name__, str(error)])

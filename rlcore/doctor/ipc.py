@@ -1,6 +1,6 @@
-"""Whether memory can be shared with another process: by doing it.
+"""A check that shares memory of a device with another process.
 
-The other process is started early (``Importer``), because it has to import torch as well.
+The other process (``ImportingProcess``) starts early, because it must import torch too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.errors import UnsupportedError
 from rlcore.process.framing import read_message, take_standard_output, write_message
 from rlcore.process.message_child import MessageChild
@@ -20,14 +20,14 @@ _END_S = 10.0
 _CONTAINERS = "run both processes as one user in one container, or with: docker run --ipc=host --pid=host"
 
 
-class Importer:
-    """The other process."""
+class ImportingProcess:
+    """The process that imports the memory."""
 
     def __init__(self) -> None:
         self._child = MessageChild(python_command("rlcore.doctor.ipc:serve"))
 
     def ask(self, device: str, handle: bytes) -> dict[str, Any]:
-        """Open the handle there, check what it holds and add 1 to it."""
+        """Open the handle there, check the values and add 1 to them."""
         self._child.send([device, handle])
         answer: dict[str, Any] | None = self._child.receive()
         if answer is None:
@@ -39,8 +39,8 @@ class Importer:
         self._child.close(_END_S)
 
 
-def share(name: str, importer: Importer) -> Verdict:
-    """Give device memory to the other process, and see it read there and written from there."""
+def share(name: str, importer: ImportingProcess) -> CheckVerdict:
+    """Share device memory with the other process, which reads and writes it."""
     import torch
 
     from rlcore.registry import get_device
@@ -67,14 +67,14 @@ def share(name: str, importer: Importer) -> Verdict:
 
 
 def serve() -> None:
-    """Open the handles that come, in the other process, and answer each."""
-    answers = take_standard_output()  # what plugins print is no answer
+    """Answer each request on standard input; the main function of the other process."""
+    answers = take_standard_output()  # plugins may print; only answers go to standard output
     import torch  # noqa: F401  (before the first handle comes)
 
     while (request := read_message(sys.stdin.buffer, tuple[str, bytes])) is not None:
         try:
             answer = _open(*request)
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:  # the error is the answer
             text = f"{type(error).__name__}: {error}"
             answer = {"error": text.encode(errors="replace").decode()}  # a path in it need not be Unicode
         write_message(answers, answer)

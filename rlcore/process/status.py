@@ -46,12 +46,6 @@ def maker_of_shared_memory(name: str) -> int | None:
     return int(named[1]) if named else None
 
 
-def shared_memory_names() -> list[str]:
-    """Return the names in /dev/shm, without the files that torch made for other running processes: they come and go."""
-    makers = {name: maker_of_shared_memory(name) for name in os.listdir("/dev/shm")}
-    return sorted(name for name, pid in makers.items() if pid in (None, os.getpid()) or start_time(pid) is None)
-
-
 def pid_namespace() -> int:
     """Return the PID namespace of this process. In another one, such as a container's, ids mean other processes."""
     return os.stat("/proc/self/ns/pid").st_ino

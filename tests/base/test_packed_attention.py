@@ -459,7 +459,7 @@ def test_other_models_run_padded_and_say_why(model_type: str, caplog: pytest.Log
         run(decoder, implementation="per_sequence")
 
 
-def explain_cpu(decoder: Decoder) -> packed_choice.Choice:
+def explain_cpu(decoder: Decoder) -> packed_choice.AttentionChoice:
     return explain(decoder, torch.device("cpu"), torch.float32)
 
 
@@ -691,7 +691,7 @@ def test_the_probe_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
-    reason = packed_choice.why_not("varlen_attn", CALLS["plain"], torch.device("cpu"), torch.bfloat16)
+    reason = packed_choice.why_not("varlen_attn", CALLS["plain"], torch.device("cpu"), torch.float32)
     assert reason is not None and reason.startswith("its probe gave a wrong output")
 
 

@@ -15,7 +15,7 @@ from rlcore.bench.headlines import Run
 from rlcore.bench.report import render
 from rlcore.bench.result import CaseResult, Record, write
 from rlcore.bench.results_page import page
-from rlcore.cli_bench_output import print_results
+from rlcore.cli.bench_output import print_results
 
 CASES = [
     result("op", "ours", 0.010, {"size": "big"}, bus_bandwidth=9e9),

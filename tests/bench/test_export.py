@@ -21,7 +21,7 @@ from rlcore.bench import pytest_plugin
 from rlcore.bench.compare import compare, device_of
 from rlcore.bench.export import read_any, to_csv, to_pytest_benchmark
 from rlcore.bench.result import Record, read, write
-from rlcore.cli_bench import bench
+from rlcore.cli.bench import bench
 from rlcore.errors import BenchError
 from tests.warm import run_warm
 
@@ -112,8 +112,9 @@ def test_other(benchmark_on):
 
 
 @pytest.fixture
-def micro(tmp_path: Path) -> Callable[..., Any]:
+def micro(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run two micro-benchmarks with the plugin; the first does ``count`` rounds of a loop."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # in which pytest-benchmark measures nothing
 
     def run(*arguments: str, count: int = 3000) -> Any:
         (tmp_path / "test_micro.py").write_text(SLOW_BY_HALF.format(count=count, extra=""))

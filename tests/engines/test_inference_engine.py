@@ -346,7 +346,7 @@ def test_a_deadline_that_is_none_is_refused_before_anything_starts(qwen2_folder:
         rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", timeout_s=timeout_s)
 
 
-def test_a_sync_between_launchers_goes_through_slabs(
+def test_a_sync_between_launchers_goes_through_staging_buffers(
     train: rlcore.TrainEngine, qwen2_folder: Path, shared_devices: tuple[str, ...]
 ) -> None:
     with rlcore.InferenceEngine(qwen2_folder) as other:

@@ -213,6 +213,21 @@ def test_that_it_stops_is_said_in_a_pipe_at_once_and_on_a_terminal_in_the_pictur
     assert shown(terminal)[-1] == "stopping"
 
 
+def test_ctrl_c_amid_a_line_is_answered_all_the_same() -> None:
+    class Amid(io.StringIO):
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+        def fileno(self) -> int:
+            return write
+
+    read, write = os.pipe()
+    Display(steps=9, stream=Amid()).stopping("stopping after this step")
+    os.close(write)
+    with open(read) as told:
+        assert told.read() == "stopping after this step\n"
+
+
 def test_the_time_shown_goes_on_between_steps() -> None:
     process, keyboard, screen = start_on_terminal("100")
     shown = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import os
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlcore.arguments import did_you_mean
 from rlcore.device import Device
 from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.worker import WorkerContext
@@ -92,8 +92,7 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
     for name in given:
         if names and name not in names:
             own = [each.name for each in _PARAMETERS_OF_BUILD if each.kind is each.KEYWORD_ONLY]
-            nearest = difflib.get_close_matches(name, [*own, *names], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f", and build() takes {', '.join(own)}"
+            hint = did_you_mean(name, [*own, *names]) or f", and build() takes {', '.join(own)}"
             raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
 
 

@@ -25,7 +25,7 @@ from rlcore.engines.sampling.vllm.extension import Answer
 from rlcore.engines.sampling.vllm.interfaces import Engine
 from rlcore.engines.sampling.vllm.replica import Replica
 from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
-from rlcore.engines.weight_sync.planning.manifest import Manifest
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 from rlcore.weights.names import mismatch
@@ -210,7 +210,7 @@ class VllmWorker(InferenceExecutor):
             self._replica.hold(_SYNC)
         if method == "prepare" and calls:
             self._require_reload("a weight sync")
-            self._check_trainer(Manifest.from_bytes(calls[0][1]))
+            self._check_trainer(WeightManifest.from_bytes(calls[0][1]))
         each: list[Any] = [()] * self._num_shares if calls is None else calls
         results = self._call_each("sync", [(method, arguments) for arguments in each])
         if method == "commit":
@@ -228,7 +228,7 @@ class VllmWorker(InferenceExecutor):
                 f"made them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
             )
 
-    def _check_trainer(self, manifest: Manifest) -> None:
+    def _check_trainer(self, manifest: WeightManifest) -> None:
         """Of another model's weights vLLM's loaders would fail midway, or not at all."""
         own = in_files(self._folder.weight_files)
         given = {weight.name: weight for weight in manifest.weights}

@@ -96,17 +96,17 @@ def test_a_worker_that_does_not_do_as_told_is_seen(
 ) -> None:
     share, real = _share_of(engine.workers[1]), Share.move
     getattr(worker, move)(tag)
-    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
+    assert [_share_of(one)._offload_groups[tag].is_away for one in engine.workers] == [True, True]
 
     def stays_away(self: Share, wanted: str, of: str) -> Any:
-        return (share._residents[of].meta(), True) if self is share else real(self, wanted, of)
+        return (share._offload_groups[of].meta(), True) if self is share else real(self, wanted, of)
 
     with monkeypatch.context() as patch:
         patch.setattr(Share, "move", stays_away)
         with pytest.raises(RlcoreError, match=re.escape(f"onload('{tag}') left 1 of 2 vLLM workers without it")):
             worker.onload(tag)
     worker.onload(tag)
-    assert [_share_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
+    assert [_share_of(one)._offload_groups[tag].is_away for one in engine.workers] == [False, False]
 
     def stays_here(self: Share, wanted: str, of: str) -> Any:
         report, is_away = real(self, wanted, of)
@@ -121,9 +121,9 @@ def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.Monk
     """Whatever the memory holds that the device gives."""
     plain = engine.workers[0]
     share = Share(plain)  # type: ignore[arg-type]
-    resident, after_kv = share._residents["kv_cache"], []
+    group, after_kv = share._offload_groups["kv_cache"], []
     plain.model_runner.post_kv_cache_wake_up = lambda: after_kv.append(plain.caches[0].sum().item())
-    real = resident.onload
+    real = group.onload
 
     def onload() -> Any:
         report = real()
@@ -131,7 +131,7 @@ def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.Monk
             cache.fill_(torch.nan)
         return report
 
-    monkeypatch.setattr(resident, "onload", onload)
+    monkeypatch.setattr(group, "onload", onload)
     share.move(Move.OFFLOAD, "kv_cache")
     assert all(cache.untyped_storage().nbytes() == 0 for cache in plain.caches)
     share.move(Move.ONLOAD, "kv_cache")
@@ -172,7 +172,7 @@ def test_memory_that_finds_no_room_again_is_never_freed(
     def onload() -> None:
         raise DeviceError("cuda:0 has 1 MiB free")
 
-    monkeypatch.setattr(share._residents["weights"], "onload", onload)
+    monkeypatch.setattr(share._offload_groups["weights"], "onload", onload)
     share.close()
     ((held, caches),) = kept
     assert held is model
