@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.device import Device
-from rlcore.engines.offload.group import Resident, exchange, optimizer_tensors
+from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.types import OffloadReport
@@ -50,7 +50,7 @@ class _Set:
         for parameter in self.module.parameters() if trains else ():
             moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
-        self.resident = Resident(device, self._tensors, lambda guard, state: None)
+        self.group = OffloadGroup(device, self._tensors, lambda guard, state: None)
         self._expected = self._sums()
 
     @property
@@ -141,7 +141,7 @@ def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
     def check(moved: _Moved) -> None:
         expect(moved.out.moved_bytes == -moved.in_.freed_device_bytes > 0, f"unequal moves: {moved}")
         for one in sets:
-            if not one.resident.is_away:
+            if not one.group.is_away:
                 one.check()
 
     return Contender(
@@ -151,13 +151,13 @@ def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
 
 def _prepare_cycle(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
-    first = one.resident.offload()
-    one.resident.onload()
+    first = one.group.offload()
+    one.group.onload()
 
     def cycle() -> _Moved:
         rates = link.rates()
-        out = one.resident.offload()
-        in_ = one.resident.onload()
+        out = one.group.offload()
+        in_ = one.group.onload()
         return _Moved(out, in_, out.seconds + in_.seconds, rates)
 
     return Work(
@@ -169,7 +169,7 @@ def _prepare_cycle(device: Device) -> Work:
 
 def _prepare_first(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
-    nbytes = one.resident.device_bytes
+    nbytes = one.group.device_bytes
     arena = arena_of(device)
 
     def first(is_reserved: bool) -> _Moved:
@@ -179,9 +179,9 @@ def _prepare_first(device: Device) -> Work:
             arena.reserve(nbytes + (nbytes >> 10))  # a little for alignment
             arena.wait()
         rates = link.rates()
-        out = one.resident.offload()
+        out = one.group.offload()
         expect(out.first_use is not is_reserved, "the host memory was there, or was not")
-        return _Moved(out, one.resident.onload(), out.seconds, rates)
+        return _Moved(out, one.group.onload(), out.seconds, rates)
 
     def torch_pinned() -> _Moved:
         """A pinned tensor for each, from torch's allocator, as the usual offload loops make them."""
@@ -216,16 +216,16 @@ def _prepare_swap(device: Device) -> Work:
     link = Link(device)
     nbytes = _set_bytes(device, _SWAP_SHARE)
     here, away = _Set(device, nbytes), _Set(device, nbytes)
-    places = [here.resident, away.resident]
+    places = [here.group, away.group]
     places[1].offload()
     for _ in range(2):  # host memory and streams are there
-        exchange([places[0]], [places[1]])
+        swap_groups([places[0]], [places[1]])
         places.reverse()
 
     def swap() -> _Moved:
         rates = link.rates()
         started = time.perf_counter()
-        out, in_ = exchange([places[0]], [places[1]])
+        out, in_ = swap_groups([places[0]], [places[1]])
         seconds = time.perf_counter() - started
         places.reverse()
         return _Moved(out, in_, seconds, rates)
@@ -241,7 +241,7 @@ def _prepare_swap(device: Device) -> Work:
 
     return Work(
         contenders=(_contender("swap", swap, here, away), _contender("one_after_the_other", sequential, here, away)),
-        params={"bytes": here.resident.device_bytes or away.resident.device_bytes},
+        params={"bytes": here.group.device_bytes or away.group.device_bytes},
         num_runs=_NUM_RUNS,
     )
 
@@ -252,10 +252,10 @@ def _prepare_five(device: Device) -> Work:
     sets = []
     for trains in (True, True, False, False, False):
         one = _Set(device, nbytes if trains else nbytes // 3, trains=trains)
-        one.resident.offload()
+        one.group.offload()
         sets.append(one)
     turns = list(zip(sets, [*sets[1:], sets[0]], strict=True))
-    sets[0].resident.onload()
+    sets[0].group.onload()
 
     def round_of(turn: Callable[[_Set, _Set], tuple[OffloadReport, OffloadReport]]) -> Callable[[], _Moved]:
         def play() -> _Moved:
@@ -269,11 +269,11 @@ def _prepare_five(device: Device) -> Work:
         return play
 
     def swap(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-        out, in_ = exchange([here.resident], [following.resident])
+        out, in_ = swap_groups([here.group], [following.group])
         return out, in_
 
     def sequential(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-        return here.resident.offload(), following.resident.onload()
+        return here.group.offload(), following.group.onload()
 
     contenders = {"swap": round_of(swap), "one_after_the_other": round_of(sequential)}
     for _ in range(2):  # host memory and streams are there

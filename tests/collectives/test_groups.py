@@ -20,7 +20,7 @@ from rlcore.errors import (
     StateError,
     UnsupportedError,
 )
-from rlcore.processes import maker_of_shared_memory
+from rlcore.process.status import maker_of_shared_memory
 from rlcore.registry import get_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64)
