@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rlcore.bench.result import Effort
+from rlcore.bench.record import Effort
 from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.registry import registry, resolve

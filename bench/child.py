@@ -23,7 +23,7 @@ from rlcore.bench import steps
 from rlcore.bench.calibrate import calibrate
 from rlcore.bench.case import Case, load_cases
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import Effort
+from rlcore.bench.record import Effort
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device

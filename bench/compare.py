@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlcore.bench.result import CaseResult, Record, identity
+from rlcore.bench.record import CaseResult, Record, identity
 from rlcore.bench.statistics import Difference, difference
 from rlcore.errors import InvalidInputError
 
@@ -120,7 +120,7 @@ def compare(a: Record, b: Record, *, names: tuple[str, str], prices: Mapping[str
         row = _row(results_a.get(key), results_b.get(key), ratio, (price_a, price_b))
         if row is not None:
             rows.append(row)
-    return Comparison(*names, what_differs(a, b), device_of(a) == device_of(b), _is_same_code(a, b), rows)
+    return Comparison(*names, what_differs(a, b), a.device_name == b.device_name, _is_same_code(a, b), rows)
 
 
 def _is_same_code(a: Record, b: Record) -> bool:
@@ -158,13 +158,6 @@ def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:
     return prices
 
 
-def device_of(record: Record) -> str:
-    system = record.system
-    return system.accelerator_model_name or (
-        f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
-    )
-
-
 def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
     """What may explain a difference, most telling first."""
     facts_a, facts_b = _facts(a), _facts(b)
@@ -176,7 +169,7 @@ def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
 def _facts(record: Record) -> dict[str, str]:
     system = record.system
     return {
-        "device": device_of(record),
+        "device": record.device_name,
         "devices": str(system.accelerators_per_node),
         "device memory": str(system.accelerator_memory_capacity_bytes),
         **system.other_software_stack,

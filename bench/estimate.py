@@ -12,8 +12,8 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.bench.case import Case
-from rlcore.bench.result import Effort, Record
-from rlcore.bench.runner import Plan
+from rlcore.bench.record import Effort, Record
+from rlcore.bench.run import Plan
 from rlcore.device import Device
 from rlcore.settings import Settings
 

@@ -22,7 +22,7 @@ import msgspec
 from rlcore.bench.calibrate import Store
 from rlcore.bench.case import Case
 from rlcore.bench.child import Answer, Job
-from rlcore.bench.result import Calibration, CaseResult, Effort, Record, Status
+from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 

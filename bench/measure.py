@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Work
 from rlcore.bench.device_clock import Flush
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.telemetry import Monitor, marks
 from rlcore.bench.trial import Failure, Sampling, Trial, failure_of, is_on_host
 from rlcore.device import Device

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlcore import __version__
-from rlcore.bench.result import SCHEMA, Effort, Record, System
+from rlcore.bench.record import SCHEMA, Effort, Record, System
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device

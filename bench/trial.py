@@ -15,7 +15,7 @@ import torch
 
 from rlcore.bench.case import Contender, Work
 from rlcore.bench.device_clock import DeviceClock, Flush
-from rlcore.bench.result import Metric, Status
+from rlcore.bench.record import Metric, Status
 from rlcore.bench.telemetry import Monitor
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlcore.bench.case import Case
     from rlcore.bench.compare import Comparison, Row
     from rlcore.bench.estimate import Durations
-    from rlcore.bench.result import Calibration, CaseResult, Record
+    from rlcore.bench.record import Calibration, CaseResult, Record
 
 _CLOCKS = {"time": "wall", "device_time": "device", "processor_time": "processors"}
 
@@ -54,7 +54,7 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_
 
 def print_results(record: Record) -> None:
     """A line for each result; of what was skipped how many and why; what this device is meant to reach."""
-    from rlcore.bench.bars import HEADER, verdicts
+    from rlcore.bench.summary import TARGET_COLUMNS, outcomes
 
     by_case: dict[str, list[CaseResult]] = {}
     for result in record.cases:
@@ -67,8 +67,8 @@ def print_results(record: Record) -> None:
     skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
     for reason, number in skipped.items():
         print_text(f"{number} cases skipped: {reason}")
-    if bars := [verdict.cells() for verdict in verdicts(record)]:
-        print_table(list(HEADER), bars)
+    if targets := [outcome.cells() for outcome in outcomes(record)]:
+        print_table(list(TARGET_COLUMNS), targets)
 
 
 def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
@@ -84,8 +84,7 @@ def _sizes(results: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> list[str]:
-    from rlcore.bench.limits import share_of_limit
-    from rlcore.bench.missing import shortened
+    from rlcore.bench.summary import share_of_limit, shortened
     from rlcore.bench.text import seconds
 
     first = [result.name, result.implementation, sizes, result.status]
@@ -144,7 +143,7 @@ def _noise(share: float) -> str:
 
 
 def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
-    from rlcore.bench.missing import shortened
+    from rlcore.bench.summary import shortened
     from rlcore.bench.text import seconds
 
     first = [row.case, row.implementation, sizes]

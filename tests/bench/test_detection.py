@@ -17,8 +17,8 @@ from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 from rlcore.bench.case import Case
 from rlcore.bench.compare import Comparison, compare
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.result import CaseResult, Record
-from rlcore.bench.runner import Run
+from rlcore.bench.record import CaseResult, Record
+from rlcore.bench.run import Run
 from rlcore.bench.trial import Sampling
 
 ROUNDS, GPU_ROUNDS = 30, 15

@@ -11,8 +11,8 @@ import pytest
 
 from rlcore.bench.case import Case
 from rlcore.bench.estimate import Durations, TimeLimit
-from rlcore.bench.result import CaseResult, Metric
-from rlcore.bench.runner import PLANS, Run
+from rlcore.bench.record import CaseResult, Metric
+from rlcore.bench.run import PLANS, Run
 from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 

@@ -18,8 +18,8 @@ from faulty_cases import CASES, GROUP, HANGS_S, SLEEP_S
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.result import read
-from rlcore.bench.runner import Run
+from rlcore.bench.record import read
+from rlcore.bench.run import Run
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 

@@ -14,7 +14,7 @@ from rlcore.bench.case import load_cases
 from rlcore.bench.cases import attention, collectives, copies, memory, product, reinforcement
 from rlcore.bench.cases.collectives import _expected, _Timed, bus_factor
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from records import a_record as full_record
+from rlcore.bench.readme import main, report, rewritten
+from rlcore.bench.results_page import page
 
 from rlcore.bench import readme_tables
-from rlcore.bench.readme import main, report, rewritten
-from rlcore.bench.result import Call, CaseResult, Metric, Record, read, write
-from rlcore.bench.results_page import page
+from rlcore.bench.record import Call, CaseResult, Metric, Record, read, write
 from rlcore.bench.text import size
 from rlcore.errors import BenchError
 from rlcore.settings import VARIABLES

@@ -14,10 +14,10 @@ import pytest
 from records import STEP, a_record, result
 from typer.testing import CliRunner
 
-from rlcore.bench import charts, evidence
-from rlcore.bench.headlines import Run
-from rlcore.bench.report import render
-from rlcore.bench.result import CaseResult, Record, write
+from rlcore.bench import charts
+from rlcore.bench.answers import Run
+from rlcore.bench.record import CaseResult, Record, write
+from rlcore.bench.report import race_groups, render, shares
 from rlcore.cli_bench import bench
 from rlcore.cli_bench_output import print_results
 
@@ -161,8 +161,7 @@ def test_share_is_of_ours_and_never_of_what_computes_nothing() -> None:
         result("host_memory/batch_to_host", "one_copy", 0.01, limits=needs),
         result("memory/bandwidth", "copy", 0.02, limits=needs),
     )
-    group = evidence.shares(Run("a", record))
-    assert group is not None
+    group = shares(Run("a", record))
     found = [(bar.label, bar.detail, bar.value) for bar in group.bars]
     assert found == [
         ("host_memory/batch_to_host", "foreach, of memory", "50%"),
@@ -187,7 +186,7 @@ def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
         result("train/dense", "engine", 0.1, {"T": 8, "lengths": "uneven"}),
         result("train/dense", "torch FSDP2", 0.1, {"T": 8, "lengths": "uneven"}),
     )
-    shown = [(group.title, group.summary) for group in evidence.duels(Run("a", record), is_alone=True)]
+    shown = [(group.title, group.summary) for group in race_groups(Run("a", record), is_alone=True)]
     assert shown == [
         ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
         ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),
@@ -234,14 +233,14 @@ def test_what_was_not_measured_is_not_set_as_an_answer() -> None:
     assert not all(absent for absent, _ in cells)
 
 
-def test_bars_of_the_device_are_counted() -> None:
+def test_targets_of_the_device_are_counted() -> None:
     gpu = msgspec.structs.replace(
         a_record(accelerator_model_name="NVIDIA H200"),
         cases=[result("kernels/token_logprob", "triton", 1e-3), result("kernels/linear_loss/8b", "tiled", 1.0)],
     )
     shown = text_of(render([Run("host", a_record()), Run("gpu", gpu)]))
-    assert re.search(r"bars met none set for it 1 of 2, \d not measured ", shown)
-    assert "bars met" not in text_of(render([Run("host", a_record())]))
+    assert re.search(r"targets met none set for it 1 of 2, \d not measured ", shown)
+    assert "targets met" not in text_of(render([Run("host", a_record())]))
 
 
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:

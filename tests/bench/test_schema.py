@@ -11,7 +11,7 @@ import pytest
 
 from rlcore.bench import result
 from rlcore.bench.locate import line_of
-from rlcore.bench.result import json_schema, read
+from rlcore.bench.record import json_schema, read
 from rlcore.errors import BenchError
 
 SHIPPED = Path(result.__file__).with_name("record.schema.json")

@@ -27,7 +27,7 @@ import rlcore
 from rlcore import cli
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import Calibration, read
+from rlcore.bench.record import Calibration, read
 from rlcore.bench.system import new_record
 from rlcore.console import print_json
 from rlcore.errors import RlcoreError

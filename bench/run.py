@@ -17,7 +17,7 @@ import msgspec
 from rlcore.atomic import is_special
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.result import Call, CaseResult, Effort, Metric, Record, identity, write
+from rlcore.bench.record import Call, CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError

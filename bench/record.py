@@ -123,6 +123,14 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Measured again in later rounds; what states its number of runs is not, nor what failed."""
         return self.has("first_run")
 
+    def identity_values(self) -> dict[str, int | float | str]:
+        """Return the implementation and the params, by name."""
+        return {**self.params, "implementation": self.implementation}
+
+    def kinds_of_marks(self) -> list[str]:
+        """Return the words before the colons of the marks, each once."""
+        return list(dict.fromkeys(mark.partition(":")[0] for mark in self.marks))
+
     def has(self, metric: str) -> bool:
         return any(found.name == metric for found in self.metrics)
 
@@ -210,8 +218,24 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """That measured it, in order; records before these were kept have none."""
     cases: list[CaseResult]
 
+    @property
+    def device_name(self) -> str:
+        """What people call the device that was measured."""
+        system = self.system
+        host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
+        return system.accelerator_model_name or host
+
+    def passed(self) -> list[CaseResult]:
+        return [result for result in self.cases if result.status == "pass"]
+
+    def by_case(self) -> dict[str, list[CaseResult]]:
+        found: dict[str, list[CaseResult]] = {}
+        for result in self.cases:
+            found.setdefault(result.name, []).append(result)
+        return found
+
     def commits(self) -> str:
-        """Of all that its results were measured with, shortened."""
+        """Return the commits that the results were measured with, shortened."""
         calls = [call.commit for call in self.calls if call.rounds] or [self.commit]
         return ", ".join(dict.fromkeys(map(short_commit, calls)))
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from rlcore.bench.case import Case
-from rlcore.bench.result import CaseResult, Metric, Telemetry, read
-from rlcore.bench.runner import PLANS, Run, continued, noted
+from rlcore.bench.record import CaseResult, Metric, Telemetry, read
+from rlcore.bench.run import PLANS, Run, continued, noted
 from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
@@ -97,7 +97,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import test_runner as t
-from rlcore.bench.result import read
+from rlcore.bench.record import read
 path = Path({folder!r}, "out.json")
 try:
     t.a_run(path, lambda case: [t.passed(case.name, *[0.123456789] * 2000)]).cases([*map(t.case, "abcdefgh")])
