@@ -38,7 +38,7 @@ from rlcore.errors import BenchError
 # -------------------------------------------------------------------------------------------- README's table
 
 _BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
-_BEST_OF_OTHERS: Selector = {}
+_FASTEST: Selector = {}
 
 
 class Shown(NamedTuple):
@@ -48,66 +48,34 @@ class Shown(NamedTuple):
     record: str
     """The file in ``bench/results``, without ".json"."""
     case: str
-    ours: Selector | None = None
-    """None: the best of rlcore."""
-    metric: str = "time"
+    ours: Selector = _FASTEST
+    """Empty: the fastest of rlcore."""
     beside: Selector | None = None
-    """None: nothing."""
+    """Empty: the fastest of the others. None: nothing stands beside it."""
+    metric: str = "time"
 
 
-_EQUAL = {"lengths": "equal"}
+_ENGINE = {"implementation": "engine", "lengths": "equal"}, {"implementation": "torch FSDP2", "lengths": "equal"}
+_ARENA = {"implementation": "arena_reserved"}, {"implementation": "torch_pin_memory"}
+_SWAP = {"implementation": "swap"}, {"implementation": "one_after_the_other"}
+_SYNC = {"implementation": "turn"}, {"implementation": "vllm_ipc_packed"}
 SHOWN = (
-    *(
-        Shown(f"`{op}`{', 8B' * ('linear' in op)}, {passes}", "kernels-h200", f"kernels/{case}", None, "time", {})
-        for op, passes, case in (
-            ("token_logprob", "forward", "token_logprob_forward"),
-            ("token_logprob", "forward and backward", "token_logprob"),
-            ("linear_logprob", "forward", "linear_logprob_forward/8b"),
-            ("linear_logprob", "forward and backward", "linear_logprob/8b"),
-            ("linear_loss", "forward and backward", "linear_loss/8b"),
-        )
-    ),
-    *(
-        Shown(
-            f"a train step of {model}, {count}",
-            f"train-{devices}h200",
-            f"train/dense_{model.lower()}",
-            {"implementation": "engine", **_EQUAL},
-            "tokens_a_device",
-            {"implementation": "torch FSDP2", **_EQUAL},
-        )
-        for model in ("1.5B", "7B")
-        for devices, count in (("", "tokens/s"), ("2x", "tokens/s each"))
-    ),
-    Shown(
-        "the first offload of 25 GB, reserved",
-        "offload-h200",
-        "offload/first",
-        {"implementation": "arena_reserved"},
-        "time",
-        {"implementation": "torch_pin_memory"},
-    ),
-    Shown(
-        "two sets of 45 GB change places",
-        "offload-h200",
-        "offload/swap",
-        {"implementation": "swap"},
-        "time",
-        {"implementation": "one_after_the_other"},
-    ),
-    Shown(
-        "new weights for vLLM, 7B",
-        "vllm-h200",
-        "weight_sync/vllm/7b",
-        {"implementation": "turn"},
-        "time",
-        {"implementation": "vllm_ipc_packed"},
-    ),
-    Shown("the whole quickstart", "quickstart-h200", "quickstart/learns", {}),
-    Shown("its accuracy, 34 % to 44 % before", "quickstart-h200", "quickstart/learns", {}, "accuracy_after"),
-    Shown("the whole quickstart", "quickstart-cpu", "quickstart/learns", {}),
-    Shown("`import rlcore`", "startup-cpu", "startup/import", {}),
-    Shown("a call of a worker process", "workers-cpu", "workers/call", {}),
+    Shown("`token_logprob`, forward", "kernels-h200", "kernels/token_logprob_forward", beside={}),
+    Shown("`token_logprob`, forward and backward", "kernels-h200", "kernels/token_logprob", beside={}),
+    Shown("`linear_logprob`, 8B, forward", "kernels-h200", "kernels/linear_logprob_forward/8b", beside={}),
+    Shown("`linear_logprob`, 8B, forward and backward", "kernels-h200", "kernels/linear_logprob/8b", beside={}),
+    Shown("`linear_loss`, 8B, forward and backward", "kernels-h200", "kernels/linear_loss/8b", beside={}),
+    Shown("training a 1.5B", "train-h200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    Shown("training a 1.5B, each of two", "train-2xh200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    Shown("training a 7B", "train-h200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    Shown("training a 7B, each of two", "train-2xh200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    Shown("the first offload of 25 GB, host memory reserved", "offload-h200", "offload/first", *_ARENA),
+    Shown("two sets of 45 GB change places", "offload-h200", "offload/swap", *_SWAP),
+    Shown("new weights for vLLM, 7B", "vllm-h200", "weight_sync/vllm/7b", *_SYNC),
+    Shown("the whole quickstart", "quickstart-h200", "quickstart/learns"),
+    Shown("the whole quickstart", "quickstart-cpu", "quickstart/learns"),
+    Shown("`import rlcore` in a new process", "startup-cpu", "startup/import"),
+    Shown("a call of a worker process and its answer", "workers-cpu", "workers/call"),
 )
 
 
@@ -127,40 +95,37 @@ def readme_table(results: Path, shown: Sequence[Shown] = SHOWN) -> Table:
 
 def _shown_row(shown: Shown, record: Record) -> list[str]:
     """A ratio above 1 is in the favour of rlcore."""
-    ours = _chosen(shown, record, shown.ours, is_our_best=True)
+    ours = _chosen(shown, record, shown.ours, "of rlcore")
     cells = [shown.label, _told(ours, shown), "", "", _machine(record)]
     if shown.beside is not None:
-        other = _chosen(shown, record, shown.beside, is_our_best=False)
+        other = _chosen(shown, record, shown.beside, "of another")
         ratio = _value(ours, shown) / _value(other, shown)
-        is_rate = _unit(ours, shown).endswith("/s")
+        is_rate = ours.unit(shown.metric).endswith("/s")
         cells[2:4] = _told(other, shown), f"{ratio if is_rate else 1 / ratio:.2f}"
     return cells
 
 
-def _chosen(shown: Shown, record: Record, selector: Selector | None, *, is_our_best: bool) -> CaseResult:
-    """The result that the selector names; without one the fastest of rlcore, or of the others."""
-    results = [one for one in record.cases if one.name == shown.case]
-    found = selected(results, selector or {})
+def _chosen(shown: Shown, record: Record, selector: Selector, whose: str) -> CaseResult:
+    """The result that the selector names; an empty one takes the fastest ``whose`` it is, where there are two sides."""
+    results = record.by_case().get(shown.case, [])
+    found = selected(results, selector)
     if not selector and shown.beside is not None:
-        found = [one for one in found if is_ours(one) is is_our_best]
-    if not found:
-        why = "is missing" if not results else f"has no number for {', '.join(map(str, (selector or {}).values()))}"
-        broken = [f"{one.implementation or 'all'}: {one.status}: {one.reason}" for one in results if one.reason]
-        told = "; ".join([f"{shown.case} {why or 'this side'} in {shown.record}.json", *broken])
-        raise BenchError(f"{told}; the README shows only what passed")
-    return min(found, key=median) if shown.metric == "time" else found[0]
+        found = [one for one in found if is_ours(one) is (whose == "of rlcore")]
+    if found:
+        return min(found, key=lambda one: median(one) if shown.metric == "time" else 0.0)
+    which = f" for {', '.join(map(str, selector.values()))}" if selector else f" {whose}" if shown.beside == {} else ""
+    why = f"has no number{which} in" if results else "is not in"
+    broken = "; ".join(f"{one.implementation}: {one.status}: {one.reason}" for one in results if one.reason)
+    told = f" ({broken})" if broken else ""
+    raise BenchError(f"{shown.case} {why} {shown.record}.json{told}; the README shows only what passed")
 
 
 def _value(result: CaseResult, shown: Shown) -> float:
     return median(result, "" if shown.metric == "time" else shown.metric)
 
 
-def _unit(result: CaseResult, shown: Shown) -> str:
-    return next(metric.unit for metric in result.metrics if metric.name == shown.metric)
-
-
 def _told(result: CaseResult, shown: Shown) -> str:
-    number = quantity(_value(result, shown), _unit(result, shown))
+    number = quantity(_value(result, shown), result.unit(shown.metric))
     return number if shown.beside is None else f"{number}, {result.implementation}"
 
 

@@ -33,7 +33,7 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 _LARGEST_BYTES = 50_000_000
-"""Of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
+"""Size of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
 
 _TIMES = ("time", "device_time", "processor_time", "queueing_in_device_time", "first_run")
 """See ``Metric.name``."""
@@ -133,6 +133,9 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def has(self, metric: str) -> bool:
         return any(found.name == metric for found in self.metrics)
+
+    def unit(self, metric: str) -> str:
+        return next(found.unit for found in self.metrics if found.name == metric)
 
     def samples(self, metric: str) -> list[float]:
         return next(found.samples for found in self.metrics if found.name == metric)
