@@ -72,16 +72,18 @@ def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream:
         expect(error <= tolerance, f"the {name} differs from float64 by {error:.1e}, more than {tolerance:.1e}")
 
 
-forward_case = Case(
-    name="attention/forward",
-    description="causal attention by torch, forward",
-    prepare=functools.partial(_prepare, False),
-    effort="quick",
-    estimate_s=4.0,
-)
-backward_case = Case(
-    name="attention/backward",
-    description="causal attention by torch, forward and backward",
-    prepare=functools.partial(_prepare, True),
-    estimate_s=6.0,
+cases = (
+    Case(
+        "attention/forward",
+        "causal attention by torch, forward",
+        functools.partial(_prepare, False),
+        effort="quick",
+        estimate_s=4.0,
+    ),
+    Case(
+        "attention/backward",
+        "causal attention by torch, forward and backward",
+        functools.partial(_prepare, True),
+        estimate_s=6.0,
+    ),
 )

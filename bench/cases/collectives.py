@@ -166,9 +166,7 @@ def _case(op: Op, *, is_large: bool = False) -> Case:
     )
 
 
-all_reduce_case, all_gather_case, reduce_scatter_case, broadcast_case, all_to_all_case = (
-    _case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-)
-all_reduce_large_case, all_gather_large_case, reduce_scatter_large_case, broadcast_large_case, all_to_all_large_case = (
-    _case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+cases = (
+    *(_case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
+    *(_case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
 )

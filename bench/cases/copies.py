@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.timing import median_time
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
@@ -102,17 +101,7 @@ def _prepare_peers(device: Device) -> Work:
                 targets[j].copy_(sources[i], non_blocking=True)
 
     def seconds(*pairs: tuple[int, int]) -> float:
-        involved = [devices[index] for index in pairs[0]]
-        found = []
-        for _ in range(_REPEATS + 1):
-            for one in involved:
-                one.synchronize()
-            started = time.perf_counter()
-            copy(*pairs)
-            for one in involved:
-                one.synchronize()
-            found.append(time.perf_counter() - started)
-        return statistics.median(found[1:])
+        return median_time(_REPEATS, lambda: copy(*pairs), *(devices[index] for index in pairs[0]), warm_up=1)[1]
 
     def run() -> dict[str, Quantity]:
         rates = {}
@@ -131,30 +120,32 @@ def _prepare_peers(device: Device) -> Work:
     return Work(contenders=(contender,), params={"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
 
 
-to_device_case = Case(
-    name="copies/to_device",
-    description="256 MiB from the host to the device, from pinned and from pageable memory",
-    prepare=functools.partial(_prepare_host_copies, True),
-    effort="quick",
-    estimate_s=1.0,
-)
-to_host_case = Case(
-    name="copies/to_host",
-    description="256 MiB from the device to the host, to pinned and to pageable memory",
-    prepare=functools.partial(_prepare_host_copies, False),
-    effort="quick",
-    estimate_s=1.0,
-)
-both_ways_case = Case(
-    name="copies/both_ways",
-    description="256 MiB each way between device and pinned memory at once",
-    prepare=_prepare_both_ways,
-    estimate_s=1.0,
-)
-peers_case = Case(
-    name="copies/peers",
-    description="256 MiB from each device to each other one, and both ways at once: a rate for each pair",
-    prepare=_prepare_peers,
-    effort="quick",
-    estimate_s=1.0,
+cases = (
+    Case(
+        "copies/to_device",
+        "256 MiB from the host to the device, from pinned and from pageable memory",
+        functools.partial(_prepare_host_copies, True),
+        effort="quick",
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/to_host",
+        "256 MiB from the device to the host, to pinned and to pageable memory",
+        functools.partial(_prepare_host_copies, False),
+        effort="quick",
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/both_ways",
+        "256 MiB each way between device and pinned memory at once",
+        _prepare_both_ways,
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/peers",
+        "256 MiB from each device to each other one, and both ways at once: a rate for each pair",
+        _prepare_peers,
+        effort="quick",
+        estimate_s=1.0,
+    ),
 )

@@ -96,32 +96,30 @@ def _prepare_batch(to_device: bool, device: Device) -> Work:
     )
 
 
-alloc_case = Case(
-    name="host_memory/alloc",
-    description="allocate and free 2 GiB of host memory that the device copies from",
-    prepare=_prepare_alloc,
-)
-to_device_case = Case(
-    name="host_memory/to_device",
-    description="copy 2 GiB to the device, from host_alloc and from torch's pinned memory",
-    prepare=lambda device: _prepare_copies(True, device),
-    estimate_s=20.0,
-)
-to_host_case = Case(
-    name="host_memory/to_host",
-    description="copy 2 GiB to the host, to host_alloc and to torch's pinned memory",
-    prepare=lambda device: _prepare_copies(False, device),
-    estimate_s=20.0,
-)
-batch_to_device_case = Case(
-    name="host_memory/batch_to_device",
-    description="copy 5,000 tensors to the device: copy_batch, torch's foreach, and as many bytes at once",
-    prepare=lambda device: _prepare_batch(True, device),
-    estimate_s=20.0,
-)
-batch_to_host_case = Case(
-    name="host_memory/batch_to_host",
-    description="copy 5,000 tensors to the host: copy_batch, torch's foreach, and as many bytes at once",
-    prepare=lambda device: _prepare_batch(False, device),
-    estimate_s=20.0,
+cases = (
+    Case("host_memory/alloc", "allocate and free 2 GiB of host memory that the device copies from", _prepare_alloc),
+    Case(
+        "host_memory/to_device",
+        "copy 2 GiB to the device, from host_alloc and from torch's pinned memory",
+        lambda device: _prepare_copies(True, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/to_host",
+        "copy 2 GiB to the host, to host_alloc and to torch's pinned memory",
+        lambda device: _prepare_copies(False, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/batch_to_device",
+        "copy 5,000 tensors to the device: copy_batch, torch's foreach, and as many bytes at once",
+        lambda device: _prepare_batch(True, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/batch_to_host",
+        "copy 5,000 tensors to the host: copy_batch, torch's foreach, and as many bytes at once",
+        lambda device: _prepare_batch(False, device),
+        estimate_s=20.0,
+    ),
 )

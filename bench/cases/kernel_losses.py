@@ -157,5 +157,4 @@ def _sequences_case(head: str) -> Case:
     )
 
 
-linear_loss_8b, linear_loss_05b, linear_loss_14b, linear_loss_17b = map(_loss_case, HEADS)
-sequences_8b, sequences_05b, sequences_14b, sequences_17b = map(_sequences_case, HEADS)
+cases = (*map(_loss_case, HEADS), *map(_sequences_case, HEADS))

@@ -163,28 +163,15 @@ def _captured(device_type: str, call: Call) -> Call:
     return replay
 
 
-gae_case = Case(
-    name="kernels/gae",
-    description="generalised advantages of packed sequences",
-    prepare=_prepare_gae,
-    estimate_s=2.0,
-)
-return_case = Case(
-    name="kernels/discounted_return",
-    description="discounted returns of packed sequences",
-    prepare=_prepare_return,
-    estimate_s=2.0,
-)
-groups_case = Case(
-    name="kernels/group_advantage",
-    description="advantages within groups of rewards",
-    prepare=_prepare_groups,
-    estimate_s=1.0,
-)
-token_loss_case = Case(
-    name="kernels/token_loss",
-    description="clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
-    prepare=_prepare_loss,
-    estimate_s=1.0,
-    device_estimate_s=8.0,
+cases = (
+    Case("kernels/gae", "generalised advantages of packed sequences", _prepare_gae, estimate_s=2.0),
+    Case("kernels/discounted_return", "discounted returns of packed sequences", _prepare_return, estimate_s=2.0),
+    Case("kernels/group_advantage", "advantages within groups of rewards", _prepare_groups, estimate_s=1.0),
+    Case(
+        "kernels/token_loss",
+        "clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
+        _prepare_loss,
+        estimate_s=1.0,
+        device_estimate_s=8.0,
+    ),
 )

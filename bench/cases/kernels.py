@@ -25,7 +25,7 @@ from rlcore.bench.cases.kernel_inputs import (
     implementations,
     relative,
 )
-from rlcore.bench.cases.kernel_peers import Score, linear_logprob_peers, token_logprob_peers
+from rlcore.bench.cases.peers.operators import Score, linear_logprob_peers, token_logprob_peers
 from rlcore.device import Device
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.losses.interface import PerToken, TermOutput
@@ -92,22 +92,6 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     )
 
 
-token_logprob_case = Case(
-    name="kernels/token_logprob",
-    description="log-probabilities of the targets and entropies from logits, forward and backward",
-    prepare=functools.partial(_prepare_token_logprob, backward=True),
-    estimate_s=2.0,
-    device_estimate_s=27.0,
-)
-token_logprob_forward_case = Case(
-    name="kernels/token_logprob_forward",
-    description="log-probabilities of the targets and entropies from logits, forward",
-    prepare=functools.partial(_prepare_token_logprob, backward=False),
-    estimate_s=1.0,
-    device_estimate_s=17.0,
-)
-
-
 # ----------------------------------------------------------------------------------------- from hidden states
 
 
@@ -165,14 +149,6 @@ def _linear_logprob_case(head: str, *, backward: bool) -> Case:
         estimate_s=3.0,
         device_estimate_s=_FIRST_ROUND_S[head] if backward else 30.0,
     )
-
-
-linear_logprob_8b, linear_logprob_05b, linear_logprob_14b, linear_logprob_17b = (
-    _linear_logprob_case(head, backward=True) for head in HEADS
-)
-linear_logprob_forward_8b, linear_logprob_forward_05b, linear_logprob_forward_14b, linear_logprob_forward_17b = (
-    _linear_logprob_case(head, backward=False) for head in HEADS
-)
 
 
 # --------------------------------------------------------------------------------------------------- accuracy
@@ -238,10 +214,28 @@ def _of_both(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> Te
     return per_token["g"] * logprob + per_token["g_bar"] * entropy, {}
 
 
-accuracy_case = Case(
-    name="kernels/linear_logprob_accuracy",
-    description="errors against float64: log-probability (also of logits up to 80), entropy, both gradients",
-    prepare=_prepare_accuracy,
-    estimate_s=5.0,
-    device_estimate_s=42.0,
+cases = (
+    Case(
+        "kernels/token_logprob",
+        "log-probabilities of the targets and entropies from logits, forward and backward",
+        functools.partial(_prepare_token_logprob, backward=True),
+        estimate_s=2.0,
+        device_estimate_s=27.0,
+    ),
+    Case(
+        "kernels/token_logprob_forward",
+        "log-probabilities of the targets and entropies from logits, forward",
+        functools.partial(_prepare_token_logprob, backward=False),
+        estimate_s=1.0,
+        device_estimate_s=17.0,
+    ),
+    *(_linear_logprob_case(head, backward=True) for head in HEADS),
+    *(_linear_logprob_case(head, backward=False) for head in HEADS),
+    Case(
+        "kernels/linear_logprob_accuracy",
+        "errors against float64: log-probability (also of logits up to 80), entropy, both gradients",
+        _prepare_accuracy,
+        estimate_s=5.0,
+        device_estimate_s=42.0,
+    ),
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.dense_model import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
+from rlcore.bench.cases.models import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
 from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
 from rlcore.engines.fsdp2.sharding import local_part
@@ -169,10 +169,12 @@ def _prepare(device: Device) -> Work:
     )
 
 
-case = Case(
-    name="train/materialize",
-    description="a 7B from safetensors files on this host into a train engine, sharded over all devices",
-    prepare=_prepare,
-    effort="full",
-    estimate_s=90.0,
+cases = (
+    Case(
+        "train/materialize",
+        "a 7B from safetensors files on this host into a train engine, sharded over all devices",
+        _prepare,
+        effort="full",
+        estimate_s=90.0,
+    ),
 )

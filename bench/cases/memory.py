@@ -46,10 +46,12 @@ def _contender(name: str, nbytes: int, run: Callable[[], Any], check: Callable[[
     return Contender(implementation=name, run=run, check=check, params={"bytes": nbytes}, limits={"memory": nbytes})
 
 
-bandwidth_case = Case(
-    name="memory/bandwidth",
-    description="copy, fill, sum and a + 2 b of large arrays in device memory",
-    prepare=_prepare,
-    effort="quick",
-    estimate_s=4.0,
+cases = (
+    Case(
+        "memory/bandwidth",
+        "copy, fill, sum and a + 2 b of large arrays in device memory",
+        _prepare,
+        effort="quick",
+        estimate_s=4.0,
+    ),
 )

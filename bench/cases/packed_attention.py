@@ -102,13 +102,15 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
     )
 
 
-even_case = Case(
-    name="packed_attention/even",
-    description="forward and backward of layers over 8 sequences of one length, packed and padded",
-    prepare=functools.partial(_prepare, _even),
-)
-uneven_case = Case(
-    name="packed_attention/uneven",
-    description="forward and backward of layers over one long sequence and many short ones, packed and padded",
-    prepare=functools.partial(_prepare, _uneven),
+cases = (
+    Case(
+        "packed_attention/even",
+        "forward and backward of layers over 8 sequences of one length, packed and padded",
+        functools.partial(_prepare, _even),
+    ),
+    Case(
+        "packed_attention/uneven",
+        "forward and backward of layers over one long sequence and many short ones, packed and padded",
+        functools.partial(_prepare, _uneven),
+    ),
 )

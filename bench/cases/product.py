@@ -142,18 +142,20 @@ def _sustained(ends: list[float], flops: int) -> _Sustained:
     return _Sustained(statistics.median(durations), rate(first), rate(last))
 
 
-sweep_case = Case(
-    name="product/sweep",
-    description="matrix products by size and dtype, one at a time",
-    prepare=_prepare_sweep,
-    effort="quick",
-    estimate_s=1.0,
-    device_estimate_s=13.0,
-)
-sustained_case = Case(
-    name="product/sustained",
-    description="the same product for a minute: the rate of the last ten seconds beside that of the first",
-    prepare=_prepare_sustained,
-    effort="full",
-    estimate_s=70.0,
+cases = (
+    Case(
+        "product/sweep",
+        "matrix products by size and dtype, one at a time",
+        _prepare_sweep,
+        effort="quick",
+        estimate_s=1.0,
+        device_estimate_s=13.0,
+    ),
+    Case(
+        "product/sustained",
+        "the same product for a minute: the rate of the last ten seconds beside that of the first",
+        _prepare_sustained,
+        effort="full",
+        estimate_s=70.0,
+    ),
 )

@@ -130,19 +130,21 @@ def _prepare_control(device: Device) -> Work:
     return _work(SEEDS[:1], lambda seed: quickstart(device.name, seed, "--shuffle-rewards"), check_learned_nothing)
 
 
-learns_case = Case(
-    name="quickstart/learns",
-    description="rlcore quickstart from start to end, a run for each of five seeds",
-    prepare=_prepare_learns,
-    effort="full",
-    estimate_s=400.0,
-    timeout_s=6 * _TIMEOUT_S,
-)
-control_case = Case(
-    name="quickstart/control",
-    description="the same with shuffled rewards, which must learn nothing",
-    prepare=_prepare_control,
-    effort="full",
-    estimate_s=80.0,
-    timeout_s=2 * _TIMEOUT_S,
+cases = (
+    Case(
+        "quickstart/learns",
+        "rlcore quickstart from start to end, a run for each of five seeds",
+        _prepare_learns,
+        effort="full",
+        estimate_s=400.0,
+        timeout_s=6 * _TIMEOUT_S,
+    ),
+    Case(
+        "quickstart/control",
+        "the same with shuffled rewards, which must learn nothing",
+        _prepare_control,
+        effort="full",
+        estimate_s=80.0,
+        timeout_s=2 * _TIMEOUT_S,
+    ),
 )

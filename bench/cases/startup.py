@@ -35,15 +35,7 @@ def _prepare_help(device: Device) -> Work:
     return Work(contenders=(contender,), params={}, runs_on="host")
 
 
-import_case = Case(
-    name="startup/import",
-    description="import rlcore in a new process",
-    prepare=_prepare_import,
-    estimate_s=3.0,
-)
-help_case = Case(
-    name="startup/help",
-    description="rlcore --help, from starting Python to its end",
-    prepare=_prepare_help,
-    estimate_s=4.0,
+cases = (
+    Case("startup/import", "import rlcore in a new process", _prepare_import, estimate_s=3.0),
+    Case("startup/help", "rlcore --help, from starting Python to its end", _prepare_help, estimate_s=4.0),
 )

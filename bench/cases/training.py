@@ -23,9 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn
-from rlcore.bench.cases.dense_model import policy as make_policy
-from rlcore.bench.cases.language_model import transformers_class
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn, packed_batch, transformers_class
+from rlcore.bench.cases.models import policy as make_policy
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -66,19 +65,6 @@ class _Steps(NamedTuple):
 
 
 Step = Callable[[Mapping[str, Tensor]], float]
-
-
-def _batch(lengths: Sequence[int], num_devices: int, vocabulary: int) -> dict[str, Tensor]:
-    """Packed: sequences of these lengths for each device."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    every = torch.tensor([length for length in lengths for _ in range(num_devices)])
-    total = int(every.sum())
-    return {
-        "input_ids": torch.randint(vocabulary, (total,), generator=generator),
-        "cu_seqlens": torch.cat([torch.zeros(1), every.cumsum(0)]).to(torch.int32),
-        "old_logprobs": torch.full((total,), -float(torch.tensor(vocabulary).log())),
-        "advantages": torch.randn(total, generator=generator),
-    }
 
 
 def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, list[float]]:
@@ -279,7 +265,10 @@ def _prepare(dense: Dense, device: Device) -> Work:
 
     def contender(name: str, run: Callable[[_Job, Any], _Steps], lengths: str, job: _Job = job) -> Contender:
         num = len(job.device_names)
-        batches = [_batch(some, num, model.vocabulary) for some in of_lengths[lengths]]
+        batches = [
+            packed_batch(model.vocabulary, [length for length in some for _ in range(num)], seed=len(some))
+            for some in of_lengths[lengths]
+        ]
 
         def run_alone() -> _Steps:
             gc.collect()
@@ -330,17 +319,19 @@ def _quantities(done: _Steps, tokens: int, *, is_counted: bool) -> dict[str, Qua
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 
-dense_1_5b_case = Case(
-    name="train/dense_1.5b",
-    description="a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
-    prepare=functools.partial(_prepare, QWEN_1_5B),
-    effort="full",
-    estimate_s=90.0,
-)
-dense_7b_case = Case(
-    name="train/dense_7b",
-    description="a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
-    prepare=functools.partial(_prepare, QWEN_7B),
-    effort="full",
-    estimate_s=70.0,
+cases = (
+    Case(
+        "train/dense_1.5b",
+        "a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
+        functools.partial(_prepare, QWEN_1_5B),
+        effort="full",
+        estimate_s=90.0,
+    ),
+    Case(
+        "train/dense_7b",
+        "a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
+        functools.partial(_prepare, QWEN_7B),
+        effort="full",
+        estimate_s=70.0,
+    ),
 )

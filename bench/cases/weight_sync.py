@@ -363,16 +363,18 @@ def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
     )
 
 
-dense_case = Case(
-    name="weight_sync/dense",
-    description="new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
-    prepare=lambda device: _prepare(QWEN2_7B, device),
-    estimate_s=110.0,
-)
-experts_case = Case(
-    name="weight_sync/experts",
-    description="new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
-    prepare=lambda device: _prepare(QWEN3_30B_A3B, device),
-    effort="full",
-    estimate_s=400.0,
+cases = (
+    Case(
+        "weight_sync/dense",
+        "new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
+        lambda device: _prepare(QWEN2_7B, device),
+        estimate_s=110.0,
+    ),
+    Case(
+        "weight_sync/experts",
+        "new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
+        lambda device: _prepare(QWEN3_30B_A3B, device),
+        effort="full",
+        estimate_s=400.0,
+    ),
 )

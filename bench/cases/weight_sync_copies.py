@@ -153,7 +153,9 @@ def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int
     )
 
 
-dense_case = _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1)
-cast_case = _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1)
-share_case = _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2)
-experts_case = _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1)
+cases = (
+    _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1),
+    _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1),
+    _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2),
+    _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1),
+)

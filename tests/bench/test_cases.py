@@ -181,7 +181,7 @@ same_name = Case(name="dispatch/op", description="", prepare=lambda device: Work
             "cannot be imported: AttributeError: module 'rlcore.bench.case'",
         ),
         ("rlcore.bench.case:load_cases", "is no bench.case.Case: <function load_cases"),
-        ("rlcore.bench.cases.dispatch.again:op_choice_case", "cannot be imported: ModuleNotFoundError: "),
+        ("rlcore.bench.cases.dispatch.again:cases", "cannot be imported: ModuleNotFoundError: "),
         ("rlcore.bench.cases.dispatch:again", "repeats the name 'dispatch/op'"),
         ("rlcore.bench.cases.dispatch:spaced", "has the name 'my case'; a name is words with slashes between"),
     ],

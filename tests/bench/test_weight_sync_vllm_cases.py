@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from rlcore.bench.case import Case, Work, load_cases
-from rlcore.bench.cases import vllm_pair, vllm_worker, weight_sync_vllm
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model
+from rlcore.bench.cases.peers import vllm as weight_sync_vllm
+from rlcore.bench.cases.peers import vllm_pair, vllm_worker
+from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device

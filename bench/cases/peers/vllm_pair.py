@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rlcore.bench import steps
-from rlcore.bench.cases import vllm_worker
-from rlcore.bench.cases.dense_model import Drawn
-from rlcore.bench.cases.language_model import transformers_class
+from rlcore.bench.cases.models import Drawn, transformers_class
+from rlcore.bench.cases.peers import vllm_worker
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine

@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases import vllm_limits
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
-from rlcore.bench.cases.vllm_ways import Done, Ways
+from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
+from rlcore.bench.cases.peers.vllm_ways import Done, Ways, measured_limits
 from rlcore.device import Device
 from rlcore.errors import MissingDependencyError, UnsupportedError
 
@@ -35,7 +34,7 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
     pair = VllmPair(model, layout, device)
     steps.begin("limits")
     try:
-        limits = vllm_limits.measure(pair)  # while there is room
+        limits = measured_limits(pair)  # while there is room
         pair.start()
     except BaseException:
         pair.close()
@@ -107,9 +106,11 @@ def _case(name: str, model: Model, layout: Layout, estimate_s: float) -> Case:
     )
 
 
-dense_case = _case("7b", QWEN_7B, Layout(), 100.0)
-experts_case = _case("30b_a3b", QWEN_30B_A3B, Layout(), 230.0)
-dense_2_case = _case("7b_2_to_tp2", QWEN_7B, Layout(2, 2), 90.0)
-dense_4_case = _case("7b_4_to_tp2_dp2", QWEN_7B, Layout(4, 2, 2), 120.0)
-experts_2_case = _case("30b_a3b_2_to_tp2", QWEN_30B_A3B, Layout(2, 2), 180.0)
-experts_4_case = _case("30b_a3b_4_to_tp2_dp2", QWEN_30B_A3B, Layout(4, 2, 2), 240.0)
+cases = (
+    _case("7b", QWEN_7B, Layout(), 100.0),
+    _case("30b_a3b", QWEN_30B_A3B, Layout(), 230.0),
+    _case("7b_2_to_tp2", QWEN_7B, Layout(2, 2), 90.0),
+    _case("7b_4_to_tp2_dp2", QWEN_7B, Layout(4, 2, 2), 120.0),
+    _case("30b_a3b_2_to_tp2", QWEN_30B_A3B, Layout(2, 2), 180.0),
+    _case("30b_a3b_4_to_tp2_dp2", QWEN_30B_A3B, Layout(4, 2, 2), 240.0),
+)
