@@ -14,7 +14,6 @@ _MODULES = (
     "materialize", "memory", "offload", "packed_attention", "product", "quickstart", "reinforcement", "startup",
     "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers",
 )  # fmt: skip
-_PEER_MODULES = ("vllm",)
 PEERS = Path(__file__).parent / "cases" / "peers"
 """The folder of what needs vLLM, Liger, TRL, flash-attn and the like."""
 
@@ -23,5 +22,4 @@ PEERS = Path(__file__).parent / "cases" / "peers"
 def rlcore_register_benchmarks(register: RegisterBenchmark) -> None:
     for module in _MODULES:
         register(f"rlcore.bench.cases.{module}:cases")
-    for module in _PEER_MODULES if PEERS.is_dir() else ():
-        register(f"rlcore.bench.cases.peers.{module}:cases")
+    register(f"rlcore.bench.cases.{'peers.vllm' if PEERS.is_dir() else 'from_a_clone'}:cases")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from rlcore.bench.record import Readings, Telemetry
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
@@ -80,14 +82,15 @@ def marks(telemetry: Telemetry) -> list[str]:
 
 
 def joined(first: Telemetry, second: Telemetry) -> Telemetry:
-    """Of two processes that measured the same case."""
+    """Join what two processes that measured the same case saw."""
+    readings = {
+        name: _joined_readings(getattr(first, name), getattr(second, name))
+        for name in ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
+    }
     reasons = {*(first.throttle_reasons or ()), *(second.throttle_reasons or ())}
-    return Telemetry(
-        clock_mhz=_joined_readings(first.clock_mhz, second.clock_mhz),
-        memory_clock_mhz=_joined_readings(first.memory_clock_mhz, second.memory_clock_mhz),
-        power_w=_joined_readings(first.power_w, second.power_w),
-        power_limit_w=second.power_limit_w,
-        temperature_c=_joined_readings(first.temperature_c, second.temperature_c),
+    return msgspec.structs.replace(
+        second,
+        **readings,
         throttle_reasons=None if second.throttle_reasons is None else sorted(reasons),
         other_processes=_greater(first.other_processes, second.other_processes),
         host_share_of_others=_greater(first.host_share_of_others, second.host_share_of_others),

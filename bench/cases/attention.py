@@ -32,7 +32,7 @@ def _prepare(backward: bool, device: Device) -> Work:
         _contender(device, L, (N, D), dtype, backward=backward) for L in (_HOST_LENGTHS if is_host else _LENGTHS)
     )
     params: dict[str, int | float | str] = {"heads": N, "head_size": D, "dtype": dtype_name(dtype)}
-    return Work(contenders=contenders, params=params, runs_on="stream")
+    return Work(contenders, params, runs_on="stream")
 
 
 def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
@@ -51,9 +51,7 @@ def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtyp
     # Two products of L x L x D a head, of which causality needs half; the backward is five of them, two recomputed.
     flops = round((3.5 if backward else 1.0) * 2 * N * L * L * D)
     name = dtype_name(dtype)
-    return Contender(
-        implementation="torch.sdpa", run=run, check=check, params={"L": L}, limits={f"product/{name}": flops}
-    )
+    return Contender("torch.sdpa", run, check, params={"L": L}, limits={f"product/{name}": flops})
 
 
 def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> None:

@@ -114,9 +114,9 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
 
     def contender(nbytes: int) -> Contender:
         return Contender(
-            implementation=backend,
-            run=functools.partial(run, nbytes),
-            check=_check,
+            backend,
+            functools.partial(run, nbytes),
+            _check,
             seconds=lambda done: statistics.median(_slowest(done)),
             quantities=functools.partial(_quantities, nbytes, bus_factor(op, ranks)),
             params={"bytes": nbytes},
@@ -124,8 +124,8 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
         )
 
     return Work(
-        contenders=tuple(map(contender, sizes)),
-        params={"op": op, "devices": ranks, "dtype": "float32"},
+        tuple(map(contender, sizes)),
+        {"op": op, "devices": ranks, "dtype": "float32"},
         close=group.stop,
         num_runs=_NUM_RUNS,
     )
@@ -157,9 +157,9 @@ def _quantities(nbytes: int, factor: float, done: list[_Timed]) -> dict[str, Qua
 def _case(op: Op, *, is_large: bool = False) -> Case:
     sizes, span = (_LARGE, "128 MiB and 1 GiB (on a host the first)") if is_large else (_SMALL, "8 B to 16 MiB")
     return Case(
-        name=f"collectives/{op}{'_large' * is_large}",
-        description=f"{op.replace('_', '-')} of {span} over all devices",
-        prepare=functools.partial(_prepare, op, sizes),
+        f"collectives/{op}{'_large' * is_large}",
+        f"{op.replace('_', '-')} of {span} over all devices",
+        functools.partial(_prepare, op, sizes),
         effort="full" if is_large else "standard",
         estimate_s=12.0,
         timeout_s=900.0,

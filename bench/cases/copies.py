@@ -35,13 +35,10 @@ def _prepare_host_copies(is_to_device: bool, device: Device) -> Work:
             return to.copy_(from_, non_blocking=True)
 
         return Contender(
-            implementation=kind,
-            run=run,
-            check=lambda _: _check_again(run, [to], pattern, device),
-            limits={f"{way}/{kind}": _BYTES},
+            kind, run, lambda _: _check_again(run, [to], pattern, device), limits={f"{way}/{kind}": _BYTES}
         )
 
-    return Work(contenders=tuple(map(contender, kinds)), params={"bytes": _BYTES})
+    return Work(tuple(map(contender, kinds)), {"bytes": _BYTES})
 
 
 def _prepare_both_ways(device: Device) -> Work:
@@ -60,12 +57,8 @@ def _prepare_both_ways(device: Device) -> Work:
         for stream in streams:
             stream.synchronize()
 
-    contender = Contender(
-        implementation="pinned",
-        run=run,
-        check=lambda _: _check_again(run, [there[0], hosts[1]], pattern, device),
-    )
-    return Work(contenders=(contender,), params={"bytes": 2 * _BYTES}, limits={"to_device/pinned": _BYTES})
+    contender = Contender("pinned", run, lambda _: _check_again(run, [there[0], hosts[1]], pattern, device))
+    return Work((contender,), {"bytes": 2 * _BYTES}, limits={"to_device/pinned": _BYTES})
 
 
 def _check_again(run: Callable[[], Any], targets: list[Tensor], pattern: Tensor, *devices: Any) -> None:
@@ -111,13 +104,8 @@ def _prepare_peers(device: Device) -> Work:
                 rates[f"{i}_and_{j}"] = Quantity(2 * _PAIR_BYTES / seconds((i, j), (j, i)), "B/s")
         return rates
 
-    contender = Contender(
-        implementation="torch.copy_",
-        run=run,
-        check=lambda _: _check_again(run, targets, pattern, *devices),
-        quantities=dict,
-    )
-    return Work(contenders=(contender,), params={"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
+    contender = Contender("torch.copy_", run, lambda _: _check_again(run, targets, pattern, *devices), quantities=dict)
+    return Work((contender,), {"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
 
 
 cases = (

@@ -36,9 +36,7 @@ def _prepare_alloc(device: Device) -> Work:
     def check(nbytes: int) -> None:
         expect(nbytes == _BUFFER_BYTES, f"{nbytes} bytes were allocated")
 
-    return Work(
-        contenders=(Contender(implementation="host_alloc", run=exact, check=check),), params={"bytes": _BUFFER_BYTES}
-    )
+    return Work((Contender("host_alloc", exact, check),), {"bytes": _BUFFER_BYTES})
 
 
 def _prepare_copies(to_device: bool, device: Device) -> Work:
@@ -55,11 +53,11 @@ def _prepare_copies(to_device: bool, device: Device) -> Work:
         def check(copied: torch.Tensor) -> None:
             expect(torch.equal(copied.cpu(), from_.cpu()), "other bytes arrived")
 
-        return Contender(implementation=name, run=lambda: to.copy_(from_, non_blocking=True), check=check)
+        return Contender(name, lambda: to.copy_(from_, non_blocking=True), check)
 
     return Work(
-        contenders=tuple(contender(name, host) for name, host in buffers.items()),
-        params={"bytes": _BUFFER_BYTES},
+        tuple(contender(name, host) for name, host in buffers.items()),
+        {"bytes": _BUFFER_BYTES},
         limits=_needs(device, to_device, _BUFFER_BYTES),
     )
 
@@ -83,15 +81,15 @@ def _prepare_batch(to_device: bool, device: Device) -> Work:
         expect(torch.equal(torch.cat(on_device).cpu(), host) and torch.equal(whole.cpu(), host), "other bytes arrived")
 
     def contender(name: str, run: Callable[[], Any]) -> Contender:
-        return Contender(implementation=name, run=run, check=check)
+        return Contender(name, run, check)
 
     return Work(
-        contenders=(
+        (
             contender("copy_batch", lambda: device.memory.copy_batch(dst, src)),
             contender("foreach", lambda: torch._foreach_copy_(dst, src, non_blocking=True)),
             contender("one_copy", lambda: one_dst.copy_(one_src, non_blocking=True)),
         ),
-        params={"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
+        {"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
         limits=_needs(device, to_device, sum(sizes)),
     )
 

@@ -72,8 +72,8 @@ class _Losses:
     def work(self, contenders: list[Contender]) -> Work:
         size = self.inputs.size
         return Work(
-            contenders=tuple(contenders),
-            params=self.inputs.params,
+            tuple(contenders),
+            self.inputs.params,
             flops=6 * size.T * size.V * size.H,
             bytes=2 * (size.T + size.V) * size.H * size.dtype.itemsize,
             runs_on="stream",
@@ -91,9 +91,9 @@ def _prepare_loss(device: Device, *, size: Size) -> Work:
             assert_close(name, got, want, dtype)
 
     names = implementations("linear_loss", device)
-    contenders = [Contender(implementation=x, run=losses.runs(loss_fn, x), check=check) for x in names]
+    contenders = [Contender(x, losses.runs(loss_fn, x), check) for x in names]
     if not device.spec.is_host:
-        contenders.append(Contender(implementation=_BARE, run=_bare_products(losses.inputs), check=lambda _: None))
+        contenders.append(Contender(_BARE, _bare_products(losses.inputs), lambda _: None))
     return losses.work(contenders)
 
 
@@ -136,24 +136,24 @@ def _prepare_sequences(device: Device, *, size: Size) -> Work:
                 assert_close("loss", output[0], want[0], torch.bfloat16)
                 assert_close("hidden gradient", output[1][few], want[1][few], torch.bfloat16)
 
-        return Contender(implementation=name, run=losses.runs(loss_fn, None), check=check)
+        return Contender(name, losses.runs(loss_fn, None), check)
 
     return losses.work([contender(name, _with_penalties(term)) for name, term in terms.items()])
 
 
 def _loss_case(head: str) -> Case:
     return Case(
-        name=f"kernels/linear_loss/{head}",
-        description=f"clipped policy loss with k3 and entropy terms of a {head.upper()} model, both gradients",
-        prepare=functools.partial(_prepare_loss, size=HEADS[head]),
+        f"kernels/linear_loss/{head}",
+        f"clipped policy loss with k3 and entropy terms of a {head.upper()} model, both gradients",
+        functools.partial(_prepare_loss, size=HEADS[head]),
     )
 
 
 def _sequences_case(head: str) -> Case:
     return Case(
-        name=f"kernels/linear_loss_sequences/{head}",
-        description=f"losses of sequences beside GRPO, with k3 and entropy terms, of a {head.upper()} model",
-        prepare=functools.partial(_prepare_sequences, size=HEADS[head]),
+        f"kernels/linear_loss_sequences/{head}",
+        f"losses of sequences beside GRPO, with k3 and entropy terms, of a {head.upper()} model",
+        functools.partial(_prepare_sequences, size=HEADS[head]),
     )
 
 

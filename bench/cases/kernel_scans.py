@@ -47,7 +47,7 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
                 call()
             return call()
 
-        return Contender(implementation=name, run=run, check=check)
+        return Contender(name, run, check)
 
     def check(output: Sequence[Tensor]) -> None:
         for position, (got, want) in enumerate(zip(output, truth, strict=True)):
@@ -61,14 +61,9 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
             copied.copy_(source)
 
     contenders = [contender(*pair) for pair in calls.items()]
-    contenders.append(Contender(implementation="copy", run=copies, check=lambda _: None))
+    contenders.append(Contender("copy", copies, lambda _: None))
     num_bytes = num_calls * token_bytes * len(tokens)
-    return Work(
-        contenders=tuple(contenders),
-        params={"T": len(tokens), **params, "calls": num_calls},
-        bytes=num_bytes,
-        runs_on="stream",
-    )
+    return Work(tuple(contenders), {"T": len(tokens), **params, "calls": num_calls}, bytes=num_bytes, runs_on="stream")
 
 
 def _by_implementation(op: str, device: Device, call: Callable[..., Any]) -> dict[str, Call]:

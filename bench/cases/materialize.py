@@ -151,11 +151,11 @@ def _prepare(device: Device) -> Work:
         )
 
     return Work(
-        contenders=(
+        (
             Contender(
-                implementation="engine",
-                run=run,
-                check=check,
+                "engine",
+                run,
+                check,
                 seconds=lambda done: max(one.seconds for one in done[0]),
                 quantities=lambda done: {
                     "read_a_rank": Quantity(min(one.nbytes / one.seconds for one in done[0]), "B/s"),
@@ -163,7 +163,7 @@ def _prepare(device: Device) -> Work:
                 },
             ),
         ),
-        params={"model": dense.name, "devices": num_devices, "dtype": "bfloat16"},
+        {"model": dense.name, "devices": num_devices, "dtype": "bfloat16"},
         close=held.close,
         num_runs=_NUM_RUNS,
     )

@@ -31,19 +31,19 @@ def _prepare(device: Device) -> Work:
         expect(abs(float(total) - numel) <= numel * 2**-20, f"ones sum up to {float(total)}, not {numel}")
 
     return Work(
-        contenders=(
+        (
             writing("copy", 2, lambda target: target.copy_(source), 1.0),
             writing("fill", 1, lambda target: target.fill_(3.0), 3.0),
             writing("triad", 3, lambda target: torch.add(source, other, alpha=2.0, out=target), 5.0),
             _contender("read", 4 * numel, source.sum, check_sum),
         ),
-        params={"dtype": "float32"},
+        {"dtype": "float32"},
         runs_on="stream",
     )
 
 
 def _contender(name: str, nbytes: int, run: Callable[[], Any], check: Callable[[Any], None]) -> Contender:
-    return Contender(implementation=name, run=run, check=check, params={"bytes": nbytes}, limits={"memory": nbytes})
+    return Contender(name, run, check, params={"bytes": nbytes}, limits={"memory": nbytes})
 
 
 cases = (

@@ -86,11 +86,11 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
 
     chosen = explain(decoder, device.torch_device, size.dtype).implementation
     return Work(
-        contenders=(
-            Contender(implementation=chosen, run=functools.partial(run, None), check=check),
-            Contender(implementation="padded", run=functools.partial(run, "padded"), check=check),
+        (
+            Contender(chosen, functools.partial(run, None), check),
+            Contender("padded", functools.partial(run, "padded"), check),
         ),
-        params={
+        {
             "T": sum(lengths),
             "sequences": len(lengths),
             "longest": max(lengths),

@@ -70,7 +70,7 @@ def _prepare_sweep(device: Device) -> Work:
         products = [_Product(device, size, dtype) for size in sizes]
         rate = _rate(device, products[0]) if device.spec.is_host else math.inf
         contenders += [_contender(product, rate) for product in products]
-    return Work(contenders=tuple(contenders), params={}, runs_on="stream")
+    return Work(tuple(contenders), {}, runs_on="stream")
 
 
 def _rate(device: Device, product: _Product) -> float:
@@ -87,9 +87,9 @@ def _contender(product: _Product, rate: float) -> Contender:
         )
 
     return Contender(
-        implementation="torch.mm",
-        run=product.run if product.flops / rate <= _LONGEST_S else refuse,
-        check=product.check,
+        "torch.mm",
+        product.run if product.flops / rate <= _LONGEST_S else refuse,
+        product.check,
         params=product.params,
         limits={f"product/{product.params['dtype']}": product.flops},
     )
@@ -117,9 +117,9 @@ def _prepare_sustained(device: Device) -> Work:
         return _sustained(ends, product.flops)
 
     contender = Contender(
-        implementation="torch.mm",
-        run=run,
-        check=product.check,
+        "torch.mm",
+        run,
+        product.check,
         seconds=lambda done: float(done.seconds),
         quantities=lambda done: {
             "first_window": Quantity(done.first, "FLOP/s"),
@@ -129,7 +129,7 @@ def _prepare_sustained(device: Device) -> Work:
         limits={f"product/{product.params['dtype']}": product.flops},
     )
     params = {**product.params, "seconds": _SUSTAINED_S, "window_s": _WINDOW_S}
-    return Work(contenders=(contender,), params=params, num_runs=1)
+    return Work((contender,), params, num_runs=1)
 
 
 def _sustained(ends: list[float], flops: int) -> _Sustained:

@@ -117,9 +117,9 @@ def check_learned_nothing(run: Run) -> None:
 def _work(seeds: tuple[int, ...], run: Callable[[int], Run], check: Callable[[Run], None]) -> Work:
     left = iter(seeds)
     # The two executors that the quickstart uses.
-    contender = Contender(implementation="fsdp2+hf", run=lambda: run(next(left)), check=check, quantities=quantities)
+    contender = Contender("fsdp2+hf", lambda: run(next(left)), check, quantities=quantities)
     params: dict[str, int | float | str] = {"steps": STEPS, "seeds": ",".join(map(str, seeds))}
-    return Work(contenders=(contender,), params=params, num_runs=len(seeds))
+    return Work((contender,), params, num_runs=len(seeds))
 
 
 def _prepare_learns(device: Device) -> Work:

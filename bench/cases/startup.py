@@ -23,16 +23,16 @@ def _prepare_import(device: Device) -> Work:
         expect(float(output) > 0, f"the process printed {output!r}")
 
     # The process times the import itself, so that starting Python is not counted.
-    contender = Contender(implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    contender = Contender("python", lambda: _python(_TIMED_IMPORT), check, seconds=float)
+    return Work((contender,), {}, runs_on="host")
 
 
 def _prepare_help(device: Device) -> Work:
     def check(output: str) -> None:
         expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 
-    contender = Contender(implementation="python", run=lambda: _python(_HELP, "--help"), check=check)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    contender = Contender("python", lambda: _python(_HELP, "--help"), check)
+    return Work((contender,), {}, runs_on="host")
 
 
 cases = (

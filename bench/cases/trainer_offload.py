@@ -187,12 +187,12 @@ def _prepare_training(device: Device) -> Work:
         expect(done.host_bytes[-1] <= most, f"host memory grew: {done.host_bytes}")
 
     return Work(
-        contenders=(
-            Contender(implementation="no offload", run=lambda: run(moves=False), check=check, seconds=_seconds),
+        (
+            Contender("no offload", lambda: run(moves=False), check, seconds=_seconds),
             Contender(
-                implementation="offload after each step",
-                run=lambda: run(moves=True),
-                check=check,
+                "offload after each step",
+                lambda: run(moves=True),
+                check,
                 seconds=_seconds,
                 quantities=lambda done: {
                     "device_memory_last_to_second": Quantity(done.device_bytes[-1] / done.device_bytes[1], "1"),
@@ -200,7 +200,7 @@ def _prepare_training(device: Device) -> Work:
                 },
             ),
         ),
-        params={"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
+        {"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
         num_runs=1,
     )
 

@@ -281,9 +281,9 @@ def _prepare(dense: Dense, device: Device) -> Work:
             expect(abs(done.loss - expected) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {expected}")
 
         return Contender(
-            implementation=name,
-            run=run_alone,
-            check=check,
+            name,
+            run_alone,
+            check,
             seconds=lambda done: done.seconds,
             quantities=lambda done: _quantities(done, tokens, is_counted=not is_host),
             params={"lengths": lengths, "recompute": str(job.recomputes), "devices": num},
@@ -300,8 +300,8 @@ def _prepare(dense: Dense, device: Device) -> Work:
         alone = job._replace(device_names=job.device_names[:1])
         contenders.append(contender("engine on one device", _engine_steps, "equal", alone))
     return Work(
-        contenders=tuple(contenders),
-        params={
+        tuple(contenders),
+        {
             "model": model.name,
             "tokens": tokens,
             "dtype": str(job.compute_dtype).removeprefix("torch."),

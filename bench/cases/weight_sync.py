@@ -307,9 +307,9 @@ def _prepare(sizes: ModelSizes, device: Device) -> Work:
 
     def contender(name: str, make: Callable[[_Both], _Once]) -> Contender:
         return Contender(
-            implementation=name,
-            run=lambda: _timed(device, sizes, make),
-            check=check,
+            name,
+            lambda: _timed(device, sizes, make),
+            check,
             seconds=lambda done: float(done.seconds),
             quantities=_quantities,
         )
@@ -320,8 +320,8 @@ def _prepare(sizes: ModelSizes, device: Device) -> Work:
     if not sizes.experts:  # it would take minutes
         contenders.append(contender("per_tensor", _per_tensor(device)))
     return Work(
-        contenders=(_plain_copy(device, sizes), *contenders),
-        params={"names": names, "hidden": sizes.hidden, "layers": sizes.layers, "experts": sizes.experts},
+        (_plain_copy(device, sizes), *contenders),
+        {"names": names, "hidden": sizes.hidden, "layers": sizes.layers, "experts": sizes.experts},
         num_runs=_NUM_RUNS,
     )
 
@@ -354,13 +354,7 @@ def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
     def check(done: _Timed) -> None:
         expect(done.corners == [1.0], "the copy is not one")
 
-    return Contender(
-        implementation="plain_copy",
-        run=run,
-        check=check,
-        seconds=lambda done: float(done.seconds),
-        quantities=_quantities,
-    )
+    return Contender("plain_copy", run, check, seconds=lambda done: float(done.seconds), quantities=_quantities)
 
 
 cases = (

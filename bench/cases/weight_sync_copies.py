@@ -109,7 +109,7 @@ def _contender(sync: _Sync, device: Device, implementation: str) -> Contender | 
     except UnsupportedError:
         return None
     copies = sync.copies(implementation)
-    return Contender(implementation=implementation, run=copies.run, check=lambda _: sync.check(copies.run))
+    return Contender(implementation, copies.run, lambda _: sync.check(copies.run))
 
 
 def _plain_copy(sync: _Sync) -> Contender:
@@ -126,7 +126,7 @@ def _plain_copy(sync: _Sync) -> Contender:
         expect(torch.equal(to[:: 1 << 10], from_[:: 1 << 10]), "the copy has other values")
 
     params = {"bytes": half}
-    return Contender(implementation="device_copy", run=run, check=check, params=params)
+    return Contender("device_copy", run, check, params=params)
 
 
 def _for_host(model: ModelSizes) -> ModelSizes:
@@ -137,8 +137,8 @@ def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -
     sync = _Sync(device, _for_host(model) if device.spec.is_host else model, dtype, size)
     found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
     return Work(
-        contenders=(*(contender for contender in found if contender), _plain_copy(sync)),
-        params={"pieces": len(sync.pieces), "elements": sync.numel, "dtype": dtype_name(dtype)},
+        (*(contender for contender in found if contender), _plain_copy(sync)),
+        {"pieces": len(sync.pieces), "elements": sync.numel, "dtype": dtype_name(dtype)},
         bytes=sync.moved_bytes,
         runs_on="stream",
     )
@@ -146,9 +146,9 @@ def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -
 
 def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int) -> Case:
     return Case(
-        name=f"weight_sync/copies/{name}",
-        description=f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
-        prepare=functools.partial(_prepare, model, dtype, size),
+        f"weight_sync/copies/{name}",
+        f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
+        functools.partial(_prepare, model, dtype, size),
         estimate_s=30.0,
     )
 

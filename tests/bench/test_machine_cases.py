@@ -238,5 +238,5 @@ def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused(monkeypatch: pytes
     useful = sum(phases[name] for name in ("generate", "old_logprob", "update"))
     assert found["bubble"] == pytest.approx(1 - useful / found["time"])
     assert found["new_tokens"] * found["generate"] == pytest.approx(found["trained_tokens"] * found["time"])
-    refuses("rl/step", 0, lambda done: done._replace(parity=0.5))
-    refuses("rl/step", 0, lambda done: done._replace(parity=0.0))
+    refuses("rl/step", 0, lambda done: done._replace(result=0.5))
+    refuses("rl/step", 0, lambda done: done._replace(result=0.0))

@@ -60,7 +60,7 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
 
     def contender(name: str, run: Callable[[], Done]) -> Contender:
         return Contender(
-            implementation=name,
+            name,
             most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
             run=run,
             check=check_again if name == "again" else check,
@@ -80,8 +80,8 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
         if not is_one_by_one_slow:
             contenders["per_tensor"] = ways.per_tensor
     return Work(
-        contenders=tuple(contender(name, run) for name, run in contenders.items()),
-        params={
+        tuple(contender(name, run) for name, run in contenders.items()),
+        {
             "model": pair.name,
             "bytes": pair.nbytes,
             "names": pair.num_names,
@@ -98,9 +98,9 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
 def _case(name: str, model: Model, layout: Layout, estimate_s: float) -> Case:
     shape = f"{layout.shards} to {layout.tensor_parallel} x {layout.replicas}, " if layout.devices > 1 else ""
     return Case(
-        name=f"weight_sync/vllm/{name}",
-        description=f"new weights for real vLLM, {shape}{model.name} shapes (tiny on a host), and the turn around it",
-        prepare=functools.partial(_prepare, model, layout),
+        f"weight_sync/vllm/{name}",
+        f"new weights for real vLLM, {shape}{model.name} shapes (tiny on a host), and the turn around it",
+        functools.partial(_prepare, model, layout),
         effort="full",
         estimate_s=estimate_s,
     )
