@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.statistics import difference
 from rlcore.bench.summary import is_ours, median, outcomes, races, unit
-from rlcore.bench.table import Table
+from rlcore.bench.table import ResultTable
 from rlcore.bench.text import count, rate, seconds, words
 
 PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
@@ -24,7 +24,7 @@ _ANY_NUMBER = {"devices": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportRun:
     """One record of a report."""
 
     name: str
@@ -57,10 +57,10 @@ class _Cell(NamedTuple):
         return self.result.params if self.result else {}
 
 
-Question = Callable[[Run], _Cell | None]
+Question = Callable[[ReportRun], _Cell | None]
 
 
-def answers(runs: Sequence[Run]) -> Table:
+def answers(runs: Sequence[ReportRun]) -> ResultTable:
     """Return a row for each question and a column for each run; the others are set against the first run."""
     rows = []
     for label, question in _QUESTIONS.items():
@@ -71,17 +71,17 @@ def answers(runs: Sequence[Run]) -> Table:
             first = cells[0], runs[0]
             pairs = zip(cells, runs, strict=True)
             rows.append([label, *(_shown(cell or absent, run, first, has_models) for cell, run in pairs)])
-    return Table(["", *(f"{run.name}: {run.record.device_name}" for run in runs)], rows)
+    return ResultTable(["", *(f"{run.name}: {run.record.device_name}" for run in runs)], rows)
 
 
-def _shown(cell: _Cell, run: Run, first: tuple[_Cell | None, Run], has_models: bool) -> str:
+def _shown(cell: _Cell, run: ReportRun, first: tuple[_Cell | None, ReportRun], has_models: bool) -> str:
     told = [str(cell.params["model"])] if has_models and "model" in cell.params else []
     if cell.value is not None and first[0] is not None and first[0].value is not None and run is not first[1]:
         told.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
     return f"{cell.text} ({', '.join(filter(None, told))})" if any(told) else cell.text
 
 
-def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[Run, Run]) -> str:
+def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, ReportRun]) -> str:
     """What may be said of ``cell`` and ``first``: a ratio that chance alone may make is not shown."""
     if cell.params.get("model") != first.params.get("model"):
         return "other model: not comparable"
@@ -105,19 +105,19 @@ def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[Run, Run]) -> 
 def _metric(form: Callable[[float], str], metric: str, *cases: str) -> Question:
     """Ask the first of the cases that a run has."""
 
-    def question(run: Run) -> _Cell | None:
+    def question(run: ReportRun) -> _Cell | None:
         result = next(filter(None, (run.first(case, metric) for case in cases)), None)
         return _Cell(form(median(result, metric)), median(result, metric), result) if result else None
 
     return question
 
 
-def _bubble(run: Run) -> _Cell | None:
+def _bubble(run: ReportRun) -> _Cell | None:
     found = run.first("rl/step", "bubble")
     return _Cell(f"{median(found, 'bubble'):.0%}", None, found) if found else None
 
 
-def _trained_alone(run: Run) -> _Cell | None:
+def _trained_alone(run: ReportRun) -> _Cell | None:
     """The first contender of rlcore: the others cost time to save memory or have uneven lengths."""
     case, metric = "train/dense_1.5b", "tokens_a_device"
     results = (one for one in run.record.passed() if one.name == case and is_ours(one) and one.has(metric))
@@ -128,7 +128,7 @@ def _trained_alone(run: Run) -> _Cell | None:
 def _priced(form: Callable[[float, float], str], number: Callable[[CaseResult, float], float]) -> Question:
     """Ask for a number of a step and of the USD that its devices cost a second; it is told with the price given."""
 
-    def question(run: Run) -> _Cell | None:
+    def question(run: ReportRun) -> _Cell | None:
         step, price = run.step, run.usd_per_hour
         if step is None or price is None:
             return None
@@ -138,7 +138,7 @@ def _priced(form: Callable[[float, float], str], number: Callable[[CaseResult, f
     return question
 
 
-def _limiter(run: Run) -> _Cell | None:
+def _limiter(run: ReportRun) -> _Cell | None:
     if (step := run.step) is None:
         return None
     longest = max(PHASES, key=lambda name: median(step, name))
@@ -146,14 +146,14 @@ def _limiter(run: Run) -> _Cell | None:
 
 
 def _limit(name: str) -> Question:
-    def question(run: Run) -> _Cell | None:
+    def question(run: ReportRun) -> _Cell | None:
         value = run.record.calibration.limits.get(name) if run.record.calibration else None
         return None if value is None else _Cell(rate(value, unit(name)), value)
 
     return question
 
 
-def _ahead(run: Run) -> _Cell | None:
+def _ahead(run: ReportRun) -> _Cell | None:
     """The geometric mean over all cases in which rlcore and others did the same work."""
     both = [(race.theirs, race.ours) for race in races(run.record)]
     found = sorted(theirs.seconds / ours.seconds for theirs, ours in both if theirs and ours)
@@ -163,13 +163,13 @@ def _ahead(run: Run) -> _Cell | None:
     return _Cell(f"{statistics.geometric_mean(found):.2f} ({told})")
 
 
-def _reached(run: Run) -> _Cell | None:
+def _reached(run: ReportRun) -> _Cell | None:
     words = Counter(outcome.word for outcome in outcomes(run.record))
     more = f", {words[NOT_MEASURED]} {NOT_MEASURED}" if words[NOT_MEASURED] else ""
     return _Cell(f"{words['pass']} of {words['pass'] + words['miss']}{more}") if words else None
 
 
-def _disturbed(run: Run) -> _Cell | None:
+def _disturbed(run: ReportRun) -> _Cell | None:
     """Reasons outside the machine, or in its cooling, for which numbers may be too bad; the caveats say more."""
     passed = run.record.passed()
     kinds = Counter(kind for result in passed for kind in result.kinds_of_marks())

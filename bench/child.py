@@ -32,7 +32,7 @@ _GRACE_S = 3.0
 """Between asking what is late for its stack trace and its end."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CaseJob(msgspec.Struct, frozen=True, kw_only=True):
     do: Literal["describe", "calibrate", "case"]
     device: str
     effort: Effort = "standard"
@@ -41,7 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A result, or how the process ended without one; before it, what the process is at."""
 
     step: str = ""
@@ -66,20 +66,20 @@ def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     known = cases()
     while line := sys.stdin.buffer.readline():
-        _say(answers, _forked(msgspec.json.decode(line, type=Job), known, answers))
+        _say(answers, _forked(msgspec.json.decode(line, type=CaseJob), known, answers))
 
 
-def _say(answers: int, answer: Answer) -> None:
+def _say(answers: int, answer: JobAnswer) -> None:
     with contextlib.suppress(BrokenPipeError):
         _write_all(answers, msgspec.json.encode(answer) + b"\n")
 
 
-def _forked(job: Job, cases: Mapping[str, Case], answers: int) -> Answer:
+def _forked(job: CaseJob, cases: Mapping[str, Case], answers: int) -> JobAnswer:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        steps.listen(lambda step: _say(answers, Answer(step=step)))  # this process is silent meanwhile
+        steps.listen(lambda step: _say(answers, JobAnswer(step=step)))  # this process is silent meanwhile
         _work(job, cases, writing)
     os.close(writing)
     ended = os.pidfd_open(pid)
@@ -92,7 +92,7 @@ def _forked(job: Job, cases: Mapping[str, Case], answers: int) -> Answer:
             os.killpg(pid, signal.SIGKILL)  # what it started and left behind
 
 
-def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
+def _work(job: CaseJob, cases: Mapping[str, Case], writing: int) -> None:
     """In the grandchild; does not return."""
     code = 1
     try:
@@ -108,7 +108,7 @@ def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
         os._exit(code)  # the cleanup at exit is the child's
 
 
-def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
+def _result(job: CaseJob, cases: Mapping[str, Case]) -> bytes:
     device = get_device(job.device)
     if job.do == "case":
         return msgspec.json.encode(run_case(cases[job.case], device, job.sampling))
@@ -117,7 +117,7 @@ def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
     return msgspec.json.encode(new_record(device, job.effort))
 
 
-def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
+def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
     """What the grandchild wrote, if it ended well and in time; ends it when it is late, or when the parent has gone.
 
     It is asked where it is before that. It may crash at that, as frames that are just being made cannot be walked, or
@@ -143,11 +143,11 @@ def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
     if parent in ready:  # only the end of the input comes here while a job runs
         sys.exit(0)
     if is_late:
-        return Answer(is_late=True)
+        return JobAnswer(is_late=True)
     if os.WIFSIGNALED(status):
-        return Answer(signal=os.WTERMSIG(status))
+        return JobAnswer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)
-    return Answer(body=msgspec.Raw(bytes(body))) if code == 0 and body else Answer(code=code)
+    return JobAnswer(body=msgspec.Raw(bytes(body))) if code == 0 and body else JobAnswer(code=code)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -24,7 +24,7 @@ _OTHERS = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedResult:
     """One contender of one case in both runs; b against a."""
 
     case: str
@@ -59,7 +59,7 @@ class Comparison:
     is_same_device: bool
     is_same_code: bool
     """Of one commit without changes."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparedResult] = field(default_factory=list)
 
     @property
     def statement(self) -> str:
@@ -80,11 +80,11 @@ class Comparison:
         )
 
     @property
-    def regressions(self) -> list[Row]:
+    def regressions(self) -> list[ComparedResult]:
         return [row for row in self.rows if row.is_regression]
 
     @property
-    def compared(self) -> list[Row]:
+    def compared(self) -> list[ComparedResult]:
         """Those of which something can be said: at least that neither took twice the time."""
         undecided = ("too few samples", "not comparable")
         return [
@@ -188,18 +188,20 @@ def _facts(record: Record) -> dict[str, str]:
 
 def _row(
     a: CaseResult | None, b: CaseResult | None, price_ratio: float | None, prices: tuple[float | None, float | None]
-) -> Row | None:
+) -> ComparedResult | None:
     one = a or b
     assert one is not None
     if a is None or b is None:
         where = "the second" if a is None else "the first"
-        return Row(one.name, one.implementation, one.params, "not comparable", f"only in {where}", is_of_one=True)
+        return ComparedResult(
+            one.name, one.implementation, one.params, "not comparable", f"only in {where}", is_of_one=True
+        )
     if a.status != "pass" or b.status != "pass":
         if a.status == b.status:
             return None  # neither has a number; nothing has changed
         reason = f"{a.status} -> {b.status}: {(b.reason or a.reason).partition(chr(10))[0]}"
         is_worse = a.status == "pass" and b.status in _WORSE
-        return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
+        return ComparedResult(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
     verdict: Verdict = "about equal" if found.is_about_equal(found.ratio) else "cannot tell"
     verdict = verdict if found.can_tell else "too few samples"
@@ -210,7 +212,7 @@ def _row(
     if disturbance:
         verdict = "not comparable"
     medians = [statistics.median(result.samples(found.clock)) for result in (a, b)]
-    return Row(
+    return ComparedResult(
         a.name,
         a.implementation,
         a.params,

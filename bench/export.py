@@ -11,7 +11,7 @@ import msgspec
 
 from rlcore.bench.record import CaseResult, Record, read, read_bytes
 from rlcore.bench.statistics import percentile
-from rlcore.bench.table import Table
+from rlcore.bench.table import ResultTable
 from rlcore.errors import BenchError, MissingDependencyError
 
 HEADER = "rlcore"
@@ -38,7 +38,7 @@ def to_csv(record: Record) -> str:
             rows.append([*first, metric.name, metric.unit, *map(str, numbers), str(len(metric.samples)), *about])
         if not result.metrics:
             rows.append([*first, *[""] * 6, *about])
-    return Table(_COLUMNS, rows).csv()
+    return ResultTable(_COLUMNS, rows).csv()
 
 
 def header(record: Record) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rlcore.bench.answers import Run
+from rlcore.bench.answers import ReportRun
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.record import CaseResult, Record, json_schema, read
 from rlcore.bench.report import render
@@ -31,7 +31,7 @@ from rlcore.bench.summary import (
     targets,
     times,
 )
-from rlcore.bench.table import Table
+from rlcore.bench.table import ResultTable
 from rlcore.bench.text import quantity, seconds, size, words
 from rlcore.errors import BenchError
 
@@ -41,7 +41,7 @@ _BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 _FASTEST: Selector = {}
 
 
-class Shown(NamedTuple):
+class ReadmeRow(NamedTuple):
     """One row: a number of rlcore, and what stands beside it."""
 
     label: str
@@ -60,26 +60,26 @@ _ARENA = {"implementation": "arena_reserved"}, {"implementation": "torch_pin_mem
 _SWAP = {"implementation": "swap"}, {"implementation": "one_after_the_other"}
 _SYNC = {"implementation": "turn"}, {"implementation": "vllm_ipc_packed"}
 SHOWN = (
-    Shown("`token_logprob`, forward", "kernels-h200", "kernels/token_logprob_forward", beside={}),
-    Shown("`token_logprob`, forward and backward", "kernels-h200", "kernels/token_logprob", beside={}),
-    Shown("`linear_logprob`, 8B, forward", "kernels-h200", "kernels/linear_logprob_forward/8b", beside={}),
-    Shown("`linear_logprob`, 8B, forward and backward", "kernels-h200", "kernels/linear_logprob/8b", beside={}),
-    Shown("`linear_loss`, 8B, forward and backward", "kernels-h200", "kernels/linear_loss/8b", beside={}),
-    Shown("training a 1.5B", "train-h200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
-    Shown("training a 1.5B, each of two", "train-2xh200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
-    Shown("training a 7B", "train-h200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
-    Shown("training a 7B, each of two", "train-2xh200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
-    Shown("the first offload of 25 GB, host memory reserved", "offload-h200", "offload/first", *_ARENA),
-    Shown("two sets of 45 GB change places", "offload-h200", "offload/swap", *_SWAP),
-    Shown("new weights for vLLM, 7B", "vllm-h200", "weight_sync/vllm/7b", *_SYNC),
-    Shown("the whole quickstart", "quickstart-h200", "quickstart/learns"),
-    Shown("the whole quickstart", "quickstart-cpu", "quickstart/learns"),
-    Shown("`import rlcore` in a new process", "startup-cpu", "startup/import"),
-    Shown("a call of a worker process and its answer", "workers-cpu", "workers/call"),
+    ReadmeRow("`token_logprob`, forward", "kernels-h200", "kernels/token_logprob_forward", beside={}),
+    ReadmeRow("`token_logprob`, forward and backward", "kernels-h200", "kernels/token_logprob", beside={}),
+    ReadmeRow("`linear_logprob`, 8B, forward", "kernels-h200", "kernels/linear_logprob_forward/8b", beside={}),
+    ReadmeRow("`linear_logprob`, 8B, forward and backward", "kernels-h200", "kernels/linear_logprob/8b", beside={}),
+    ReadmeRow("`linear_loss`, 8B, forward and backward", "kernels-h200", "kernels/linear_loss/8b", beside={}),
+    ReadmeRow("training a 1.5B", "train-h200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 1.5B, each of two", "train-2xh200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 7B", "train-h200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 7B, each of two", "train-2xh200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("the first offload of 25 GB, host memory reserved", "offload-h200", "offload/first", *_ARENA),
+    ReadmeRow("two sets of 45 GB change places", "offload-h200", "offload/swap", *_SWAP),
+    ReadmeRow("new weights for vLLM, 7B", "vllm-h200", "weight_sync/vllm/7b", *_SYNC),
+    ReadmeRow("the whole quickstart", "quickstart-h200", "quickstart/learns"),
+    ReadmeRow("the whole quickstart", "quickstart-cpu", "quickstart/learns"),
+    ReadmeRow("`import rlcore` in a new process", "startup-cpu", "startup/import"),
+    ReadmeRow("a call of a worker process and its answer", "workers-cpu", "workers/call"),
 )
 
 
-def rewritten(text: str, results: Path, shown: Sequence[Shown] = SHOWN) -> str:
+def rewritten(text: str, results: Path, shown: Sequence[ReadmeRow] = SHOWN) -> str:
     """Return ``text`` with the table of today's records in every block ``<!-- results -->``.
 
     Raises:
@@ -88,12 +88,12 @@ def rewritten(text: str, results: Path, shown: Sequence[Shown] = SHOWN) -> str:
     return _BLOCK.sub(lambda block: f"{block[1]}\n{readme_table(results, shown).markdown()}\n{block[2]}", text)
 
 
-def readme_table(results: Path, shown: Sequence[Shown] = SHOWN) -> Table:
+def readme_table(results: Path, shown: Sequence[ReadmeRow] = SHOWN) -> ResultTable:
     rows = [_shown_row(one, read(results / f"{one.record}.json")) for one in shown]
-    return Table(["", "rlcore", "beside it", "ratio", "measured on"], rows)
+    return ResultTable(["", "rlcore", "beside it", "ratio", "measured on"], rows)
 
 
-def _shown_row(shown: Shown, record: Record) -> list[str]:
+def _shown_row(shown: ReadmeRow, record: Record) -> list[str]:
     """A ratio above 1 is in the favour of rlcore."""
     ours = _chosen(shown, record, shown.ours, "of rlcore")
     cells = [shown.label, _told(ours, shown), "", "", _machine(record)]
@@ -105,7 +105,7 @@ def _shown_row(shown: Shown, record: Record) -> list[str]:
     return cells
 
 
-def _chosen(shown: Shown, record: Record, selector: Selector, whose: str) -> CaseResult:
+def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) -> CaseResult:
     """The result that the selector names; an empty one takes the fastest ``whose`` it is, where there are two sides."""
     results = record.by_case().get(shown.case, [])
     found = selected(results, selector)
@@ -120,11 +120,11 @@ def _chosen(shown: Shown, record: Record, selector: Selector, whose: str) -> Cas
     raise BenchError(f"{shown.case} {why} {shown.record}.json{told}; the README shows only what passed")
 
 
-def _value(result: CaseResult, shown: Shown) -> float:
+def _value(result: CaseResult, shown: ReadmeRow) -> float:
     return median(result, "" if shown.metric == "time" else shown.metric)
 
 
-def _told(result: CaseResult, shown: Shown) -> str:
+def _told(result: CaseResult, shown: ReadmeRow) -> str:
     number = quantity(_value(result, shown), result.unit(shown.metric))
     return number if shown.beside is None else f"{number}, {result.implementation}"
 
@@ -172,9 +172,9 @@ def _section(name: str, record: Record) -> str:
     for folder in dict.fromkeys(result.name.partition("/")[0] for result in passed):
         parts += _folder(folder, [one for one in passed if one.name.partition("/")[0] == folder], record)
     if found := [outcome.cells() for outcome in outcomes(record)]:
-        parts += ["What is meant to be reached:\n", Table(TARGET_COLUMNS, found).markdown()]
+        parts += ["What is meant to be reached:\n", ResultTable(TARGET_COLUMNS, found).markdown()]
     if others := [[one.status, one.implementation, one.why, ", ".join(one.cases)] for one in missing(record.cases)]:
-        parts += ["Without a number:\n", Table(["status", "implementation", "why", "cases"], others).markdown()]
+        parts += ["Without a number:\n", ResultTable(["status", "implementation", "why", "cases"], others).markdown()]
     return "\n".join(parts)
 
 
@@ -182,7 +182,7 @@ def _folder(folder: str, results: list[CaseResult], record: Record) -> list[str]
     common = _common(results)
     by_case = {name: [one for one in results if one.name == name] for name in dict.fromkeys(r.name for r in results)}
     rows = [cells for case in by_case.values() for cells in _case_rows(case, common, record)]
-    body = [f"All: {_sizes(common)}.\n"] * bool(common) + [Table(_COLUMNS, rows).compact().markdown()]
+    body = [f"All: {_sizes(common)}.\n"] * bool(common) + [ResultTable(_COLUMNS, rows).compact().markdown()]
     if len(rows) >= _LONG and is_of_machine(results[0]):
         body = [f"<details><summary>{len(rows)} results</summary>\n", *body, "</details>\n"]
     return [f"### {folder}\n", *body]
@@ -257,7 +257,7 @@ def report(results: Path) -> str | None:
             runs[same] = _joined(runs[same], record)
         else:
             runs[machine if machine not in runs else path.stem] = record
-    return render([Run(name, record) for name, record in runs.items()]) if runs else None
+    return render([ReportRun(name, record) for name, record in runs.items()]) if runs else None
 
 
 def _is_same_machine(a: Record, b: Record) -> bool:

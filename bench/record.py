@@ -190,7 +190,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Why they may be too low, such as other work on the machine meanwhile."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BenchCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call of ``rlcore bench run``, which may continue a record."""
 
     started_at: str
@@ -217,7 +217,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: AtLeastOne
     """Threads torch computes with on the host."""
     calibration: Calibration | None = None
-    calls: list[Call] = []
+    calls: list[BenchCall] = []
     """That measured it, in order; records before these were kept have none."""
     cases: list[CaseResult]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.bench import charts
-from rlcore.bench.answers import NOT_MEASURED, PHASES, Run, answers
+from rlcore.bench.answers import NOT_MEASURED, PHASES, ReportRun, answers
 from rlcore.bench.compare import NOTES, compare, what_differs
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.statistics import percentile
@@ -31,14 +31,14 @@ from rlcore.bench.summary import (
     times,
     unit,
 )
-from rlcore.bench.table import Table
+from rlcore.bench.table import ResultTable
 from rlcore.bench.text import rate, seconds, words
 from rlcore.errors import MissingDependencyError
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[ReportRun]) -> str:
     """Return the page; raises MissingDependencyError without jinja2."""
     try:
         import jinja2
@@ -57,7 +57,7 @@ def render(runs: Sequence[Run]) -> str:
         shares=[group for run in runs if (group := shares(run)).bars],
         races=[race for run in runs for race in race_groups(run, is_alone=len(runs) == 1)],
         targets=[
-            (run.name, Table(TARGET_COLUMNS, [one.cells() for one in found]))
+            (run.name, ResultTable(TARGET_COLUMNS, [one.cells() for one in found]))
             for run in runs
             if (found := outcomes(run.record))
         ],
@@ -94,7 +94,7 @@ def _counts(record: Record) -> str:
 # -------------------------------------------------------------------------------- what stands behind the answers
 
 
-def _step(run: Run, step: CaseResult) -> dict[str, Any]:
+def _step(run: ReportRun, step: CaseResult) -> dict[str, Any]:
     """A step of RL as a bar of its phases."""
     total = median(step, "time")
     parts = {words(name): median(step, name) for name in PHASES}
@@ -119,13 +119,13 @@ class _Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _BarGroup:
     title: str
     bars: list[_Bar] = field(default_factory=list)
     summary: str = ""
 
 
-def shares(run: Run) -> _Group:
+def shares(run: ReportRun) -> _BarGroup:
     """Return the best result of each case and limit: rlcore's where it has one; never one that computes nothing."""
     passed = run.record.passed()
     with_ours = {result.name for result in passed if is_ours(result)}
@@ -146,15 +146,15 @@ def shares(run: Run) -> _Group:
         )
         for (name, limit), (value, result) in sorted(best.items())
     ]
-    return _Group(run.name, bars)
+    return _BarGroup(run.name, bars)
 
 
-def race_groups(run: Run, *, is_alone: bool) -> list[_Group]:
+def race_groups(run: ReportRun, *, is_alone: bool) -> list[_BarGroup]:
     """Return a group of bars for each work that peers did too. ``is_alone``: the page has no other run."""
     found = races(run.record)
     where = "" if is_alone else f" on {run.name}"
     return [
-        _Group(f"{race.case}{where}{_own_sizes(race, found)}", _race_bars(race.results), _race_summary(race))
+        _BarGroup(f"{race.case}{where}{_own_sizes(race, found)}", _race_bars(race.results), _race_summary(race))
         for race in found
     ]
 
@@ -213,7 +213,7 @@ _CURVES: tuple[tuple[str, str, tuple[str, str], str, _Value], ...] = (
 )
 
 
-def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _curves(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     """Lines by size, of every run that has two points or more."""
     found = []
     for case, title, (x, x_title), y_title, value in _CURVES:
@@ -225,7 +225,7 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _lines(run: Run, case: str, x: str, value: _Value, *, is_alone: bool) -> list[charts.Line]:
+def _lines(run: ReportRun, case: str, x: str, value: _Value, *, is_alone: bool) -> list[charts.Line]:
     """A line for each case under ``case``, or each dtype of it; other plugins' cases may lack what a curve shows."""
     points: dict[str, list[tuple[float, float]]] = {}
     for result in run.record.passed():
@@ -242,7 +242,7 @@ def _lines(run: Run, case: str, x: str, value: _Value, *, is_alone: bool) -> lis
 # ------------------------------------------------------------------------------- comparisons, limits, caveats
 
 
-def _versus(first: Run, other: Run) -> dict[str, Any]:
+def _versus(first: ReportRun, other: ReportRun) -> dict[str, Any]:
     """Ratios of every result that both have."""
     found = compare(first.record, other.record, names=(first.name, other.name))
     rows = [
@@ -256,17 +256,17 @@ def _versus(first: Run, other: Run) -> dict[str, Any]:
         for row in found.rows
         if row.difference is not None
     ]
-    table = Table(["case", "sizes", "ratio", "99 % interval", ""], rows)
+    table = ResultTable(["case", "sizes", "ratio", "99 % interval", ""], rows)
     return {"first": first.name, "other": other.name, "statement": found.statement, "table": table}
 
 
-def _limits(runs: Sequence[Run]) -> Table:
+def _limits(runs: Sequence[ReportRun]) -> ResultTable:
     names = dict.fromkeys(name for run in runs if run.record.calibration for name in run.record.calibration.limits)
     rows = [[name, *(_limit(run, name) for run in runs)] for name in names]
-    return Table(["limit", *(run.name for run in runs)], rows)
+    return ResultTable(["limit", *(run.name for run in runs)], rows)
 
 
-def _limit(run: Run, name: str) -> str:
+def _limit(run: ReportRun, name: str) -> str:
     """What was measured, and what the datasheet says."""
     calibration = run.record.calibration
     if calibration is None or name not in calibration.limits:
@@ -276,13 +276,13 @@ def _limit(run: Run, name: str) -> str:
     return rate(value, unit(name)) + told
 
 
-def _missing(run: Run) -> tuple[str, int, Table]:
+def _missing(run: ReportRun) -> tuple[str, int, ResultTable]:
     found = missing(run.record.cases)
     rows = [[f"{one.status} {one.implementation}", one.why, ", ".join(one.cases)] for one in found]
-    return run.name, sum(len(one.cases) for one in found), Table(["", "", ""], rows)
+    return run.name, sum(len(one.cases) for one in found), ResultTable(["", "", ""], rows)
 
 
-def _caveats(runs: Sequence[Run]) -> list[str]:
+def _caveats(runs: Sequence[ReportRun]) -> list[str]:
     found = []
     for run in runs:
         marks = Counter(mark for result in run.record.cases for mark in result.marks)

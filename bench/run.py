@@ -17,7 +17,7 @@ import msgspec
 from rlcore.atomic import is_special
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.record import Call, CaseResult, Effort, Metric, Record, identity, write
+from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
@@ -30,7 +30,7 @@ Report = Callable[[Case, list[CaseResult]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """How much a run measures."""
 
     effort: Effort
@@ -45,16 +45,16 @@ class Plan:
         return ranked[:count], ranked[count:]
 
 
-PLANS: dict[Effort, Plan] = {
-    "quick": Plan(
+PLANS: dict[Effort, RunPlan] = {
+    "quick": RunPlan(
         effort="quick", rounds=3, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.2, max_warmup=5)
     ),
-    "standard": Plan(
+    "standard": RunPlan(
         effort="standard",
         rounds=3,
         sampling=Sampling(min_samples=3, max_samples=10, budget_s=1.0),
     ),
-    "full": Plan(
+    "full": RunPlan(
         effort="full",
         rounds=3,
         sampling=Sampling(min_samples=3, max_samples=10, budget_s=2.0, energy_s=0.5),
@@ -81,7 +81,7 @@ def _always(case: Case) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class BenchRun:
     """One run of cases; ``record`` is what the file holds.
 
     A record with results is gone on with: they stay, but for cases without any number, which run again. Rounds are
@@ -164,8 +164,8 @@ class Run:
         write(self.record, self.path)
 
 
-def _call_of(record: Record) -> Call:
-    return Call(started_at=record.started_at, commit=record.commit, rounds={})
+def _call_of(record: Record) -> BenchCall:
+    return BenchCall(started_at=record.started_at, commit=record.commit, rounds={})
 
 
 def continued(earlier: Record, now: Record) -> Record:
@@ -182,7 +182,7 @@ def continued(earlier: Record, now: Record) -> Record:
     return noted(msgspec.structs.replace(earlier, calls=calls), now.system.hw_notes)
 
 
-def calls_of(record: Record) -> list[Call]:
+def calls_of(record: Record) -> list[BenchCall]:
     return record.calls or [_call_of(record)]
 
 

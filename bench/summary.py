@@ -33,7 +33,7 @@ def median(result: CaseResult, metric: str = "") -> float:
 # ---------------------------------------------------------------------------------------------------- limits
 
 
-class Share(NamedTuple):
+class LimitShare(NamedTuple):
     """The share of the limit that takes the longest."""
 
     limit: str
@@ -47,7 +47,7 @@ class Peak(NamedTuple):
     retrieved: str
 
 
-def share_of_limit(result: CaseResult, calibration: Calibration | None) -> Share | None:
+def share_of_limit(result: CaseResult, calibration: Calibration | None) -> LimitShare | None:
     """Return None where the result states no need, or none of what it needs was measured here."""
     if result.status != "pass" or calibration is None:
         return None
@@ -56,7 +56,7 @@ def share_of_limit(result: CaseResult, calibration: Calibration | None) -> Share
     if not least_s:
         return None
     limit = max(least_s, key=least_s.__getitem__)
-    return Share(limit, least_s[limit] / median(result))
+    return LimitShare(limit, least_s[limit] / median(result))
 
 
 def peak(system: System, limit: str) -> Peak | None:
@@ -81,7 +81,7 @@ _OURS = ("arena", "arena_reserved", "copy_batch", "engine", "host_alloc", "per_s
 """Contenders of rlcore beside the registered implementations of operators."""
 
 
-class Side(NamedTuple):
+class RaceSide(NamedTuple):
     """The fastest result of one kind of contender."""
 
     seconds: float
@@ -99,16 +99,16 @@ class Race(NamedTuple):
     results: list[CaseResult]
 
     @property
-    def ours(self) -> Side | None:
-        return Side.of(filter(is_ours, self.results))
+    def ours(self) -> RaceSide | None:
+        return RaceSide.of(filter(is_ours, self.results))
 
     @property
-    def theirs(self) -> Side | None:
-        return Side.of(one for one in self.results if not is_ours(one) and not is_floor(one))
+    def theirs(self) -> RaceSide | None:
+        return RaceSide.of(one for one in self.results if not is_ours(one) and not is_floor(one))
 
     @property
-    def floor(self) -> Side | None:
-        return Side.of(filter(is_floor, self.results))
+    def floor(self) -> RaceSide | None:
+        return RaceSide.of(filter(is_floor, self.results))
 
 
 def races(record: Record) -> list[Race]:
@@ -140,7 +140,7 @@ Selector = Mapping[str, int | float | str]
 """The "implementation" of a result, and any of its params."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a result is meant to reach on a device; has exactly one of ``at_most`` and ``at_least``."""
 
     case: str
@@ -162,10 +162,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return limit
 
 
-class Outcome(NamedTuple):
+class TargetOutcome(NamedTuple):
     """One target and one result."""
 
-    target: Target
+    target: ResultTarget
     result: CaseResult | None
     """None: the case ran and gave no number for it."""
     value: float | None
@@ -204,13 +204,13 @@ def _named(selector: Selector) -> str:
 
 
 @functools.cache
-def targets() -> tuple[Target, ...]:
+def targets() -> tuple[ResultTarget, ...]:
     sets = tomllib.loads(_TARGETS.read_text())["set"]
     found = [one | {"source": each["source"], "device": each["device"]} for each in sets for one in each["targets"]]
-    return tuple(msgspec.convert(found, list[Target]))
+    return tuple(msgspec.convert(found, list[ResultTarget]))
 
 
-def outcomes(record: Record, known: Sequence[Target] | None = None) -> list[Outcome]:
+def outcomes(record: Record, known: Sequence[ResultTarget] | None = None) -> list[TargetOutcome]:
     """Return one outcome for each target of the record's device and each result that the target is about.
 
     Targets of cases that the record skipped or lacks are left out. ``known`` is ``targets()`` where it is None.
@@ -224,7 +224,7 @@ def outcomes(record: Record, known: Sequence[Target] | None = None) -> list[Outc
     return found
 
 
-def _outcomes(target: Target, results: list[CaseResult]) -> list[Outcome]:
+def _outcomes(target: ResultTarget, results: list[CaseResult]) -> list[TargetOutcome]:
     metric = "" if target.metric == "time" else target.metric
     chosen = [one for one in selected(results, target.of) if one.has(target.metric)]
     base = 1.0
@@ -234,7 +234,9 @@ def _outcomes(target: Target, results: list[CaseResult]) -> list[Outcome]:
             chosen = []  # nothing, or which of them?
         else:
             base = median(bases[0], metric)
-    return [Outcome(target, one, median(one, metric) / base) for one in chosen] or [Outcome(target, None, None)]
+    return [TargetOutcome(target, one, median(one, metric) / base) for one in chosen] or [
+        TargetOutcome(target, None, None)
+    ]
 
 
 def selected(results: Iterable[CaseResult], selector: Selector) -> list[CaseResult]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 
-class Table(NamedTuple):
+class ResultTable(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 

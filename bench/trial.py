@@ -63,7 +63,7 @@ class Trial:
         self.unhidden_s: list[float] = []
         """How long the host took to queue a run, where ``device_time`` holds that."""
         self.quantities: dict[str, Metric] = {}
-        self.failure: Failure | None = None
+        self.failure: TrialFailure | None = None
         self._flush = flush
         self._is_on_host = is_on_host(work, device)
         self._is_on_stream = work.runs_on == "stream" and not self._is_on_host
@@ -249,13 +249,13 @@ def _processor_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-class Failure(NamedTuple):
+class TrialFailure(NamedTuple):
     status: Status
     reason: str
 
 
-def failure_of(error: Exception) -> Failure:
-    return Failure(_status(error), f"{type(error).__name__}: {error}".strip(": \n"))
+def failure_of(error: Exception) -> TrialFailure:
+    return TrialFailure(_status(error), f"{type(error).__name__}: {error}".strip(": \n"))
 
 
 def _status(error: Exception) -> Status:

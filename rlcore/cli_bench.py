@@ -79,7 +79,7 @@ def run(
     from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
     from rlcore.bench.record import encode, read
-    from rlcore.bench.run import PLANS, Run, check_can_write, continued, noted
+    from rlcore.bench.run import PLANS, BenchRun, check_can_write, continued, noted
     from rlcore.registry import get_device
 
     if quick and full:
@@ -104,7 +104,7 @@ def run(
     with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
         record = noted(isolated.new_record(effort), note)
         record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
-        running = Run(
+        running = BenchRun(
             record=record,
             path=path,
             run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
@@ -206,7 +206,7 @@ def report_records(
 ) -> None:
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
-    from rlcore.bench.answers import Run
+    from rlcore.bench.answers import ReportRun
     from rlcore.bench.compare import parse_prices, run_names
     from rlcore.bench.record import read
     from rlcore.bench.report import render
@@ -216,7 +216,7 @@ def report_records(
         raise InvalidInputError(f"-o {output} is one of the records; give another file for the page")
     _check_free(output, force=force)
     prices = parse_prices(price or [], names)
-    page = render([Run(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
+    page = render([ReportRun(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
     try:
         write_file(output, page.encode())
     except OSError as error:

@@ -14,7 +14,7 @@ from rlcore.console import console_of, print_table, print_text
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
-    from rlcore.bench.compare import Comparison, Row
+    from rlcore.bench.compare import ComparedResult, Comparison
     from rlcore.bench.estimate import Durations
     from rlcore.bench.record import Calibration, CaseResult, Record
 
@@ -107,7 +107,7 @@ def print_comparison(found: Comparison) -> None:
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
     print_text(found.statement + "\n")
     both = {row.case for row in found.rows if not row.is_of_one}
-    by_case: dict[str, list[Row]] = {}
+    by_case: dict[str, list[ComparedResult]] = {}
     for row in found.rows:
         if row.case in both:
             by_case.setdefault(row.case, []).append(row)
@@ -142,7 +142,7 @@ def _noise(share: float) -> str:
     return f"{share:.1%}" if share <= 1 else "over 100%"
 
 
-def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
+def _compared(row: ComparedResult, sizes: str, has_prices: bool) -> list[str]:
     from rlcore.bench.summary import shortened
     from rlcore.bench.text import seconds
 

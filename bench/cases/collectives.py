@@ -35,7 +35,7 @@ _NUM_RUNS = 5
 _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 
-class _Timed(msgspec.Struct, frozen=True):
+class _RankTimes(msgspec.Struct, frozen=True):
     """What one rank saw."""
 
     seconds: list[float]
@@ -48,7 +48,7 @@ class _Rank:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
-    def measure(self, op: Op, nbytes: int, iterations: int) -> _Timed:
+    def measure(self, op: Op, nbytes: int, iterations: int) -> _RankTimes:
         import torch.distributed as dist
 
         group = self._context.process_group(_TIMEOUT_S)
@@ -76,7 +76,7 @@ class _Rank:
             calls[op]()
             device.synchronize()
             seconds.append(time.perf_counter() - started)
-        return _Timed(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
+        return _RankTimes(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
 
     def close(self) -> None:
         pass
@@ -107,9 +107,9 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     group = start_workers(_Rank, "the bench", names, launcher="process", timeout_s=_TIMEOUT_S)
     backend = device.collectives.backend
 
-    def run(nbytes: int) -> list[_Timed]:
+    def run(nbytes: int) -> list[_RankTimes]:
         iterations = _FEW_ITERATIONS if nbytes >= _FEW_FROM else _ITERATIONS
-        found: list[_Timed] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
+        found: list[_RankTimes] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
         return found
 
     def contender(nbytes: int) -> Contender:
@@ -131,17 +131,17 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     )
 
 
-def _check(done: list[_Timed]) -> None:
+def _check(done: list[_RankTimes]) -> None:
     wrong = [rank for rank, one in enumerate(done) if not one.is_right]
     expect(not wrong, f"a wrong result arrived at rank {wrong}")
 
 
-def _slowest(done: list[_Timed]) -> list[float]:
+def _slowest(done: list[_RankTimes]) -> list[float]:
     """Of each iteration, the slowest rank's time."""
     return [max(times) for times in zip(*(one.seconds for one in done), strict=True)]
 
 
-def _quantities(nbytes: int, factor: float, done: list[_Timed]) -> dict[str, Quantity]:
+def _quantities(nbytes: int, factor: float, done: list[_RankTimes]) -> dict[str, Quantity]:
     slowest = sorted(_slowest(done))
     median = statistics.median(slowest)
     fastest = [min(times) for times in zip(*(one.seconds for one in done), strict=True)]

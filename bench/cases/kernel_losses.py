@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.cases.kernel_inputs import HEADS, Inputs, Size, assert_close, implementations
+from rlcore.bench.cases.kernel_inputs import HEADS, HeadSize, Inputs, assert_close, implementations
 from rlcore.device import Device
 from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.combine import combine
@@ -36,7 +36,7 @@ def _with_penalties(term: LossFn) -> LossFn:
 class _Losses:
     """Inputs of a policy loss within its clip range, where it is smooth: rounding cannot switch a gradient off."""
 
-    def __init__(self, device: Device, size: Size) -> None:
+    def __init__(self, device: Device, size: HeadSize) -> None:
         self.inputs = Inputs.on(device, size)
         size, at = self.inputs.size, device.torch_device
         logprob_T = self.inputs.true_scores().logprob
@@ -80,7 +80,7 @@ class _Losses:
         )
 
 
-def _prepare_loss(device: Device, *, size: Size) -> Work:
+def _prepare_loss(device: Device, *, size: HeadSize) -> Work:
     losses = _Losses(device, size)
     loss_fn, dtype = _with_penalties(ppo_clip()), losses.inputs.size.dtype
     truth = losses.inputs.true_gradients(loss_fn, losses.per_token, losses.token_weight)
@@ -116,7 +116,7 @@ def _bare_products(inputs: Inputs) -> Callable[[], None]:
     return run
 
 
-def _prepare_sequences(device: Device, *, size: Size) -> Work:
+def _prepare_sequences(device: Device, *, size: HeadSize) -> Work:
     losses = _Losses(device, size)
     terms = {
         "grpo": ppo_clip(),

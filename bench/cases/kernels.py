@@ -19,8 +19,8 @@ from rlcore.bench.cases.kernel_inputs import (
     CHECKED_ROWS,
     HEADS,
     LOGITS,
+    HeadSize,
     Inputs,
-    Size,
     assert_close,
     assert_scores,
     greatest,
@@ -103,7 +103,7 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
 # ----------------------------------------------------------------------------------------- from hidden states
 
 
-def _prepare_linear_logprob(device: Device, *, size: Size, backward: bool) -> Work:
+def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -> Work:
     inputs = Inputs.on(device, size)
     size, true = inputs.size, inputs.true_scores()
     leaves = inputs.leaves()

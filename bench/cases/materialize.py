@@ -67,7 +67,7 @@ def _anonymous_bytes() -> int:
 
 
 def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
-    class Measured(policy_class()):  # type: ignore[misc]
+    class MeasuredPolicy(policy_class()):  # type: ignore[misc]
         def materialization_source(self) -> Path:
             torch.empty(1, device=self.device_type)  # what the device's runtime needs of the host is not counted
             self.memory, self.started = _AnonymousMemory(), time.perf_counter()
@@ -90,7 +90,7 @@ def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
         def _some(self) -> Iterator[Tensor]:
             yield from list(self.parameters())[::40]
 
-    return policy(dense, folder, device.type, Measured)
+    return policy(dense, folder, device.type, MeasuredPolicy)
 
 
 def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:

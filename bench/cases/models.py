@@ -117,7 +117,7 @@ class Drawn(Mapping[str, Any]):
 def policy_class() -> Any:
     """Raises MissingDependencyError without transformers."""
 
-    class Policy(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
+    class RandomPolicy(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
         """Learns by AdamW; ``weights`` is the folder that they are read from, or the dtype that they are drawn in."""
 
         weights: Path | torch.dtype
@@ -134,7 +134,7 @@ def policy_class() -> Any:
             if torch.accelerator.is_available():
                 torch.accelerator.reset_peak_memory_stats()
 
-    return Policy
+    return RandomPolicy
 
 
 def policy(dense: Dense, weights: Path | torch.dtype, device_type: str, cls: Any = None) -> Any:

@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class _LayersSize:
     T: int
     H: int
     heads: int
@@ -33,22 +33,22 @@ class _Size:
     dtype: torch.dtype
 
 
-_ACCELERATOR = _Size(16_384, 1536, 12, 2, 4, 4096, 512, torch.bfloat16)
+_ACCELERATOR = _LayersSize(16_384, 1536, 12, 2, 4, 4096, 512, torch.bfloat16)
 """Layers of Qwen2.5-1.5B. Backward holds 0.36 MB for each token that runs, and padded 25 x 4,096 do: 37 GB, where
 shortest sequences of 64 (193 x 4,096 tokens) would take 288 GB."""
-_HOST = _Size(1024, 128, 4, 2, 2, 512, 16, torch.float32)
+_HOST = _LayersSize(1024, 128, 4, 2, 2, 512, 16, torch.float32)
 
 
-def _even(size: _Size) -> list[int]:
+def _even(size: _LayersSize) -> list[int]:
     return [size.T // 8] * 8
 
 
-def _uneven(size: _Size) -> list[int]:
+def _uneven(size: _LayersSize) -> list[int]:
     """One of the longest, and the rest each the shortest."""
     return [size.longest] + [size.shortest] * ((size.T - size.longest) // size.shortest)
 
 
-def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
+def _prepare(lengths_of: Callable[[_LayersSize], list[int]], device: Device) -> Work:
     try:
         from transformers import Qwen2Config, Qwen2Model
 

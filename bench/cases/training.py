@@ -81,7 +81,7 @@ def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 # ------------------------------------------------------------------------------------------------- the engine
 
 
-class _Job(NamedTuple):
+class _Setup(NamedTuple):
     """What all contenders of a case have in common."""
 
     device_names: list[str]
@@ -91,7 +91,7 @@ class _Job(NamedTuple):
     compiles: bool
 
 
-def _engine_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+def _engine_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
     started = time.perf_counter()
     device_type = job.device_names[0].partition(":")[0]
     engine = TrainEngine(make_policy(job.dense, job.compute_dtype, device_type))
@@ -121,7 +121,7 @@ def _engine_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
 # --------------------------------------------------------------------------------------------- the plain loop
 
 
-class _Scored(nn.Module):
+class _PackedLogits(nn.Module):
     """A causal language model that gives the logits of every token of a packed batch."""
 
     def __init__(self, model: Any) -> None:
@@ -156,7 +156,7 @@ class _Plain:
     def close(self) -> None:
         pass
 
-    def run(self, job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+    def run(self, job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
         started = time.perf_counter()
         scored, optimizer = self._build(job)
         build_s = time.perf_counter() - started
@@ -180,7 +180,7 @@ class _Plain:
         _, seconds = _times(step, batches[_WARM_UP:])
         return _Steps(loss, seconds, warm[0], build_s, self._device.memory.stats().peak_allocated_bytes)
 
-    def _build(self, job: _Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _build(self, job: _Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._context.process_group(_TIMEOUT_S)
         with meta_device():
             model = transformers_class("Qwen2ForCausalLM")._from_config(job.dense.config())
@@ -192,7 +192,7 @@ class _Plain:
             if job.compiles:
                 block.forward = torch.compile(block.forward)
             fully_shard(block, mp_policy=policy)
-        scored = _Scored(model.float())
+        scored = _PackedLogits(model.float())
         fully_shard(scored, mp_policy=policy)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
         scored.to_empty(device=self._device.torch_device)
@@ -226,7 +226,7 @@ class _Plain:
         }
 
 
-def _plain_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+def _plain_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
     number = len(job.device_names)
     launcher = choose_launcher(None, number)
     group = start_workers(_Plain, "the plain loop", job.device_names, launcher=launcher, timeout_s=_TIMEOUT_S)
@@ -247,7 +247,7 @@ def _prepare(dense: Dense, device: Device) -> Work:
         raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")
     model, tokens = (TINY, _HOST_TOKENS) if is_host else (dense, _TOKENS)
     num_devices = 1 if is_host else device.count()
-    job = _Job(
+    job = _Setup(
         device_names=[f"{device.spec.name}:{index}" for index in range(num_devices)],
         dense=model,
         compute_dtype=torch.float32 if is_host else torch.bfloat16,
@@ -263,7 +263,7 @@ def _prepare(dense: Dense, device: Device) -> Work:
     }
     first_losses: dict[tuple[str, int], float] = {}
 
-    def contender(name: str, run: Callable[[_Job, Any], _Steps], lengths: str, job: _Job = job) -> Contender:
+    def contender(name: str, run: Callable[[_Setup, Any], _Steps], lengths: str, job: _Setup = job) -> Contender:
         num = len(job.device_names)
         batches = [
             packed_batch(model.vocabulary, [length for length in some for _ in range(num)], seed=len(some))

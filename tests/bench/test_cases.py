@@ -36,7 +36,7 @@ CHECKED = [name for name in (*HEADS, *SCANS) if name != "kernels/linear_loss_seq
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows than are checked at a time, and a last slice that is not full.
-    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(300, 501, 32, torch.float32))
+    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.HeadSize(300, 501, 32, torch.float32))
     monkeypatch.setattr(kernel_scans, "_HOST_TOKENS", 4096)
 
 

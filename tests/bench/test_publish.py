@@ -10,9 +10,9 @@ import pytest
 from records import a_record as full_record
 from records import result
 
-from rlcore.bench.publish import SHOWN, Shown, main, page, report, rewritten
-from rlcore.bench.record import Call, CaseResult, Metric, Record, read, write
-from rlcore.bench.table import Table
+from rlcore.bench.publish import SHOWN, ReadmeRow, main, page, report, rewritten
+from rlcore.bench.record import BenchCall, CaseResult, Metric, Record, read, write
+from rlcore.bench.table import ResultTable
 from rlcore.bench.text import size
 from rlcore.errors import BenchError
 from rlcore.settings import VARIABLES
@@ -32,7 +32,7 @@ def passed(name: str, *seconds: float) -> CaseResult:
 
 
 def test_a_table_is_the_same_in_markdown_and_csv() -> None:
-    table = Table(["case", "", "median"], [["a|b", "", "1, 2"], ["c", "", ""]])
+    table = ResultTable(["case", "", "median"], [["a|b", "", "1, 2"], ["c", "", ""]])
     assert table.compact().header == ["case", "median"]
     assert table.compact().markdown() == "| case | median |\n| --- | --- |\n| a/b | 1, 2 |\n| c |  |\n"
     assert table.csv() == 'case,,median\na|b,,"1, 2"\nc,,\n'
@@ -68,7 +68,7 @@ def test_full_runs_make_a_report_in_which_the_records_of_one_machine_are_one_col
     write(other, tmp_path / "kernels-gpu.json")  # of another machine, whatever its name says
     system = msgspec.structs.replace(two.system, hw_notes="other jobs")
     engine = result("train/dense_1.5b", "engine", 1.0, tokens_a_device=5000.0)
-    calls = [Call(started_at=two.started_at, commit="a" * 40, rounds={engine.name: [9.0]})]
+    calls = [BenchCall(started_at=two.started_at, commit="a" * 40, rounds={engine.name: [9.0]})]
     more = msgspec.structs.replace(two, cases=[engine, *two.cases[:1]], calls=calls, num_threads=9, system=system)
     write(more, tmp_path / "train-gpu.json")
     html = report(tmp_path)
@@ -147,11 +147,11 @@ def test_record_that_the_readme_shows_was_made_by_commits_without_changes(name: 
     assert record.commit is not None and "changes" not in record.commits()
 
 
-def of_ours(metric: str = "time", **selectors: object) -> list[Shown]:
-    return [Shown("a name", "mine", "kernels/x", metric=metric, **selectors)]  # type: ignore[arg-type]
+def of_ours(metric: str = "time", **selectors: object) -> list[ReadmeRow]:
+    return [ReadmeRow("a name", "mine", "kernels/x", metric=metric, **selectors)]  # type: ignore[arg-type]
 
 
-def the_row(shown: list[Shown], folder: Path) -> str:
+def the_row(shown: list[ReadmeRow], folder: Path) -> str:
     lines = rewritten(EMPTY, folder, shown).splitlines()
     assert lines[:2] == ["before", "<!-- results -->"] and lines[-3:] == ["", "<!-- /results -->", "after"]
     assert lines[3] == "|  | rlcore | beside it | ratio | measured on |"

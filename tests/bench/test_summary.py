@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from records import a_record, result
 
-from rlcore.bench.answers import Run
+from rlcore.bench.answers import ReportRun
 from rlcore.bench.case import load_cases
 from rlcore.bench.publish import page
 from rlcore.bench.record import CaseResult, Metric, Record, write
 from rlcore.bench.report import render
-from rlcore.bench.summary import Target, missing, outcomes, shortened, targets
+from rlcore.bench.summary import ResultTarget, missing, outcomes, shortened, targets
 from rlcore.cli_bench_output import print_results
 
 CASES = [
@@ -29,9 +29,9 @@ def on_a_gpu(cases: list[CaseResult] = CASES, name: str = "NVIDIA H200") -> Reco
     return msgspec.structs.replace(a_record(accelerator_model_name=name), cases=cases)
 
 
-def a_target(implementation: str = "ours", size: str = "big", **options: Any) -> Target:
+def a_target(implementation: str = "ours", size: str = "big", **options: Any) -> ResultTarget:
     of = {"implementation": implementation, "size": size}
-    return Target(case="op", of=of, device="H200", source="a test", **options)
+    return ResultTarget(case="op", of=of, device="H200", source="a test", **options)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def a_target(implementation: str = "ours", size: str = "big", **options: Any) ->
         (a_target("third", at_most=1.0), "time at most 1 s", "", "not measured"),
     ],
 )
-def test_outcome_of_a_target(target: Target, told: str, value: str, word: str) -> None:
+def test_outcome_of_a_target(target: ResultTarget, told: str, value: str, word: str) -> None:
     (outcome,) = outcomes(on_a_gpu(), [target])
     assert outcome.cells()[2:] == [told, value, word, "a test"]
 
 
 def test_every_result_that_is_meant_has_a_outcome() -> None:
-    both = Target(case="op", of={"implementation": "ours"}, at_most=0.005, device="H200", source="a test")
+    both = ResultTarget(case="op", of={"implementation": "ours"}, at_most=0.005, device="H200", source="a test")
     assert [(one.word, one.cells()[1]) for one in outcomes(on_a_gpu(), [both])] == [("miss", "ours"), ("pass", "ours")]
 
 
@@ -133,9 +133,9 @@ def test_terminal_page_and_report_show_them(tmp_path: Path, capsys: pytest.Captu
     assert f"| kernels/linear_logprob_forward/8b | tiled | {bar}" in page(tmp_path)
     print_results(on_a_gpu(cases))
     assert "time at most 14.2 ms  15 ms     miss  issue 5" in capsys.readouterr().out
-    html = render([Run("mine", on_a_gpu(cases))])
+    html = render([ReportRun("mine", on_a_gpu(cases))])
     assert "mine: what is meant to be reached" in html and "<td>miss</td>" in html
-    assert "meant to be reached" not in render([Run("host", a_record())])
+    assert "meant to be reached" not in render([ReportRun("host", a_record())])
 
 
 # ------------------------------------------------------------------------------------------ without a number

@@ -14,7 +14,7 @@ from rlcore import cli
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.measure import run_case
-from rlcore.bench.run import Run as BenchRun
+from rlcore.bench.run import BenchRun
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
+from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, ModelShape, VllmPair
 from rlcore.bench.cases.peers.vllm_ways import Done, Ways, measured_limits
 from rlcore.device import Device
 from rlcore.errors import MissingDependencyError, UnsupportedError
@@ -24,7 +24,7 @@ _FEW_RUNS = 2
 """Of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
 
 
-def _prepare(model: Model, layout: Layout, device: Device) -> Work:
+def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
     if layout.devices > max(1, device.count()):
         raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {layout.devices} devices")
     try:
@@ -95,7 +95,7 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
     )
 
 
-def _case(name: str, model: Model, layout: Layout, estimate_s: float) -> Case:
+def _case(name: str, model: ModelShape, layout: Layout, estimate_s: float) -> Case:
     shape = f"{layout.shards} to {layout.tensor_parallel} x {layout.replicas}, " if layout.devices > 1 else ""
     return Case(
         f"weight_sync/vllm/{name}",

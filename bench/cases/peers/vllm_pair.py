@@ -32,7 +32,7 @@ _KV_BYTES = 8 << 30
 _KV_BYTES_ON_HOST = 1 << 24
 
 
-class Model(NamedTuple):
+class ModelShape(NamedTuple):
     """What both sides have, as its transformers configuration."""
 
     name: str
@@ -42,7 +42,7 @@ class Model(NamedTuple):
 
 
 _COMMON = {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "dtype": "bfloat16"}
-QWEN_7B = Model(
+QWEN_7B = ModelShape(
     "qwen2.5-7b",
     "Qwen2Config",
     "Qwen2ForCausalLM",
@@ -56,7 +56,7 @@ QWEN_7B = Model(
         "num_key_value_heads": 4,
     },
 )
-QWEN_30B_A3B = Model(
+QWEN_30B_A3B = ModelShape(
     "qwen3-30b-a3b",
     "Qwen3MoeConfig",
     "Qwen3MoeForCausalLM",
@@ -103,10 +103,10 @@ class Layout(NamedTuple):
 # ------------------------------------------------------------------------------------------------ the two engines
 
 
-def policy(model: Model, device_type: str) -> Any:
+def policy(model: ModelShape, device_type: str) -> Any:
     """On meta. Raises MissingDependencyError without transformers."""
 
-    class Policy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
+    class NegatedPolicy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
         def materialization_source(self) -> Any:
             return Drawn(self, torch.bfloat16, device_type)
 
@@ -121,7 +121,7 @@ def policy(model: Model, device_type: str) -> Any:
 
     config = transformers_class(model.config_class)(**model.fields, architectures=[model.model_class])
     with meta_device():
-        return Policy._from_config(config)
+        return NegatedPolicy._from_config(config)
 
 
 def write_folder(module: Any, folder: Path) -> None:
@@ -148,7 +148,7 @@ def write_folder(module: Any, folder: Path) -> None:
 class VllmPair:
     """A trainer and a sampler that share devices."""
 
-    def __init__(self, model: Model, layout: Layout, device: Device) -> None:
+    def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
         self.device, self.layout = device, layout
         is_host = device.spec.is_host
         if is_host:
