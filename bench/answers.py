@@ -82,7 +82,7 @@ def _shown(cell: _Cell, run: ReportRun, first: tuple[_Cell | None, ReportRun], h
 
 
 def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, ReportRun]) -> str:
-    """What may be said of ``cell`` and ``first``: a ratio that chance alone may make is not shown."""
+    """Return how ``cell`` compares with ``first``; a ratio that chance alone may make is not told."""
     if cell.params.get("model") != first.params.get("model"):
         return "other model: not comparable"
     if {**cell.params, **_ANY_NUMBER} != {**first.params, **_ANY_NUMBER}:

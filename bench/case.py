@@ -1,4 +1,4 @@
-"""What a benchmark is: a question, the work that answers it, and the check without which there is no number.
+"""A benchmark is a question, the work that answers it, and the check without which there is no number.
 
 ``prepare`` makes the inputs on the device; each contender does the same work in another way; its check
 compares what it returned with a reference, in the run that is timed.
@@ -54,7 +54,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What ``Case.prepare`` makes: inputs are on the device, nothing has run."""
+    """The result of ``Case.prepare``: inputs are on the device, nothing has run."""
 
     contenders: tuple[Contender, ...]
     params: Mapping[str, int | float | str]

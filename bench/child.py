@@ -93,7 +93,7 @@ def _forked(job: CaseJob, cases: Mapping[str, Case], answers: int) -> JobAnswer:
 
 
 def _work(job: CaseJob, cases: Mapping[str, Case], writing: int) -> None:
-    """In the grandchild; does not return."""
+    """Do the job in the grandchild; does not return."""
     code = 1
     try:
         os.setsid()
@@ -118,7 +118,7 @@ def _result(job: CaseJob, cases: Mapping[str, Case]) -> bytes:
 
 
 def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
-    """What the grandchild wrote, if it ended well and in time; ends it when it is late, or when the parent has gone.
+    """Return what the grandchild wrote, if it ended well and in time; end it when it is late or the parent has gone.
 
     It is asked where it is before that. It may crash at that, as frames that are just being made cannot be walked, or
     go on, as a sleep ends by a signal: it is late all the same.

@@ -25,7 +25,7 @@ _OTHERS = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ComparedResult:
-    """One contender of one case in both runs; b against a."""
+    """One contender of one case in both runs, b against a."""
 
     case: str
     implementation: str
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def statement(self) -> str:
-        """What the ratios compare."""
+        """The sentence that says what the ratios compare."""
         if self.rows and all(row.is_of_one for row in self.rows):
             return (
                 "Nothing can be compared, nor a price be used: no result of one run has the case, implementation and "
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def compared(self) -> list[ComparedResult]:
-        """Those of which something can be said: at least that neither took twice the time."""
+        """The rows of which something can be said: at least that neither side took twice the time."""
         undecided = ("too few samples", "not comparable")
         return [
             row
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def geometric_mean(self) -> float | None:
-        """Of all ratios that can be compared."""
+        """The mean of all ratios that can be compared."""
         logs = [math.log(row.difference.ratio) for row in self.rows if row.difference and not row.reason]
         return math.exp(statistics.fmean(logs)) if logs else None
 
@@ -130,7 +130,7 @@ def _is_same_code(a: Record, b: Record) -> bool:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs are called by default: their files' names, with folders where the names are the same.
+    """Return the default names of runs: those of their files, with folders where the names are the same.
 
     Raises:
         InvalidInputError: a file is given twice.
@@ -159,7 +159,7 @@ def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:
 
 
 def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
-    """What may explain a difference, most telling first."""
+    """Return the facts that may explain a difference, the most telling first."""
     facts_a, facts_b = _facts(a), _facts(b)
     names = dict.fromkeys([*facts_a, *facts_b])
     pairs = {name: (facts_a.get(name, "absent"), facts_b.get(name, "absent")) for name in names}
@@ -229,8 +229,10 @@ def _row(
 
 
 def _disturbance(a: CaseResult, b: CaseResult) -> str:
-    """That the host was much busier with others in one of the runs: threads that wait for each other then take many
-    times as long, by any clock."""
+    """Return words if others kept the host much busier in one of the runs, else "".
+
+    Threads that wait for each other then take many times as long, by any clock.
+    """
     shares = [(result.telemetry.host_share_of_others if result.telemetry else None) or 0.0 for result in (a, b)]
     if abs(shares[0] - shares[1]) <= _OTHERS:
         return ""
@@ -248,6 +250,6 @@ def _costs(a: CaseResult, b: CaseResult, prices: tuple[float | None, float | Non
 
 
 def _tokens_per_s(result: CaseResult) -> float | None:
-    """Of all devices together."""
+    """Return the rate of all devices together."""
     found = [metric.samples for metric in result.metrics if metric.unit == "token/s"]
     return statistics.median(found[0]) if found else None

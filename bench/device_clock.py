@@ -1,4 +1,4 @@
-"""How long work takes on a device, without the time in which the host queues it.
+"""A clock for the time that work takes on a device, without the time in which the host queues it.
 
 A device that waits for the host starts a timed run before the host has queued all of it. So it is given other work
 first, for as long as the host takes; the run is measured between two events behind that work.

@@ -1,4 +1,4 @@
-"""How long a run will take, and what fits into the time it has: what cases took here before, or what authors say."""
+"""Estimates of a run's time, and of what fits into it: by what cases took here before, else by what authors say."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Durations:
         return _START_S[self._plan.effort] + sum(map(self.of, cases))
 
     def keep(self, record: Record) -> None:
-        """What the cases of its last call took, for the next; a cache that cannot be written costs that run nothing
-        but a better estimate."""
+        """Keep what the cases of the last call took. If the cache cannot be written, the next estimate is worse."""
         repeated = {result.name for result in record.cases if result.is_repeated}
         rounds = record.calls[-1].rounds if record.calls else {}
         found = {name: _KnownDuration(statistics.fmean(taken), name in repeated) for name, taken in rounds.items()}
@@ -79,7 +78,7 @@ class TimeLimit:
         return None if self._end is None else self._end - time.monotonic()
 
     def has_time_for(self, case: Case) -> bool:
-        """For a round of it."""
+        """Return whether there is time for a round of the case."""
         return self.left_s is None or self._durations.of_round(case) <= self.left_s
 
 

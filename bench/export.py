@@ -48,7 +48,7 @@ def header(record: Record) -> dict[str, Any]:
 
 
 def to_pytest_benchmark(record: Record) -> str:
-    """What ``pytest-benchmark compare`` reads; results without a number are left out, as it does itself.
+    """Return the JSON that ``pytest-benchmark compare`` reads; it has no results without a number.
 
     Raises:
         MissingDependencyError: pytest-benchmark is not installed.

@@ -76,7 +76,7 @@ class Isolated:
         return self._or_raise(CaseJob(do="calibrate", device=self._device_name, effort=effort), Calibration)
 
     def run_case(self, case: Case, sampling: Sampling, left_s: float | None = None) -> list[CaseResult]:
-        """What ``measure.run_case`` finds; where its process ends before that, one result that says how.
+        """Return what ``measure.run_case`` finds; where its process ends before that, one result that says how.
 
         Args:
             left_s: what the run has left; a case that takes longer is ended, and skipped.
@@ -155,7 +155,7 @@ class Isolated:
         return code
 
     def _at(self) -> str:
-        """What it had begun."""
+        """Return the steps that the job had begun, in words."""
         return f"; it had begun: {', '.join(self._steps)}" if self._steps else ""
 
     def _how(self, answer: JobAnswer, job: CaseJob) -> str:
@@ -195,6 +195,6 @@ def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
 
 
 def _oom_kills() -> int:
-    """How often this kernel has killed a process for want of memory."""
+    """Return how often this kernel has killed a process for want of memory."""
     found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0

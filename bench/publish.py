@@ -1,4 +1,4 @@
-"""What ``make results`` makes from code and records: README's table, docs/results.md, docs/report.html, the schema."""
+"""``make results``: README's table, docs/results.md, docs/report.html and the schema, from code and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For micro-benchmarks with pytest-benchmark: ``pytest -p rlcore.bench.pytest_plugin --benchmark-only``.
+"""A plugin for micro-benchmarks with pytest-benchmark: ``pytest -p rlcore.bench.pytest_plugin --benchmark-only``.
 
 It puts device, driver and versions into the machine info, keeps the files of each kind of device in a folder of their
 own, and refuses to compare with another device. ``rlcore bench compare`` reads what ``--benchmark-json`` writes.
@@ -27,7 +27,7 @@ _DEFAULT_STORAGE = "file://./.benchmarks"
 
 @functools.cache
 def _here() -> Record:
-    """Of the default device (``RLCORE_DEVICE``)."""
+    """Return the record of the default device (``RLCORE_DEVICE``), without cases."""
     return new_record(get_device())
 
 

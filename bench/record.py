@@ -50,7 +50,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one figure of a device, read between the samples."""
+    """One figure of a device, read between the samples."""
 
     min: float
     median: float
@@ -58,7 +58,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What device and host told while a case ran. None: they do not tell."""
+    """Figures that device and host told while a case ran. None: they do not tell."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
@@ -178,7 +178,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What this machine was measured to reach."""
+    """Limits that this machine was measured to reach."""
 
     measured_at: str
     """UTC, ISO 8601."""
@@ -201,7 +201,7 @@ class BenchCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``rlcore bench run`` measured on one machine."""
+    """All that ``rlcore bench run`` measured on one machine."""
 
     schema: Literal["rlcore.bench/1"]
     started_at: str
@@ -223,7 +223,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def device_name(self) -> str:
-        """What people call the device that was measured."""
+        """The name of the device that was measured; of a host its processor and number of cores."""
         system = self.system
         host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
         return system.accelerator_model_name or host

@@ -160,7 +160,7 @@ def race_groups(run: ReportRun, *, is_alone: bool) -> list[_BarGroup]:
 
 
 def _own_sizes(race: Race, every: Sequence[Race]) -> str:
-    """What distinguishes a race from the others of its case."""
+    """Return the sizes that distinguish a race from the others of its case."""
     others = [one.results[0].params for one in every if one.case == race.case]
     params = race.results[0].params.items()
     own = [f"{name} {value}" for name, value in params if any(one.get(name) != value for one in others)]
@@ -267,7 +267,7 @@ def _limits(runs: Sequence[ReportRun]) -> ResultTable:
 
 
 def _limit(run: ReportRun, name: str) -> str:
-    """What was measured, and what the datasheet says."""
+    """Return what was measured, and what the datasheet says."""
     calibration = run.record.calibration
     if calibration is None or name not in calibration.limits:
         return "n/a"

@@ -31,15 +31,17 @@ Report = Callable[[Case, list[CaseResult]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How much a run measures."""
+    """The amount that a run measures."""
 
     effort: Effort
     rounds: int
     sampling: Sampling
 
     def part(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-        """What it has, and what it leaves out. What a quick run has comes before what only longer ones have: a run
-        that is cut short has that at least."""
+        """Return the cases that it runs, and those that it leaves out.
+
+        Cases of quick runs come first: a run that is cut short has them at least.
+        """
         ranked = sorted(cases, key=lambda case: _EFFORTS.index(case.effort))
         count = sum(_EFFORTS.index(case.effort) <= _EFFORTS.index(self.effort) for case in ranked)
         return ranked[:count], ranked[count:]
@@ -187,7 +189,7 @@ def calls_of(record: Record) -> list[BenchCall]:
 
 
 def noted(record: Record, note: str | None) -> Record:
-    """With ``note`` beside those that it has."""
+    """Return the record with ``note`` beside those that it has."""
     notes = [one for one in (record.system.hw_notes, note) if one]
     system = msgspec.structs.replace(record.system, hw_notes="; ".join(dict.fromkeys(notes)))
     return msgspec.structs.replace(record, system=system)
@@ -204,7 +206,7 @@ def _is_cut_short(results: list[CaseResult]) -> bool:
 
 
 def _rounds_of(results: list[CaseResult]) -> float:
-    """That these are of; infinitely many where there is no further one."""
+    """Return how many rounds the results are of; infinitely many where there is no further one."""
     return max((len(result.rounds) or 1 for result in results if result.is_repeated), default=float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""Whether two sets of samples differ by more than noise, and by how much.
+"""The difference of two sets of samples, and whether it is more than noise.
 
 Samples of one process lie closer together than those of two: memory lies elsewhere, neighbours come and go. So the
 noise is estimated from rounds (``CaseResult.rounds``), as the spread of their medians. A difference within it is none,

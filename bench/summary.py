@@ -1,4 +1,4 @@
-"""What the results of a record come to: shares of limits, races with peers, targets met, reasons for no number."""
+"""The sum of a record: shares of limits, races with peers, targets met, reasons for no number."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ Selector = Mapping[str, int | float | str]
 
 
 class ResultTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a result is meant to reach on a device; has exactly one of ``at_most`` and ``at_least``."""
+    """A bound that results are meant to keep on a device; has exactly one of ``at_most`` and ``at_least``."""
 
     case: str
     of: Selector

@@ -1,4 +1,4 @@
-"""What a record says about where it was made: machine, versions, commit, environment."""
+"""The part of a record about where it was made: machine, versions, commit, environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENVIRONMENT = (
 
 
 def new_record(device: Device, effort: Effort = "standard") -> Record:
-    """What is known before the first case ran. Initialises the device."""
+    """Return a record without cases. Initialises the device."""
     import torch
 
     return Record(

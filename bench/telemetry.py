@@ -1,4 +1,4 @@
-"""What device and host tell while a case runs, and what of it casts doubt on the numbers."""
+"""Figures that device and host tell while a case runs, and reasons to doubt the numbers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Of the machine: busy and available; and of this process with the children it has waited for."""
+    """Return the machine's busy and available time, and that of this process with the children it has waited for."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:
@@ -127,7 +127,7 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _host_energy_j() -> float | None:
-    """Of the processor packages, by Linux's powercap; the counters wrap after hours."""
+    """Return the energy of the processor packages, by Linux's powercap; the counters wrap after hours."""
     counters = sorted(_RAPL.glob("intel-rapl:?/energy_uj")) if _RAPL.is_dir() else []
     try:
         readings = [int(counter.read_text()) for counter in counters]

@@ -28,7 +28,7 @@ _LEAST_WARMUP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How much to measure in one process."""
+    """The amount to measure in one process."""
 
     min_samples: int = 10
     max_samples: int = 30
@@ -149,7 +149,7 @@ class Trial:
             self.unhidden_s.append(self._queued_s)
 
     def _time_on_device(self, clock: DeviceClock) -> bool:
-        """Whether that is without the host's time."""
+        """Return whether the time is without the host's."""
         self._output = None
         start = time.perf_counter()
         launched = clock.time(self.contender.run, self.runs_per_sample)
@@ -173,7 +173,7 @@ class Trial:
         return seconds
 
     def measure_energy(self, monitor: Monitor) -> None:
-        """Of one run, from many in a row: the counters move about ten times a second."""
+        """Measure the energy of one run, from many in a row: the counters move about ten times a second."""
         self.device.synchronize()
         before, started, runs = monitor.energy_j(), time.perf_counter(), 0
         if before is None or self._is_on_host != self.device.spec.is_host:
@@ -232,7 +232,7 @@ class Trial:
 
 
 def _each(name: str, told: float | Sequence[float]) -> list[float]:
-    """Of one value, or of several."""
+    """Return the values that a case told, one or several."""
     values = list(told) if isinstance(told, Sequence) else [told]
     if not values or not all(0 < value < math.inf for value in values):
         raise ValueError(f"the case says that {name} is {told!r}; a record takes positive numbers alone")
@@ -244,7 +244,7 @@ def is_on_host(work: Work, device: Device) -> bool:
 
 
 def _processor_s() -> float:
-    """Of all threads of this process, and of the children it has waited for."""
+    """Return the time of all threads of this process, and of the children it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

@@ -36,7 +36,7 @@ _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 
 class _RankTimes(msgspec.Struct, frozen=True):
-    """What one rank saw."""
+    """The times that one rank saw."""
 
     seconds: list[float]
     is_right: bool
@@ -137,7 +137,7 @@ def _check(done: list[_RankTimes]) -> None:
 
 
 def _slowest(done: list[_RankTimes]) -> list[float]:
-    """Of each iteration, the slowest rank's time."""
+    """Return the slowest rank's time of each iteration."""
     return [max(times) for times in zip(*(one.seconds for one in done), strict=True)]
 
 

@@ -88,7 +88,7 @@ def _prepare_peers(device: Device) -> Work:
     streams = {(way, one.index): one.streams.new() for way in range(2) for one in devices}
 
     def copy(*pairs: tuple[int, int]) -> None:
-        """From the first of each pair to the second; a stream on either side for each, or they would queue."""
+        """Copy from the first of each pair to the second; each has a stream on either side, or they would queue."""
         for way, (i, j) in enumerate(pairs):
             with devices[i].streams.use(streams[way, i]), devices[j].streams.use(streams[way, j]):
                 targets[j].copy_(sources[i], non_blocking=True)

@@ -1,4 +1,4 @@
-"""What asking costs on the host, once everything is loaded: these calls are on the path of every step."""
+"""The cost of look-ups on the host, once everything is loaded: these calls are on the path of every step."""
 
 from __future__ import annotations
 

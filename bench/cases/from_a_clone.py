@@ -1,4 +1,4 @@
-"""What stands in for the cases beside other libraries where the package was installed without them."""
+"""Stand-ins for the cases beside other libraries, where the package was installed without those."""
 
 from __future__ import annotations
 

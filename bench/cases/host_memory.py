@@ -20,7 +20,7 @@ def _pinned(device: Device, nbytes: int) -> torch.Tensor:
 
 
 def _needs(device: Device, to_device: bool, nbytes: int) -> dict[str, int]:
-    """Of the link; where the device is the host, of its memory, which is read and written."""
+    """Return the bytes needed of the link; where the device is the host, of its memory, which is read and written."""
     if device.spec.is_host:
         return {"memory": 2 * nbytes}
     return {f"{'to_device' if to_device else 'to_host'}/pinned": nbytes}

@@ -1,4 +1,4 @@
-"""What it costs to use another process's memory: to get at it, to use it again, to copy from it.
+"""The cost of using another process's memory: to get at it, to use it again, to copy from it.
 
 The other process is a worker on the same device. Without one handle opened before ("warm") a first one pays for the
 connection, and on a GPU for the mapping.

@@ -67,7 +67,7 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
 
 
 def _by_implementation(op: str, device: Device, call: Callable[..., Any]) -> dict[str, Call]:
-    """Those that need no loop over the tokens on the host, the slowest first."""
+    """Return the implementations without a loop over the tokens on the host, the slowest first."""
     entries = sorted(registry().ops[op], key=lambda entry: entry.priority)
     names = [entry.name for entry in entries if entry.device_type in ("*", device.type)]
     if op != "group_advantage":

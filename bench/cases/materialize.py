@@ -31,7 +31,7 @@ _SAMPLED_S = 0.01
 
 
 class _Found(NamedTuple):
-    """Of one worker."""
+    """The measurements of one worker."""
 
     seconds: float
     """From opening the files to the last value on the device."""
@@ -84,7 +84,7 @@ def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
             return self.found.seconds, self.found.nbytes, self.found.anonymous_bytes  # plain, for other processes
 
         def sums(self) -> list[float]:
-            """Of some of this rank's elements."""
+            """Return sums of some of this rank's elements."""
             return [float(local_part(parameter.detach()).double().sum()) for parameter in self._some()]
 
         def _some(self) -> Iterator[Tensor]:
@@ -94,7 +94,7 @@ def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
 
 
 def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:
-    """As a folder in files of 4 GiB; sums of the parameters by name."""
+    """Write a folder in files of 4 GiB; return the sums of the parameters by name."""
     drawn = Drawn(policy(dense, folder, device.type), torch.bfloat16, device.type)
     sums: dict[str, float] = {}
 

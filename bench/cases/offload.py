@@ -80,7 +80,7 @@ def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
 
 
 def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
-    """Of one set, where that many are in host memory at once."""
+    """Return the bytes of one set, where that many are in host memory at once."""
     if device.spec.is_host:
         return _BYTES_ON_HOST
     gc.collect()

@@ -133,7 +133,7 @@ def _prepare_sustained(device: Device) -> Work:
 
 
 def _sustained(ends: list[float], flops: int) -> _Sustained:
-    """Of a product that ended at these seconds after the start."""
+    """Return the rates of a product that ended at these seconds after the start."""
     durations = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     window = min(_WINDOW_S, ends[-1] / 2)
     rate: Callable[[list[float]], float] = lambda spent: flops * len(spent) / sum(spent)  # noqa: E731

@@ -170,7 +170,7 @@ class _Loop:
 
 
 def _rewards(outputs: list[Any]) -> Tensor:
-    """How many of the tokens are even: [prompts, samples]."""
+    """Return the share of even tokens: [prompts, samples]."""
     shares = [[sum(t % 2 == 0 for t in a.token_ids) / len(a.token_ids) for a in o.outputs] for o in outputs]
     return torch.tensor(shares)
 

@@ -1,4 +1,4 @@
-"""What starting costs: each run is a new Python process."""
+"""The cost of starting: each run is a new Python process."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 def _policy(dense: Dense, device: Device) -> Any:
     class Filled(policy_class()):  # type: ignore[misc]
         def fill_optimizer(self) -> None:
-            """As after a step, without one."""
+            """Give the optimizer the states that it has after a step, without one."""
             for parameter in self.parameters():
                 moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.ones((), device=parameter.device), **moments}

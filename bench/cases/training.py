@@ -51,7 +51,7 @@ _TOLERANCE = 2e-2
 
 
 class _Steps(NamedTuple):
-    """What one contender did."""
+    """The steps of one contender."""
 
     loss: float
     """Of the first step."""
@@ -82,7 +82,7 @@ def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 
 
 class _Setup(NamedTuple):
-    """What all contenders of a case have in common."""
+    """The setup that all contenders of a case share."""
 
     device_names: list[str]
     dense: Dense

@@ -64,7 +64,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class _Model(nn.Module):
-    """What the engine holds."""
+    """The weights that the engine has."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Model(nn.Module):
             self.part(holder, rest).copy_(weight)
 
     def part(self, holder: Any, rest: list[str]) -> Tensor:
-        """Of a fused tensor of ``holder`` that which a checkpoint has under a name."""
+        """Return the part of a fused tensor of ``holder`` that a checkpoint has under a name."""
         q, kv = self.sizes.q, self.sizes.kv
         match rest:
             case ["q"]:

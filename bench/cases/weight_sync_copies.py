@@ -30,7 +30,7 @@ _ON_HOST = 16
 
 
 class _Move(NamedTuple):
-    """Of a weight [rows, columns] the first ``kept`` columns, to rows of a fused tensor that begin at ``offset``."""
+    """A copy of the first ``kept`` columns of a weight [rows, columns] to rows of a fused tensor from ``offset`` on."""
 
     rows: int
     columns: int
@@ -113,7 +113,7 @@ def _contender(sync: _Sync, device: Device, implementation: str) -> Contender | 
 
 
 def _plain_copy(sync: _Sync) -> Contender:
-    """As many bytes each way, in one piece."""
+    """Return a contender that reads and writes as many bytes, in one piece."""
     pattern = sync.trainer.view(torch.uint8)
     half = min(sync.engine.nbytes, sync.moved_bytes // 2, pattern.numel())
     to, from_ = sync.engine.view(torch.uint8)[:half], pattern[:half]

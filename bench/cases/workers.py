@@ -1,4 +1,4 @@
-"""What it costs to have workers in processes of their own: a call, tensors each way, their start.
+"""The cost of workers in processes of their own: a call, tensors each way, their start.
 
 Starts are given as a share of the same number of bare ``import torch`` processes, started at once as the workers
 are, in the same run: what is left is rlcore's part.

@@ -33,7 +33,7 @@ _KV_BYTES_ON_HOST = 1 << 24
 
 
 class ModelShape(NamedTuple):
-    """What both sides have, as its transformers configuration."""
+    """The model of both sides, as its transformers configuration."""
 
     name: str
     config_class: str
@@ -89,7 +89,7 @@ _TINY = {
 
 
 class Layout(NamedTuple):
-    """Which devices the two sides have: the trainer the first ``shards``, the sampler the first of all."""
+    """The devices of the two sides: the trainer has the first ``shards``, the sampler the first of all."""
 
     shards: int = 1
     tensor_parallel: int = 1
@@ -104,7 +104,7 @@ class Layout(NamedTuple):
 
 
 def policy(model: ModelShape, device_type: str) -> Any:
-    """On meta. Raises MissingDependencyError without transformers."""
+    """Return a trainer's module on meta; raises MissingDependencyError without transformers."""
 
     class NegatedPolicy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
         def materialization_source(self) -> Any:
@@ -246,7 +246,7 @@ class VllmPair:
 
 
 def joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
-    """Of one tag: devices move side by side."""
+    """Join the moves of one tag: devices move side by side."""
     (of_devices,) = reports.values()
     return OffloadReport(
         moved_bytes=sum(report.moved_bytes for report in of_devices),

@@ -25,7 +25,7 @@ _NUM_COPIES = 8
 
 
 class Limits(NamedTuple):
-    """What this device was seen to do just before, without an engine."""
+    """Rates and times that this device was seen to reach just before, without an engine."""
 
     to_host: float
     to_device: float
@@ -94,14 +94,14 @@ class Done(NamedTuple):
 
 
 class Ways:
-    """How vLLM gets new weights; each leaves it and the trainer on the device."""
+    """The ways in which vLLM gets new weights; each leaves it and the trainer on the device."""
 
     def __init__(self, pair: VllmPair, limits: Limits) -> None:
         self._pair, self._limits = pair, limits
         self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
 
     def turn(self) -> Done:
-        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it.
+        """Take a turn as in docs/weight_sync.md: the trainer makes a step while vLLM is away, then syncs and leaves.
 
         The limit of vLLM's tags is what their memory alone takes to come back just before: as many pieces, at the same
         addresses, as captured graphs need them.
@@ -150,7 +150,7 @@ class Ways:
         return self._done(seconds["sync"], quantities, report)
 
     def _first_moves(self) -> dict[str, Quantity]:
-        """Of vLLM's weights to the host and back, when the engine was new."""
+        """Return the moves of vLLM's weights to the host and back, when the engine was new."""
         found = {"first_sync": Quantity(self._pair.first_s, "s")}
         rates = self._limits.to_host, self._limits.to_device
         for kind, both in self._pair.left.items():
@@ -179,7 +179,7 @@ class Ways:
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
 
     def per_tensor(self) -> Done:
-        """For each weight by name a copy, a handle, a call, and the engine's own loader, as in RLite."""
+        """Send each weight by name as a copy, a handle and a call to the engine's own loader, as in RLite."""
         memory = self._pair.device.memory
 
         def loop() -> None:
@@ -220,7 +220,7 @@ class Ways:
 
 
 class _Phase(NamedTuple):
-    """Of a turn."""
+    """One phase of a turn."""
 
     name: str
     step: Callable[[], Any]
@@ -229,7 +229,7 @@ class _Phase(NamedTuple):
 
 
 def _parts(report: SyncReport) -> dict[str, Quantity]:
-    """Where the time of a sync went."""
+    """Return where the time of a sync went."""
     found = {**_named("call_{}", report.calls_s), f"route_{report.route}": Quantity(1, "1")}
     if report.handles_opened:
         found["handles_opened"] = Quantity(report.handles_opened, "handle")
