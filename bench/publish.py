@@ -159,11 +159,9 @@ def page(results: Path) -> str:
 
 def _section(name: str, record: Record) -> str:
     system, passed = record.system, record.passed()
-    software = [system.framework or f"torch {record.dependencies['torch']}", f"Python {system.python}"]
-    software += [f"{what} {version}" for what, version in system.other_software_stack.items()]
     parts = [
         f"\n## {name}: {record.device_name}\n",
-        f"{record.started_at[:10]}, {', '.join(software)}; rlcore {record.rlcore}, commit {record.commits()}; "
+        f"{record.started_at[:10]}, {', '.join(record.software())}; rlcore {record.rlcore}, commit {record.commits()}; "
         f"host: {system.host_processor_model_name}, {system.host_processor_core_count} cores.\n",
         *(f"Notes: {note}.\n" for name in NOTES if (note := getattr(system, name))),
     ]

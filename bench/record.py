@@ -228,6 +228,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
         return system.accelerator_model_name or host
 
+    def software(self) -> list[str]:
+        """Return torch, the libraries under it and Python, with their versions."""
+        torch = self.system.framework or f"torch {self.dependencies.get('torch', 'unknown')}"
+        stack = [f"{name} {version}" for name, version in self.system.other_software_stack.items()]
+        return [torch, *stack, f"Python {self.system.python}"]
+
     def passed(self) -> list[CaseResult]:
         return [result for result in self.cases if result.status == "pass"]
 

@@ -71,13 +71,11 @@ def render(runs: Sequence[ReportRun]) -> str:
 
 def _facts(record: Record) -> dict[str, str]:
     system = record.system
-    software = [system.framework or f"torch {record.dependencies.get('torch', 'unknown')}"]
-    software += [f"{name} {version}" for name, version in system.other_software_stack.items()]
     return {
         "devices": str(system.accelerators_per_node or "the host itself"),
         "host": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores, "
         f"{system.host_memory_capacity_bytes / 2**30:.0f} GiB",
-        "software": ", ".join([*software, f"Python {system.python}"]),
+        "software": ", ".join(record.software()),
         "rlcore": f"{record.rlcore}, commit {record.commits()}",
         **{words(name): note for name in NOTES if (note := getattr(system, name))},
         "measured": f"{record.started_at[:16].replace('T', ' ')} UTC, {record.effort} run, {_counts(record)}",

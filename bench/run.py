@@ -104,10 +104,7 @@ class BenchRun:
 
     def __post_init__(self) -> None:
         check_can_write(self.path)
-        by_case: dict[str, list[CaseResult]] = {}
-        for result in self.record.cases:
-            by_case.setdefault(result.name, []).append(result)
-        self._results = {name: found for name, found in by_case.items() if not _is_open(found)}
+        self._results = {name: found for name, found in self.record.by_case().items() if not _is_open(found)}
         now = self.record.calls[-1].commit if self.record.calls else self.record.commit
         for call in self.record.calls:
             if call.commit != now or (now or "").endswith("-modified"):

@@ -54,6 +54,17 @@ def _scorers(op: str, device: Device, call: Any, *, backward: bool = True) -> di
     return found
 
 
+def _scored(score: Score, leaves: tuple[Tensor, ...], target_T: Tensor, upstream_2T: Tensor, backward: bool) -> _Output:
+    """Return log-probability, entropy or None, and with ``backward`` the gradients of the leaves."""
+    with torch.set_grad_enabled(backward):
+        found = [x for x in score(*leaves, target_T) if x is not None]
+        gradients: _Output = ()
+        if backward:
+            upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, found, strict=False)]
+            gradients = torch.autograd.grad(found, leaves, upstream)
+    return *(*(x.detach() for x in found), None)[:2], *gradients
+
+
 # ------------------------------------------------------------------------------------------------ from logits
 
 
@@ -74,14 +85,7 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     ]
 
     def contender(name: str, score: Score) -> Contender:
-        def run() -> _Output:
-            scores = [x for x in score(logits_TV, inputs.target_T) if x is not None]
-            if not backward:
-                return (*scores, None)[:2]
-            (gradient_TV,) = torch.autograd.grad(scores, logits_TV, list(upstream_2T[: len(scores)]))
-            return *(*(x.detach() for x in scores), None)[:2], gradient_TV
-
-        return Contender(name, run, check)
+        return Contender(name, lambda: _scored(score, (logits_TV,), inputs.target_T, upstream_2T, backward), check)
 
     def check(output: _Output) -> None:
         assert_scores(output, true, size.dtype)
@@ -109,17 +113,11 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     leaves = inputs.leaves()
     upstream_2T = torch.randn(2, size.T, device=device.torch_device)
 
-    def contender(name: str, score: Score) -> Contender:
-        @torch.set_grad_enabled(backward)
-        def run() -> _Output:
-            scores = [x for x in score(*leaves, inputs.target_T) if x is not None]
-            gradients: _Output = ()
-            if backward:
-                upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, scores, strict=False)]
-                gradients = torch.autograd.grad(scores, leaves, upstream)
-            return *(*(x.detach() for x in scores), None)[:2], *gradients
+    def check(output: _Output) -> None:
+        assert_scores(output, true, size.dtype)
 
-        return Contender(name, run, lambda output: assert_scores(output, true, size.dtype))
+    def contender(name: str, score: Score) -> Contender:
+        return Contender(name, lambda: _scored(score, leaves, inputs.target_T, upstream_2T, backward), check)
 
     scorers = _scorers("linear_logprob", device, linear_logprob)
     if backward and "tiled" in scorers:
@@ -176,12 +174,9 @@ def _prepare_accuracy(device: Device) -> Work:
 
     def contender(name: str, score: Score) -> Contender:
         def run() -> _Output:
-            scores = [x for x in score(*leaves, inputs.target_T) if x is not None]
-            upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, scores, strict=False)]
-            gradients = torch.autograd.grad(scores, leaves, upstream)
+            found = _scored(score, leaves, inputs.target_T, upstream_2T, backward=True)
             with torch.no_grad():
-                logprob_T = score(peaked.hidden_TH, peaked.weight_VH, peaked.target_T)[0]
-            return *(*(x.detach() for x in scores), None)[:2], *gradients, logprob_T
+                return *found, score(peaked.hidden_TH, peaked.weight_VH, peaked.target_T)[0]
 
         return Contender(name, run, check, quantities=errors)
 

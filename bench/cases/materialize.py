@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
+from rlcore.bench.cases.proc import proc_bytes
 from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
 from rlcore.engines.fsdp2.sharding import local_part
@@ -61,9 +61,7 @@ class _AnonymousMemory:
 
 
 def _anonymous_bytes() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    return proc_bytes("self/status", "RssAnon")
 
 
 def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:

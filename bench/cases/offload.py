@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.proc import proc_bytes
 from rlcore.bench.cases.timing import Measured, median_time, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import Resident, exchange, optimizer_tensors
@@ -90,9 +89,7 @@ def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
 
 def room_of_host() -> int:
     """Bytes that this process may still take: of its control groups, and of the machine, which a run must not fill."""
-    available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert available is not None
-    return min([int(available[1]) * 1024, *(limit.room_bytes for limit in cgroup_limits())])
+    return min([proc_bytes("meminfo", "MemAvailable"), *(limit.room_bytes for limit in cgroup_limits())])
 
 
 class Link:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import re
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, packed_batch, policy, policy_class
 from rlcore.bench.cases.offload import Link, Moved, Way, room_of_host
+from rlcore.bench.cases.proc import proc_bytes
 from rlcore.bench.cases.timing import Measured, self_timed
 from rlcore.device import Device
 from rlcore.engines.fsdp2.sharding import local_part
@@ -171,7 +170,7 @@ def _prepare_training(device: Device) -> Work:
                         engine.offload()
                         engine.onload()
                     on_device.append(device.memory.stats().allocated_bytes)
-                    on_host.append(_resident_bytes())
+                    on_host.append(proc_bytes("self/status", "VmRSS"))
             finally:
                 torch.use_deterministic_algorithms(False)
         return _Learned(losses, on_device, on_host, time.perf_counter() - started)
@@ -207,12 +206,6 @@ def _prepare_training(device: Device) -> Work:
 
 def _seconds(done: _Learned) -> float:
     return done.seconds
-
-
-def _resident_bytes() -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 cases = (
