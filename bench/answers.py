@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.statistics import difference
-from rlcore.bench.summary import is_ours, median, outcomes, races, unit
+from rlcore.bench.summary import is_ours, median, outcomes, peer_comparisons, unit
 from rlcore.bench.table import ResultTable
 from rlcore.bench.text import count, rate, seconds, words
 
@@ -155,7 +155,7 @@ def _limit(name: str) -> Question:
 
 def _ahead(run: ReportRun) -> _Cell | None:
     """The geometric mean over all cases in which rlcore and others did the same work."""
-    both = [(race.theirs, race.ours) for race in races(run.record)]
+    both = [(one.theirs, one.ours) for one in peer_comparisons(run.record)]
     found = sorted(theirs.seconds / ours.seconds for theirs, ours in both if theirs and ours)
     if not found:
         return None

@@ -33,7 +33,7 @@ class Contender:
     """One way to do the work of a case."""
 
     implementation: str
-    """What runs, by the name it is registered under; never what was merely asked for."""
+    """The implementation that runs, by the name it is registered under; never what was merely asked for."""
     run: Callable[[], Any]
     """Does the work once. What is queued on the device is waited for by the runner."""
     check: Callable[[Any], None]
@@ -43,13 +43,13 @@ class Contender:
     """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock. Of a run of
     several steps those of each, which is then a sample."""
     quantities: Callable[[Any], Mapping[str, Quantity]] | None = None
-    """What else is recorded of each timed run, by metric name, from what ``run`` returned."""
+    """Other values that are recorded of each timed run, by metric name, from what ``run`` returned."""
     params: Mapping[str, int | float | str] = field(default_factory=dict)
     """Beside those of the work, where contenders differ in size."""
     limits: Mapping[str, int] | None = None
     """Instead of those of the work."""
     most_runs: int | None = None
-    """Of the work's ``num_runs`` at most so many: for one that takes much longer than the others."""
+    """The most of the work's ``num_runs``: for one that takes much longer than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Work:
     bytes: int | None = None
     """Bytes of device memory that one run cannot avoid to read and write; None where that means nothing."""
     limits: Mapping[str, int] | None = None
-    """What one run needs of each measured limit (``Calibration.limits``), such as {"to_device/pinned": nbytes}.
+    """The need of one run for each measured limit (``Calibration.limits``), such as {"to_device/pinned": nbytes}.
     None: ``flops`` of products of ``params["dtype"]``, ``bytes`` of the device's memory."""
     close: Callable[[], None] | None = None
     """Called when all is measured: ends what ``prepare`` started."""
@@ -73,7 +73,7 @@ class Work:
     """Exactly so many runs, each timed and checked, none to warm up: for a whole program that takes minutes.
     None: the runner warms up and samples as ``Sampling`` says."""
     runs_on: Literal["host", "stream", "device"] = "device"
-    """What ``run`` uses. "host": no device; it is timed as on a host, whatever the device. "stream": its work is all
+    """The device that ``run`` uses. "host": none; it is timed as on a host, whatever the device. "stream": all work is
     queued on the device's current stream or ordered behind that; ``device_time`` is then without the time to queue it,
     and would be too short for work elsewhere. "device": anything."""
 

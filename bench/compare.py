@@ -43,9 +43,9 @@ class ComparedResult:
     difference: Difference | None = None
     """Also where it is not comparable because the machine was not as busy."""
     cost_ratio: float | None = None
-    """Of the price of one run, b / a."""
+    """The ratio of the prices of one run, b / a."""
     usd_per_million_tokens: tuple[float, float] | None = None
-    """Of a and b, where the case counts tokens."""
+    """The costs of a and b, where the case counts tokens."""
     marks: tuple[str, ...] = ()
     """That either run carries."""
 
@@ -58,7 +58,7 @@ class Comparison:
     """Machine, versions, driver, commit, environment: name -> (a, b), where they differ."""
     is_same_device: bool
     is_same_code: bool
-    """Of one commit without changes."""
+    """Both runs are of one commit without changes."""
     rows: list[ComparedResult] = field(default_factory=list)
 
     @property

@@ -53,7 +53,7 @@ class Isolated:
         self._command = command
         self._on_step = on_step
         self._steps: list[str] = []
-        """Of the job that runs, or ran last."""
+        """The steps of the job that runs, or ran last."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._child: subprocess.Popen[bytes] | None = None
 

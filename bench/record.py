@@ -63,7 +63,7 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
     power_w: Readings | None = None
-    """Of the device, not of the machine."""
+    """The power of the device, not of the machine."""
     power_limit_w: float | None = None
     temperature_c: Readings | None = None
     throttle_reasons: list[str] | None = None
@@ -71,7 +71,7 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     other_processes: int | None = None
     """Processes with memory on the device before this one had any."""
     host_share_of_others: float | None = None
-    """Of the host's processor time, what neither this process nor its children used."""
+    """The share of the host's processor time that neither this process nor its children used."""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str
     implementation: str
-    """What ran; empty when the case could not be prepared."""
+    """The implementation that ran; empty when the case could not be prepared."""
     status: Status
     params: dict[str, int | float | str]
     reason: str = ""
@@ -93,13 +93,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bytes: Whole | None = None
     """Bytes of device memory that one run cannot avoid to move."""
     limits: dict[str, int] = {}
-    """What one run needs of each measured limit, by its name in ``Calibration.limits``."""
+    """The need of one run for each measured limit, by its name in ``Calibration.limits``."""
     rounds: list[AtLeastOne] = []
     """How many samples each process took, in order; empty: one process took all."""
     rounds_at: list[float] = []
     """When each process began to measure, in seconds since 1970 (UTC); empty: not recorded."""
     cache: Literal["", "cold", "warm"] = ""
-    """Whether the device's cache was overwritten before each sample."""
+    """"cold": the device's cache was overwritten before each sample."""
     telemetry: Telemetry | None = None
     marks: list[str] = []
     """Why these numbers may be too bad, such as "throttled: software power cap"."""
@@ -173,7 +173,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     other_software_stack: dict[str, str] = {}
     """Driver and libraries that no Python package brings."""
     hw_notes: str = ""
-    """What ``--note`` said, such as that others use the machine."""
+    """The text of ``--note``, such as that others use the machine."""
     sw_notes: str = ""
 
 
@@ -208,7 +208,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """UTC, ISO 8601."""
     rlcore: str
     commit: str | None
-    """Of the git checkout that ran first, "-modified" when its files differ; None without a checkout."""
+    """The commit of the git checkout that ran first, "-modified" when its files differ; None without a checkout."""
     effort: Effort = "standard"
     system: System
     dependencies: dict[str, str]

@@ -19,14 +19,14 @@ from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.statistics import percentile
 from rlcore.bench.summary import (
     TARGET_COLUMNS,
-    Race,
+    PeerComparison,
     is_floor,
     is_ours,
     median,
     missing,
     outcomes,
     peak,
-    races,
+    peer_comparisons,
     share_of_limit,
     times,
     unit,
@@ -55,7 +55,7 @@ def render(runs: Sequence[ReportRun]) -> str:
         steps=[_step(run, step) for run in runs if (step := run.step)],
         phase_names=[(charts.square(i), name) for i, name in enumerate([*map(words, PHASES), "the rest"])],
         shares=[group for run in runs if (group := shares(run)).bars],
-        races=[race for run in runs for race in race_groups(run, is_alone=len(runs) == 1)],
+        peers=[work for run in runs for work in peer_groups(run, is_alone=len(runs) == 1)],
         targets=[
             (run.name, ResultTable(TARGET_COLUMNS, [one.cells() for one in found]))
             for run in runs
@@ -147,34 +147,34 @@ def shares(run: ReportRun) -> _BarGroup:
     return _BarGroup(run.name, bars)
 
 
-def race_groups(run: ReportRun, *, is_alone: bool) -> list[_BarGroup]:
+def peer_groups(run: ReportRun, *, is_alone: bool) -> list[_BarGroup]:
     """Return a group of bars for each work that peers did too. ``is_alone``: the page has no other run."""
-    found = races(run.record)
+    found = peer_comparisons(run.record)
     where = "" if is_alone else f" on {run.name}"
     return [
-        _BarGroup(f"{race.case}{where}{_own_sizes(race, found)}", _race_bars(race.results), _race_summary(race))
-        for race in found
+        _BarGroup(f"{work.case}{where}{_own_sizes(work, found)}", _peer_bars(work.results), _peer_summary(work))
+        for work in found
     ]
 
 
-def _own_sizes(race: Race, every: Sequence[Race]) -> str:
-    """Return the sizes that distinguish a race from the others of its case."""
-    others = [one.results[0].params for one in every if one.case == race.case]
-    params = race.results[0].params.items()
+def _own_sizes(work: PeerComparison, every: Sequence[PeerComparison]) -> str:
+    """Return the sizes that distinguish a work from the others of its case."""
+    others = [one.results[0].params for one in every if one.case == work.case]
+    params = work.results[0].params.items()
     own = [f"{name} {value}" for name, value in params if any(one.get(name) != value for one in others)]
     return f" ({', '.join(own)})" if own else ""
 
 
-def _race_summary(race: Race) -> str:
+def _peer_summary(work: PeerComparison) -> str:
     """The best of rlcore beside the best of the others."""
-    ours, theirs, floor = race.ours, race.theirs, race.floor
+    ours, theirs, floor = work.ours, work.theirs, work.floor
     shown = [f"{side.implementation} {seconds(side.seconds)}" for side in (ours, theirs) if side]
     if ours and theirs:
         shown[-1] += f": {theirs.seconds / ours.seconds:.2f}x"
     return " against ".join(shown) + (f" (floor: {floor.implementation} {seconds(floor.seconds)})" if floor else "")
 
 
-def _race_bars(results: list[CaseResult]) -> list[_Bar]:
+def _peer_bars(results: list[CaseResult]) -> list[_Bar]:
     ordered = sorted(results, key=median)
     fastest, slowest = median(ordered[0]), median(ordered[-1])
     bars = []

@@ -97,7 +97,7 @@ class BenchRun:
     report: Report = _ignore
     """Gets each case when a round of it ended, with all rounds of it so far."""
     has_time_for: Callable[[Case], bool] = _always
-    """Whether another round of it fits into the time that the run has."""
+    """Tells whether another round of a case fits into the time that the run has."""
     _results: dict[str, list[CaseResult]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set, init=False)
     """Cases that other code measured: their rounds are not mixed with those of this run."""

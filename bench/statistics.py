@@ -27,11 +27,11 @@ ALPHA = 0.01
 _LEAST = 0.01
 """A ratio that nobody acts on."""
 _ONE_PROCESS = 0.1
-"""What processes differ by, where there was but one a side to tell: on quiet hosts a few per cent each."""
+"""The difference of processes, where there was but one a side to tell: on quiet hosts a few per cent each."""
 _ONE_PROCESS_ON_DEVICE = 0.03
 """The same by a device's own clock."""
 _RUNS_ON_HOST = 0.05
-"""What whole runs on a quiet host differ by beside that: rounds lie within a minute, and a machine that is as slow
+"""The difference of whole runs on a quiet host beside that: rounds lie within a minute, and a machine that is as slow
 all through one run shows it in none of them. Of 235 pairs of results of runs minutes apart 7 differed by 4 to 15 %
 though the rounds of each agreed; with this one does."""
 _BLOCKS = 3
@@ -41,7 +41,7 @@ _MANY = 20
 _TRIMMED = 0.2
 """The share of many rounds that is trimmed at either end."""
 _EQUAL = 0.25
-"""What two sides that are called equal may differ by at most."""
+"""The most that two sides that are called equal may differ by."""
 _LEAST_TURNS = 8
 """With fewer, the test of pairs can tell nothing."""
 

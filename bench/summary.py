@@ -1,4 +1,4 @@
-"""The sum of a record: shares of limits, races with peers, targets met, reasons for no number."""
+"""The sum of a record: shares of limits, comparisons with peers, targets met, reasons for no number."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _OURS = ("arena", "arena_reserved", "copy_batch", "engine", "host_alloc", "per_s
 """Contenders of rlcore beside the registered implementations of operators."""
 
 
-class RaceSide(NamedTuple):
+class Fastest(NamedTuple):
     """The fastest result of one kind of contender."""
 
     seconds: float
@@ -92,33 +92,33 @@ class RaceSide(NamedTuple):
         return min((cls(median(one), one.implementation) for one in results), default=None)
 
 
-class Race(NamedTuple):
+class PeerComparison(NamedTuple):
     """One work that two contenders or more did; all passed."""
 
     case: str
     results: list[CaseResult]
 
     @property
-    def ours(self) -> RaceSide | None:
-        return RaceSide.of(filter(is_ours, self.results))
+    def ours(self) -> Fastest | None:
+        return Fastest.of(filter(is_ours, self.results))
 
     @property
-    def theirs(self) -> RaceSide | None:
-        return RaceSide.of(one for one in self.results if not is_ours(one) and not is_floor(one))
+    def theirs(self) -> Fastest | None:
+        return Fastest.of(one for one in self.results if not is_ours(one) and not is_floor(one))
 
     @property
-    def floor(self) -> RaceSide | None:
-        return RaceSide.of(filter(is_floor, self.results))
+    def floor(self) -> Fastest | None:
+        return Fastest.of(filter(is_floor, self.results))
 
 
-def races(record: Record) -> list[Race]:
+def peer_comparisons(record: Record) -> list[PeerComparison]:
     """Return the works, by case, that rlcore and somebody else did, or that have a floor."""
     works: dict[tuple[object, ...], list[CaseResult]] = {}
     for result in record.passed():
         if not is_of_machine(result):
             works.setdefault((result.name, *sorted(result.params.items())), []).append(result)
-    found = [Race(results[0].name, results) for results in works.values()]
-    return sorted((race for race in found if race.ours and (race.theirs or race.floor)), key=lambda race: race.case)
+    found = [PeerComparison(results[0].name, results) for results in works.values()]
+    return sorted((one for one in found if one.ours and (one.theirs or one.floor)), key=lambda one: one.case)
 
 
 def is_of_machine(result: CaseResult) -> bool:

@@ -15,9 +15,9 @@ from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _SHARED = 0.1
-"""Of the host's processor time used by others, from which on it is worth a mark."""
+"""The share of the host's processor time used by others from which on it is worth a mark."""
 _LEAST_S = 0.2
-"""Of processor time: Linux counts hundredths of a second."""
+"""The least processor time to tell a share: Linux counts hundredths of a second."""
 _N = TypeVar("_N", int, float)
 _UNTOLD = (DeviceError, MissingDependencyError, UnsupportedError)
 _RAPL = Path("/sys/class/powercap")

@@ -21,7 +21,7 @@ from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _NEGLIGIBLE = 0.01
-"""Of a run's time: how long the host may take to queue it for ``device_time`` to be the device's all the same."""
+"""The share of a run's time that the host may take to queue it for ``device_time`` to be the device's all the same."""
 _LEAST_WARMUP = 2
 """However long they take: the run after the first may compile once more, for sizes that change, or fill a cache."""
 

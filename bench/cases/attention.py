@@ -16,7 +16,7 @@ from rlcore.device import Device
 from rlcore.tensor_data import dtype_name
 
 _HEADS, _HEAD_SIZE = 32, 128
-"""Of an 8B model."""
+"""The heads of an 8B model."""
 _LENGTHS = (4096, 16_384, 65_536)
 _HOST_HEADS, _HOST_HEAD_SIZE, _HOST_LENGTHS = 4, 64, (256, 1024)
 _CHECKED = 8

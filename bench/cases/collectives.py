@@ -31,7 +31,7 @@ _LARGE = (128 << 20, 1 << 30)
 _HOST_LARGEST = 128 << 20
 _HOST_RANKS = 2
 _NUM_RUNS = 5
-"""Of so many iterations each, before which there is one more to warm up."""
+"""Runs of so many iterations each, before which there is one more to warm up."""
 _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 

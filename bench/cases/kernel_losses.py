@@ -26,7 +26,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 _SEQUENCE_TOKENS = 512
 _BARE = "bare products"
 _LOGITS_ROWS, _WEIGHT_ROWS = 1024, 4096
-"""Of chunks: logits and the gradient of hidden states; the gradient of the weight, accumulated in float32."""
+"""Rows of chunks: of logits and the gradient of hidden states; the gradient of the weight, accumulated in float32."""
 
 
 def _with_penalties(term: LossFn) -> LossFn:

@@ -28,7 +28,7 @@ from rlcore.registry import registry
 
 _HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24
 _MEAN_TOKENS = 1024
-"""Of a sequence."""
+"""Mean length of a sequence."""
 _GROUP = 16
 _GAMMA, _LAM = 0.99, 0.95
 _CALLS = 20

@@ -26,7 +26,7 @@ _FILE_BYTES = 4 << 30
 _NUM_RUNS = 3
 """The first may find the files on disk; the others find them in the page cache."""
 _SPARE_BYTES = 1 << 30
-"""Of anonymous host memory, beside the largest tensor."""
+"""Anonymous host memory that may be taken, beside the largest tensor."""
 _SAMPLED_S = 0.01
 
 

@@ -11,7 +11,7 @@ class ModelSizes(NamedTuple):
     vocab: int
     hidden: int
     inner: int
-    """Of one expert, where there are any."""
+    """The width of one expert, where there are any."""
     q: int
     kv: int
     layers: int

@@ -26,12 +26,12 @@ from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.types import OffloadReport
 
 _CYCLE_SHARE = 0.65
-"""Of the device's memory: a 7B model in float32 with Adam on 141 GB."""
+"""The share of the device's memory that is filled: a 7B model in float32 with Adam on 141 GB."""
 _FIRST_SHARE = 0.15
 """Small, because torch's allocator rounds up to a power of two and keeps what it had."""
 _SWAP_SHARE = 0.28
 _HOST_SHARE = 0.7
-"""Of what the control group leaves."""
+"""The share of what the control group leaves."""
 _BYTES_ON_HOST = 1 << 28
 """Where the device is the host itself, and its share would be everybody's memory."""
 _LINK_SHARE = 1 / 64

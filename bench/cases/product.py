@@ -27,7 +27,7 @@ _HOST_SIZES = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 _SUSTAINED, _HOST_SUSTAINED = (8192, 8192, 8192), (1024, 1024, 1024)
 _SUSTAINED_S, _WINDOW_S = 60.0, 10.0
 _LONGEST_S = 1.0
-"""Of one product of a sweep: a host without units for half precision would take minutes for all of them."""
+"""The longest product of a sweep: a host without units for half precision would take minutes for all of them."""
 _CHECKED = 16
 """Rows and columns that are compared with float64."""
 

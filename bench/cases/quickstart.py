@@ -24,7 +24,7 @@ SEEDS = (0, 1, 2, 3, 4)
 ACCURACY = 0.90
 """Greedy, on held-out problems, that a run must reach."""
 CONTROL_GAIN = 0.05
-"""Of accuracy, that the control must not exceed."""
+"""The gain in accuracy that the control must not exceed."""
 PARITY = 1e-4
 """Nats between the log-probs of sampler and trainer, in float32."""
 PHASES = ("generate", "train", "sync", "offload")
@@ -41,7 +41,7 @@ class QuickstartRun:
 
     steps: Steps
     processor_s: float
-    """Of the host, user and system, all threads: it grows less than the clock when others use the machine."""
+    """User and system time of all threads on the host: it grows less than the clock when others use the machine."""
 
 
 def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:

@@ -26,17 +26,17 @@ from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 
 _HOST_SHARE = 0.8
-"""Of what the control group leaves."""
+"""The share of what the control group leaves."""
 _CYCLES = 4
 _STATE_BYTES = 12
-"""Of a parameter and the two moments of Adam, in float32."""
+"""Bytes of a parameter and the two moments of Adam, in float32."""
 
 _LAYERS_IN_TRAINING = 8
 _TRAINING_CYCLES = 20
 _SAME_MEMORY = 1.01
 _SAME_HOST_MEMORY = 1.02
 _HOST_SLACK_BYTES = 64 << 20
-"""What a process of this size takes and gives back by itself, which is more than a share of a small one."""
+"""Memory that a process of this size takes and gives back by itself, which is more than a share of a small one."""
 _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 
 

@@ -34,7 +34,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.meta import meta_device
 
 _TOKENS, _HOST_TOKENS = 8192, 256
-"""Of each device and step."""
+"""Tokens of each device and step."""
 _PER_DEVICE = 8
 """Sequences of equal length."""
 _UNEVEN = (
@@ -54,14 +54,14 @@ class _Steps(NamedTuple):
     """The steps of one contender."""
 
     loss: float
-    """Of the first step."""
+    """The loss of the first step."""
     seconds: list[float]
-    """Of each step after those that warm up."""
+    """The seconds of each step after those that warm up."""
     first_s: float
-    """Of the first step, which compiles."""
+    """The seconds of the first step, which compiles."""
     build_s: float
     peak_bytes: int
-    """Of the device that held the most, parameters and optimizer states included."""
+    """The peak of the device that held the most, parameters and optimizer states included."""
 
 
 Step = Callable[[Mapping[str, Tensor]], float]

@@ -217,7 +217,7 @@ def _started(device: Device, sizes: ModelSizes) -> Iterator[_Both]:
 class _Timed(NamedTuple):
     seconds: float
     first_s: float
-    """Of the first round, which plans, proves and opens."""
+    """Seconds of the first round, which plans, proves and opens."""
     corners: list[float]
     value: float
     nbytes: int

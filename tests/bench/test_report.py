@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlcore.bench import charts
 from rlcore.bench.answers import ReportRun
 from rlcore.bench.record import CaseResult, Record, write
-from rlcore.bench.report import race_groups, render, shares
+from rlcore.bench.report import peer_groups, render, shares
 from rlcore.cli_bench import bench
 from rlcore.cli_bench_output import print_results
 
@@ -195,7 +195,7 @@ def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
         result("train/dense", "engine", 0.1, {"T": 8, "lengths": "uneven"}),
         result("train/dense", "torch FSDP2", 0.1, {"T": 8, "lengths": "uneven"}),
     )
-    shown = [(group.title, group.summary) for group in race_groups(ReportRun("a", record), is_alone=True)]
+    shown = [(group.title, group.summary) for group in peer_groups(ReportRun("a", record), is_alone=True)]
     assert shown == [
         ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
         ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),

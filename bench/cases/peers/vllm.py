@@ -21,7 +21,7 @@ _NUM_RUNS = 5
 _MOST_NAMES_ONE_BY_ONE = 1000
 """More would take minutes."""
 _FEW_RUNS = 2
-"""Of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
+"""Runs of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
 
 
 def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:

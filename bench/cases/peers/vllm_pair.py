@@ -165,10 +165,10 @@ class VllmPair:
         self.train, self.infer = TrainEngine(module), InferenceEngine(folder, executor=vllm_worker.EXECUTOR)
         self.kv_bytes = _KV_BYTES_ON_HOST if is_host else _KV_BYTES
         self.first_s = 0.0
-        """Of the first sync, which plans, proves, opens, and is verified."""
+        """Seconds of the first sync, which plans, proves, opens, and is verified."""
         self.left: dict[str, tuple[float, float]] = {}
         self.moved_bytes = self.ready_bytes = 0
-        """Of a move of all weights, and of host memory that was there when the build had returned."""
+        """Bytes of a move of all weights, and of host memory that was ready when the build had returned."""
 
     def start(self) -> None:
         """Build both, and give vLLM its first weights."""

@@ -21,7 +21,7 @@ from rlcore.types import SyncReport
 
 _PIECE_BYTES = 1 << 30
 _NUM_COPIES = 8
-"""Of a piece; the time of all bytes is taken from them."""
+"""Copies of a piece; the time of all bytes is taken from them."""
 
 
 class Limits(NamedTuple):
@@ -84,11 +84,11 @@ def _copy_s(to: Any, from_: Any, nbytes: int) -> float:
 
 class Done(NamedTuple):
     seconds: float
-    """Of the whole call, as its user sees it."""
+    """Seconds of the whole call, as its user sees it."""
     state: int
-    """Of the trainer's weights, 0 or 1."""
+    """The state of the trainer's weights, 0 or 1."""
     sums: list[dict[str, int]]
-    """Of vLLM's parameters, by rank."""
+    """Checksums of vLLM's parameters, by rank."""
     quantities: Mapping[str, Quantity] = {}
     report: SyncReport | None = None
 
