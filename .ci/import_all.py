@@ -23,7 +23,7 @@ NEEDS = {
     "rlcore.packed.attention": "transformers",
     "rlcore.packed.choice": "transformers",
     "rlcore.packed.implementations": "transformers",
-    "rlcore.packed.proof": "transformers",
+    "rlcore.packed.eligibility": "transformers",
 }
 """Modules that subclass a class of an optional package, are written in its language, or plug into it."""
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")

@@ -2,12 +2,11 @@
 
     all_reduce    one message for each dtype
     others        one message, of bytes
-    before        one small exchange, in which all ranks see each other's calls, keys, dtypes and shapes: where these
-                  do not fit, or one rank was given what cannot be sent, every rank raises the same error, and no data
-                  has moved
+    before        one small exchange: all ranks see each other's calls, keys, dtypes and shapes. Where these do not fit,
+                  or one rank has a tree that cannot be sent, every rank raises the same error, and no data has moved
 
-Host and device tensors may be mixed: each kind has messages of its own. What comes back are views of the messages'
-memory; clone what is to outlive the rest.
+Host and device tensors may be mixed: each kind has messages of its own. The results are views of the messages' memory;
+clone a tensor that is to live longer than the others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
-from rlcore.collectives.tree import HOST, Announced, Parcel, Tree, built, bytes_of, nbytes_of, views
+from rlcore.collectives.tree import HOST, LocalTree, Tree, TreeSpec, built, bytes_of, nbytes_of, views
 from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -29,7 +28,7 @@ _GROUP = Kind("a group of rlcore.collectives.groups.new_group", lambda value: ha
 
 
 class ContainerGroup(Protocol):
-    """What is used of a ``Group``."""
+    """The part of ``Group`` that is used here."""
 
     device: Device
     rank: int
@@ -44,15 +43,15 @@ class ContainerGroup(Protocol):
 
 @takes("all_reduce of a tree", group=_GROUP)
 def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
-    """Each tensor reduced over all ranks, in a new tree; shapes are the same on all ranks.
+    """Return a new tree with each tensor reduced over all ranks; shapes are the same on all ranks.
 
     Raises:
         CollectiveError: on all ranks, naming the key where they differ.
         InvalidInputError: there is no such operator, or it takes a factor.
         UnsupportedError: the operator has no meaning for one of the dtypes.
     """
-    own = Parcel.of(tree, group.device.torch_device)
-    _meet([own], group, "all_reduce", f"op {op!r}", is_whole_shape=True)
+    own = LocalTree.of(tree, group.device.torch_device)
+    _agreed_specs([own], group, "all_reduce", f"op {op!r}", is_whole_shape=True)
     kinds = {(leaf.dtype, leaf.is_on_device): leaf.torch_dtype for leaf in own.leaves}
     _check_reducible(op, kinds.values(), group)
     reduced: dict[str, Tensor] = {}
@@ -66,41 +65,41 @@ def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
 
 @takes("all_gather of a tree", group=_GROUP)
 def all_gather(tree: Tree, group: ContainerGroup) -> list[Tree]:
-    """The trees of all ranks, by rank. First dimensions may differ, between tensors and between ranks.
+    """Return the trees of all ranks, by rank. First dimensions may differ between tensors and between ranks.
 
     Raises:
         CollectiveError: on all ranks, naming the key where keys, dtypes or the other dimensions differ.
     """
-    own = Parcel.of(tree, group.device.torch_device)
-    told = [announced for (announced,) in _meet([own], group, "all_gather")]
+    own = LocalTree.of(tree, group.device.torch_device)
+    specs = [spec for (spec,) in _agreed_specs([own], group, "all_gather")]
 
     def moved(is_on_device: bool) -> list[Tensor]:
-        sizes = [nbytes_of(announced.on(is_on_device)) for announced in told]
+        sizes = [nbytes_of(spec.on(is_on_device)) for spec in specs]
         return group.all_gather(own.packed(is_on_device), sizes=sizes)
 
-    return _unpacked(told, own.structure, moved)
+    return _unpacked(specs, own.structure, moved)
 
 
 @takes("broadcast of a tree", group=_GROUP)
 def broadcast(tree: Tree | None, group: ContainerGroup, source: int) -> Tree:
-    """The tree of rank ``source``. Other ranks give None, or a tree that it must fit, which is left as it is.
+    """Return the tree of rank ``source``. Other ranks pass None, or a tree of the same form, which is not changed.
 
     Raises:
         CollectiveError: on all ranks, naming the key where a rank's tree does not fit, or a source that is no rank.
     """
     if type(source) is not int or not 0 <= source < group.world_size:
-        own: Parcel | None = Parcel.refused(f"source must be a rank, 0 to {group.world_size - 1}, got {source!r}")
+        own: LocalTree | None = LocalTree.refused(f"source must be a rank, 0 to {group.world_size - 1}, got {source!r}")
     else:
-        own = Parcel.of(tree, group.device.torch_device) if tree is not None or group.rank == source else None
-    told = _meet([own] if own else [], group, "broadcast", f"source {source!r}", is_whole_shape=True)
-    (sent,) = told[source]
+        own = LocalTree.of(tree, group.device.torch_device) if tree is not None or group.rank == source else None
+    specs = _agreed_specs([own] if own else [], group, "broadcast", f"source {source!r}", is_whole_shape=True)
+    (sent,) = specs[source]
 
     def moved(is_on_device: bool) -> list[Tensor]:
         if own and group.rank == source:
             message = own.packed(is_on_device)
         else:
-            place = group.device.torch_device if is_on_device else HOST
-            message = torch.empty(nbytes_of(sent.on(is_on_device)), dtype=torch.uint8, device=place)
+            device = group.device.torch_device if is_on_device else HOST
+            message = torch.empty(nbytes_of(sent.on(is_on_device)), dtype=torch.uint8, device=device)
         return [group.broadcast(message, source)]
 
     return _unpacked([sent], sent.structure, moved)[0]
@@ -108,7 +107,7 @@ def broadcast(tree: Tree | None, group: ContainerGroup, source: int) -> Tree:
 
 @takes("all_to_all of trees", group=_GROUP)
 def all_to_all(trees: Sequence[Tree], group: ContainerGroup) -> list[Tree]:
-    """Send ``trees[r]`` to rank r; the trees that the ranks sent here, by rank. First dimensions may differ.
+    """Send ``trees[r]`` to rank r; return the trees that the ranks sent here, by rank. First dimensions may differ.
 
     Raises:
         CollectiveError: on all ranks, naming the key where keys, dtypes or the other dimensions differ, or a rank that
@@ -116,48 +115,48 @@ def all_to_all(trees: Sequence[Tree], group: ContainerGroup) -> list[Tree]:
     """
     if not LIST.has(trees) or len(trees) != group.world_size:
         got = len(trees) if LIST.has(trees) else type(trees).__name__
-        own = [Parcel.refused(f"trees must be a list of one for each of {group.world_size} ranks, got {got}")]
+        own = [LocalTree.refused(f"trees must be a list of one for each of {group.world_size} ranks, got {got}")]
     else:
-        own = [Parcel.of(tree, group.device.torch_device) for tree in trees]
-    told = [announced[group.rank] for announced in _meet(own, group, "all_to_all")]
+        own = [LocalTree.of(tree, group.device.torch_device) for tree in trees]
+    specs = [spec[group.rank] for spec in _agreed_specs(own, group, "all_to_all")]
 
     def moved(is_on_device: bool) -> list[Tensor]:
-        sizes = [nbytes_of(announced.on(is_on_device)) for announced in told]
-        return group.all_to_all([parcel.packed(is_on_device) for parcel in own], sizes=sizes)
+        sizes = [nbytes_of(spec.on(is_on_device)) for spec in specs]
+        return group.all_to_all([tree.packed(is_on_device) for tree in own], sizes=sizes)
 
-    return _unpacked(told, own[group.rank].structure, moved)
+    return _unpacked(specs, own[group.rank].structure, moved)
 
 
 # ------------------------------------------------------------------------------------------------ agreement
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """What a rank tells of its part in the operation."""
+class _CallHeader(msgspec.Struct, frozen=True):
+    """The description of a call that a rank sends to the others."""
 
     what: str
     argument: str
-    trees: list[Announced]
+    trees: list[TreeSpec]
 
 
-def _meet(
-    parcels: Iterable[Parcel], group: ContainerGroup, what: str, argument: str = "", *, is_whole_shape: bool = False
-) -> list[list[Announced]]:
-    """What each rank announces of its trees, once all of it is seen to fit."""
-    own = _Call(what, argument, [parcel.announced for parcel in parcels])
-    calls = [msgspec.msgpack.decode(data, type=_Call) for data in group.exchange(msgspec.msgpack.encode(own))]
-    told = [call.trees for call in calls]
-    every = [(rank, announced) for rank, rank_told in enumerate(told) for announced in rank_told]
-    for rank, announced in every:
-        if announced.problem:
+def _agreed_specs(
+    trees: Iterable[LocalTree], group: ContainerGroup, what: str, argument: str = "", *, is_whole_shape: bool = False
+) -> list[list[TreeSpec]]:
+    """Return each rank's descriptions of its trees, after a check that they fit."""
+    own = _CallHeader(what, argument, [tree.spec for tree in trees])
+    calls = [msgspec.msgpack.decode(data, type=_CallHeader) for data in group.exchange(msgspec.msgpack.encode(own))]
+    specs = [call.trees for call in calls]
+    all_specs = [(rank, spec) for rank, rank_specs in enumerate(specs) for spec in rank_specs]
+    for rank, spec in all_specs:
+        if spec.problem:
             called = f"{calls[rank].what} of a tree"
-            raise CollectiveError(f"{called}: on rank {rank}, {announced.problem}", ranks=(rank,))
+            raise CollectiveError(f"{called}: on rank {rank}, {spec.problem}", ranks=(rank,))
     _check_same_call(calls)
-    for rank, announced in every[1:]:
-        _check_fits(every[0], (rank, announced), what, is_whole_shape)
-    return told
+    for rank, spec in all_specs[1:]:
+        _check_fits(all_specs[0], (rank, spec), what, is_whole_shape)
+    return specs
 
 
-def _check_same_call(calls: list[_Call]) -> None:
+def _check_same_call(calls: list[_CallHeader]) -> None:
     asked = [f"{call.what} {call.argument}".rstrip() for call in calls]
     for rank, other in enumerate(asked):
         if other != asked[0]:
@@ -168,7 +167,7 @@ def _check_same_call(calls: list[_Call]) -> None:
 
 
 def _check_reducible(op: str, dtypes: Iterable[torch.dtype], group: ContainerGroup) -> None:
-    """Of all dtypes before the first is reduced."""
+    """Check all dtypes before the first is reduced."""
     if op == "premul_sum":
         raise InvalidInputError("all_reduce of a tree takes no 'premul_sum', which has a factor; multiply before")
     for dtype in dtypes:
@@ -177,9 +176,9 @@ def _check_reducible(op: str, dtypes: Iterable[torch.dtype], group: ContainerGro
             raise UnsupportedError(f"{op} of {dtype_name(dtype)} over {group!r}", how.reason)
 
 
-def _check_fits(first: tuple[int, Announced], other: tuple[int, Announced], what: str, is_whole_shape: bool) -> None:
+def _check_fits(first: tuple[int, TreeSpec], other: tuple[int, TreeSpec], what: str, is_whole_shape: bool) -> None:
     ranks = first[0], other[0]
-    kinds = [{leaf.path: leaf.rows(is_whole_shape) for leaf in announced.leaves} for _, announced in (first, other)]
+    kinds = [{leaf.path: leaf.rows(is_whole_shape) for leaf in spec.leaves} for _, spec in (first, other)]
     for path in sorted({*kinds[0], *kinds[1]}):
         found = [kind.get(path, "absent") for kind in kinds]
         if found[0] != found[1]:
@@ -193,10 +192,10 @@ def _check_fits(first: tuple[int, Announced], other: tuple[int, Announced], what
 # -------------------------------------------------------------------------------------------------- packing
 
 
-def _unpacked(told: list[Announced], structure: Any, moved: Callable[[bool], list[Tensor]]) -> list[Tree]:
-    """One tree for each that was told, of the messages that ``moved(is_on_device)`` brings."""
-    tensors: list[dict[str, Tensor]] = [{} for _ in told]
-    for is_on_device in sorted({leaf.is_on_device for announced in told for leaf in announced.leaves}):
-        for found, announced, message in zip(tensors, told, moved(is_on_device), strict=True):
-            found.update(views(message, announced.on(is_on_device)))
+def _unpacked(specs: list[TreeSpec], structure: Any, moved: Callable[[bool], list[Tensor]]) -> list[Tree]:
+    """Return one tree for each of ``specs``, from the messages that ``moved(is_on_device)`` returns."""
+    tensors: list[dict[str, Tensor]] = [{} for _ in specs]
+    for is_on_device in sorted({leaf.is_on_device for spec in specs for leaf in spec.leaves}):
+        for found, spec, message in zip(tensors, specs, moved(is_on_device), strict=True):
+            found.update(views(message, spec.on(is_on_device)))
     return [built(structure, found) for found in tensors]

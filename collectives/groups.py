@@ -1,4 +1,4 @@
-"""Process groups that stand alone: any processes can form one, beside torch's default group or without it."""
+"""Standalone process groups: any processes can form one, beside torch's default group or without it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from rlcore.collectives.operations import Operations
-from rlcore.collectives.peers import Peers
+from rlcore.collectives.peers import PeerMonitor
 from rlcore.collectives.process_group import TorchGroups
-from rlcore.collectives.rendezvous import Meeting
+from rlcore.collectives.rendezvous import Rendezvous
 from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
 
-_PARTING_S = 5.0
-"""``destroy()`` waits no longer for ranks that do not come."""
+_DESTROY_WAIT_S = 5.0
+"""``destroy()`` waits so long for ranks that do not come."""
 
 
 def new_group(
@@ -65,10 +65,10 @@ def new_group(
 
 
 class Group(Operations):
-    """Ranks that work on tensors together. Every operation is called by all ranks, in the same order.
+    """Ranks with collective operations on tensors. All ranks call every operation, in the same order.
 
     Operations on host tensors end before they return, within the group's timeout. Those on device tensors are queued
-    on the current stream, as in torch.distributed, and it is the library's watchdog that ends them.
+    on the current stream, as in torch.distributed, and the library's watchdog ends them.
     After an error the group can only be destroyed or rebuilt.
     """
 
@@ -86,7 +86,7 @@ class Group(Operations):
         self._form()
 
     def _form(self) -> None:
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             self._rendezvous,
             self.name,
             rank=self.rank,
@@ -95,20 +95,20 @@ class Group(Operations):
             timeout_s=self._timeout_s,
         )
         self._error = ""
-        self._peers = Peers(meeting, repr(self))
+        self._peers = PeerMonitor(rendezvous, repr(self))
         try:
             self._peers.check_alive()
-            self._groups = self._made(meeting)
+            self._groups = self._connected(rendezvous)
             self.barrier()  # none may leave while another still connects
         except BaseException:
             self._abandon()
             raise
 
-    def _made(self, meeting: Meeting) -> TorchGroups:
-        options = self._options | {"is_one_host": meeting.is_one_host}
+    def _connected(self, rendezvous: Rendezvous) -> TorchGroups:
+        options = self._options | {"is_one_host": rendezvous.is_one_host}
         try:
-            return TorchGroups(self._host, self.device, meeting.store, options)
-        except UnsupportedError:  # a RuntimeError too, and not of the other ranks
+            return TorchGroups(self._host, self.device, rendezvous.store, options)
+        except UnsupportedError:  # a RuntimeError too, which other ranks did not cause
             raise
         except RuntimeError as error:
             raise self._peers.explain(error, "forming") from error
@@ -123,13 +123,13 @@ class Group(Operations):
 
     @property
     def is_alive(self) -> bool:
-        """It has been formed and not destroyed."""
+        """True while the group is formed and not destroyed."""
         return self._groups is not None
 
     # ------------------------------------------------------------------------------------------- life
 
     def destroy(self) -> None:
-        """Give back connections, threads and device memory. All ranks call it.
+        """Release connections, threads and device memory. All ranks call it.
 
         A rank waits some seconds for the others to finish their last operation; one of a failed group does not.
 
@@ -140,7 +140,7 @@ class Group(Operations):
             raise StateError(f"{self!r} was destroyed already; rebuild() forms it again")
         if not self._error:
             with contextlib.suppress(CollectiveError):
-                self.barrier(timeout_s=min(_PARTING_S, self._timeout_s))
+                self.barrier(timeout_s=min(_DESTROY_WAIT_S, self._timeout_s))
         self._abandon()
 
     def _abandon(self) -> None:
@@ -162,7 +162,7 @@ class Group(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._give_up(repr(error))  # the other ranks may be elsewhere: do not wait for them
+            self._fail(repr(error))  # the other ranks may be in other code: do not wait for them
         if self.is_alive:
             self.destroy()
 
@@ -192,13 +192,13 @@ class Group(Operations):
                 self._peers.wait(work, what, timeout_s)
             else:
                 self._peers.wait_for(peer, work, what, timeout_s)
-        except BaseException as error:  # Ctrl-C too: the other ranks' operations and ours no longer match
-            self._give_up(f"{what}: {str(error) or type(error).__name__}")
+        except BaseException as error:  # Ctrl-C too: the other ranks' operations no longer match ours
+            self._fail(f"{what}: {str(error) or type(error).__name__}")
             raise
 
-    def _give_up(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         self._error = self._error or why
-        self._peers.give_up(why)
+        self._peers.notify_failure(why)
 
     def _started(self, what: str, start: Callable[[Any], Any], group: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What the ranks of a group do together: tensors of any dtype moved as bytes, and reduced as their device can."""
+"""The collective operations of a group: tensors of any dtype are moved as bytes, and reduced as their device can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 
 _INLINE_BYTES = 1024
-"""``exchange`` sends so much in its first message; what is longer takes a second."""
+"""``exchange`` sends so many bytes in its first message; longer data takes a second one."""
 
 # Renamed in torch 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ _SECONDS = Kind("more than 0 seconds", lambda seconds: NUMBER.has(seconds) and 0
 
 
 class Operations(Checked, ABC):
-    """The operations of a ``Group``. Each is called by all ranks, in the same order.
+    """The operations of a ``Group``. All ranks call each, in the same order.
 
     Those on host tensors end before they return. Those on device tensors are queued on the current stream.
     A wrong argument is refused before anything is sent, and the group goes on.
@@ -68,7 +68,7 @@ class Operations(Checked, ABC):
         peer: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Start work on the torch group that serves ``tensor``, with one ``peer`` or all, and see to its end."""
+        """Start work on the torch group that serves ``tensor``, with one ``peer`` or all, and wait for it."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, factor: float | None = None) -> Tensor:
         """Reduce over all ranks, in place.
@@ -89,7 +89,7 @@ class Operations(Checked, ABC):
             flat.copy_(self.all_reduce(scaled(flat, factor)))
         else:
             rows = _rows_of_ranks(flat.numel(), self.world_size)
-            flat.copy_(self._gathered(self._folded(flat, rows, op), rows))
+            flat.copy_(self._gathered(self._reduced(flat, rows, op), rows))
         return _written(tensor, flat)
 
     def reduce_scatter(
@@ -109,7 +109,7 @@ class Operations(Checked, ABC):
         if self._reduction(values, op, factor) != "native" or len(set(rows)) > 1:
             if factor is not None:
                 return self.reduce_scatter(scaled(values, factor), sizes=rows)
-            return self._folded(values, rows, op)
+            return self._reduced(values, rows, op)
         out = values.new_empty((rows[self.rank], *values.shape[1:]))
         torch_op = _torch_op(op, factor)
         start = lambda g: _reduce_scatter_single(out, values, torch_op, group=g, async_op=True)  # noqa: E731
@@ -117,7 +117,7 @@ class Operations(Checked, ABC):
         return out
 
     def all_gather(self, tensor: Tensor, *, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """The tensors of all ranks, by rank, as views of one new tensor.
+        """Return the tensors of all ranks, by rank, as views of one new tensor.
 
         Args:
             tensor: [n, ...] of any dtype; n may differ between ranks.
@@ -170,10 +170,10 @@ class Operations(Checked, ABC):
                 f"sizes of all_to_all must be the rows that each of {self.world_size} ranks sends to this rank "
                 f"{self.rank}, {parts[self.rank].shape[0]} of its own; got {sizes!r}"
             )
-        return list(torch.split(self._swapped(parts, sizes), list(sizes)))
+        return list(torch.split(self._sent_here(parts, sizes), list(sizes)))
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        """To ``recv`` on rank ``destination``."""
+        """Send to ``recv`` on rank ``destination``."""
         self._check_rank(destination, "destination", is_other=True)
         data = _bytes(self._flat(tensor, "send"))
         start = lambda g: dist.isend(data, group_dst=destination, group=g)  # noqa: E731
@@ -199,7 +199,7 @@ class Operations(Checked, ABC):
         self._run("barrier", here, lambda g: dist.all_reduce(here, group=g, async_op=True), timeout_s=timeout_s)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, by rank, through the host: a single message where all are small."""
+        """Return the bytes of all ranks, by rank: an all-gather through the host, one message if all are short."""
         own = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
         head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
         head[: own.numel()] = own[: head.numel()]
@@ -214,7 +214,7 @@ class Operations(Checked, ABC):
     # ---------------------------------------------------------------------------------------- movements
 
     def _gathered(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[sum(sizes), ...]: the rows of all ranks."""
+        """Return [sum(sizes), ...]: the rows of all ranks."""
         out = values.new_empty((sum(sizes), *values.shape[1:]))
         if len(set(sizes)) == 1:
             whole, own = _bytes(out), _bytes(values)
@@ -228,8 +228,8 @@ class Operations(Checked, ABC):
                 self.broadcast(part, source)
         return out
 
-    def _swapped(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """[sum(sizes), ...]: the rows that all ranks sent here."""
+    def _sent_here(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Return [sum(sizes), ...]: the rows that all ranks sent here."""
         data = torch.cat([_bytes(part) for part in parts])
         out = parts[0].new_empty((sum(sizes), *parts[0].shape[1:]))
         row_bytes = out.element_size() * out.shape[1:].numel()
@@ -238,16 +238,16 @@ class Operations(Checked, ABC):
         self._run("all_to_all", data, start)
         return out
 
-    def _folded(self, values: Tensor, rows: Sequence[int], op: str) -> Tensor:
-        """[rows[rank], ...]: these rows of all ranks, reduced here."""
+    def _reduced(self, values: Tensor, rows: Sequence[int], op: str) -> Tensor:
+        """Return [rows[rank], ...]: this rank's rows, reduced over all ranks."""
         own = rows[self.rank]
-        parts = self._swapped(torch.split(values, list(rows)), [own] * self.world_size)
+        parts = self._sent_here(torch.split(values, list(rows)), [own] * self.world_size)
         return fold(parts.view(self.world_size, own * values.shape[1:].numel()), op).view(own, *values.shape[1:])
 
     # ------------------------------------------------------------------------------------------ checks
 
     def _reduction(self, values: Tensor, op: str, factor: float | None) -> str:
-        """ "native" or "emulated"."""
+        """Return "native" or "emulated"."""
         if (op == "premul_sum") != (factor is not None):
             raise InvalidInputError(f"op 'premul_sum' takes a factor, and no other does; got {op!r} and {factor!r}")
         device = self._host if self._is_on_host(values) else self.device
@@ -257,7 +257,7 @@ class Operations(Checked, ABC):
         return str(how.support)
 
     def _agree(self, what: str, values: Tensor, rows: list[int]) -> list[list[int]]:
-        """``rows`` of all ranks, once dtypes, places and shapes of a row are seen to be the same."""
+        """Return ``rows`` of all ranks after a check that dtypes, devices and shapes of a row are the same."""
         own = (f"{dtype_name(values.dtype)} rows of {tuple(values.shape[1:])} on {values.device.type}", rows)
         told = [msgspec.msgpack.decode(data) for data in self.exchange(msgspec.msgpack.encode(own))]
         if len({kind for kind, _ in told}) > 1:
@@ -279,7 +279,7 @@ class Operations(Checked, ABC):
             raise InvalidInputError(f"{what} must be a rank of {self!r}{other}, got {rank!r}")
 
     def _dense(self, tensor: Tensor, what: str) -> Tensor:
-        """Contiguous, with a first dimension, out of autograd's sight."""
+        """Return ``tensor`` contiguous and without autograd; it must have a first dimension."""
         values = self._contiguous(tensor, what)
         if values.dim() == 0:
             raise InvalidInputError(f"{what} of {self!r} takes tensors of at least one dimension; give x.reshape(1)")
@@ -306,7 +306,7 @@ def _torch_op(op: str, factor: float | None) -> Any:
 
 
 def _written(tensor: Tensor, flat: Tensor) -> Tensor:
-    """``tensor`` with the values of ``flat``, which shares its memory unless it had to be copied."""
+    """Return ``tensor`` with the values of ``flat``, which shares its memory unless it had to be copied."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

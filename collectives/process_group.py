@@ -1,8 +1,8 @@
-"""A ``torch.distributed.ProcessGroup`` that is nobody's default. The one place that uses torch's private names for it.
+"""A ``torch.distributed.ProcessGroup`` beside the default one. Only this file uses torch's private names for it.
 
-Torch keeps tables about groups: the ranks that functions such as ``dist.broadcast(src=...)`` translate, and names for
-functional collectives. A standalone group is entered into these two, with its own ranks, and into no other: what
-``dist.destroy_process_group()`` goes through to end a program's groups does not reach it.
+Torch has tables of groups: the ranks that functions such as ``dist.broadcast(src=...)`` translate, and names for
+functional collectives. A standalone group is registered in these two, with its own ranks, and in no other. So
+``dist.destroy_process_group()``, which ends the groups in another table, does not end it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _numbers = itertools.count(1)
 
 
 class TorchGroups:
-    """The group for tensors of a device and the one for host tensors: one object, unless the library forbids it."""
+    """The torch group for device tensors and the one for host tensors: the same object if the library allows it."""
 
     def __init__(self, host: Any, device: Device, store: Store, options: dict[str, Any]) -> None:
-        """Every rank makes one together.
+        """Connect; all ranks call it together.
 
         Args:
             host, device: devices; the same object where the device is the host.
@@ -38,23 +38,23 @@ class TorchGroups:
         name = f"{options['name']} {next(_numbers)}"
         if host is device:
             backend = device.collectives.new_backend(store, **options)
-            self.for_device = self.for_host = self._entered(self._with_backend(device, store, backend), name)
+            self.for_device = self.for_host = self._registered(self._with_backend(device, store, backend), name)
             return
         host_backend = host.collectives.new_backend(PrefixStore("host", store), **options | {"is_high_priority": False})
-        shell = self._shell(device, store)
-        shell.bound_device_id = device.torch_device
-        _add(shell, host, host_backend)
+        group = self._empty_group(device, store)
+        group.bound_device_id = device.torch_device
+        _add(group, host, host_backend)
         backend = device.collectives.new_backend(PrefixStore("device", store), **options)
-        if isinstance(backend, dist.ProcessGroup):  # written in Python: torch has it stand alone
-            self.for_device, self.for_host = self._entered(backend, name), self._entered(shell, f"{name} host")
+        if isinstance(backend, dist.ProcessGroup):  # written in Python: torch takes it only as a group of its own
+            self.for_device, self.for_host = self._registered(backend, name), self._registered(group, f"{name} host")
             return
-        _add(shell, device, backend)
-        self.for_device = self.for_host = self._entered(shell, name)
+        _add(group, device, backend)
+        self.for_device = self.for_host = self._registered(group, name)
         if backend.supports_splitting:
             backend.eager_connect_single_device(device.torch_device)
 
     def close(self, *, is_broken: bool) -> None:
-        """End them and take them out of torch's tables. Broken ones do not wait for the other ranks."""
+        """End the groups and remove them from torch's tables. Broken ones do not wait for the other ranks."""
         for name, group in self._named.items():
             _c10d._unregister_process_group(name)
             _c10d._world.pg_group_ranks.pop(group, None)
@@ -68,7 +68,7 @@ class TorchGroups:
         del self.for_device, self.for_host
 
     def _break_connections(self) -> None:
-        """Gloo's ``abort()`` leaves operations waiting, and its end waits for them. A receive's timeout ends all."""
+        """End gloo's work by the timeout of a receive: ``abort()`` does not, and ``shutdown()`` waits for them."""
         other = (self._rank + 1) % self._world_size
         with contextlib.suppress(RuntimeError):
             work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
@@ -77,16 +77,16 @@ class TorchGroups:
     def _with_backend(self, device: Device, store: Store, backend: Any) -> Any:
         if isinstance(backend, dist.ProcessGroup):
             return backend
-        group = self._shell(device, store)
+        group = self._empty_group(device, store)
         _add(group, device, backend)
         return group
 
-    def _shell(self, device: Device, store: Store) -> Any:
+    def _empty_group(self, device: Device, store: Store) -> Any:
         group: Any = dist.ProcessGroup(store, self._rank, self._world_size)
         group._set_default_backend(_backend_type(device))
         return group
 
-    def _entered(self, group: Any, name: str) -> Any:
+    def _registered(self, group: Any, name: str) -> Any:
         group._set_group_name(name)
         group._set_group_desc(name)
         _c10d._register_process_group(name, group)

@@ -1,6 +1,6 @@
-"""Reductions that a collective library does not have, of parts that it has moved.
+"""Reductions that a collective library does not have, of tensors that it has moved.
 
-    parts_RN    R = ranks, N = elements: row r is rank r's
+    parts_RN    R = ranks, N = elements: row r is that of rank r
 
 The rows are reduced in order of rank in a wider dtype, and rounded once: every rank computes the same bits.
 """
@@ -17,7 +17,7 @@ _BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bi
 
 
 def fold(parts_RN: Tensor, op: str) -> Tensor:
-    """[N] of the same dtype. Integers wrap around; their mean is cut towards 0; the sum of bools is their "or"."""
+    """Return [N] of the same dtype. Integers wrap; their mean is rounded towards 0; the sum of bools is their "or"."""
     dtype = parts_RN.dtype
     if dtype == torch.uint64:
         return _fold_uint64(parts_RN, op)
@@ -25,7 +25,7 @@ def fold(parts_RN: Tensor, op: str) -> Tensor:
 
 
 def scaled(values: Tensor, factor: float) -> Tensor:
-    """What each rank adds to a "premul_sum", rounded to the dtype of its values."""
+    """Return what each rank adds in a "premul_sum", rounded to the dtype of its values."""
     return (values.to(_wider(values.dtype)) * factor).to(values.dtype)
 
 
@@ -46,6 +46,6 @@ def _fold(parts_RN: Tensor, op: str) -> Tensor:
 
 
 def _fold_uint64(parts_RN: Tensor, op: str) -> Tensor:
-    """As int64, which adds, multiplies and combines the same bits; ordered alike once the top bit is turned."""
+    """Reduce as int64, whose sums, products and bits are the same, and whose order is, with the top bit flipped."""
     top = torch.iinfo(torch.int64).min if op in ("min", "max") else 0
     return (_fold(parts_RN.view(torch.int64) ^ top, op) ^ top).view(torch.uint64)

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other, through a folder or a torch Store, before any library connects them."""
+"""The rendezvous of a group: its ranks find each other through a folder or a torch Store, before they connect."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from rlcore.processes import boot_id, start_time
 _NAME = re.compile(r"[\w.-]+")
 _POLL_S = 0.002
 
-_num_met: Counter[tuple[str, str]] = Counter()
-"""Groups that this process has joined, by folder and name: the next one must not read the addresses of the last."""
+_num_joined: Counter[tuple[str, str]] = Counter()
+"""Groups that this process has joined, by folder and name. The next one must not read the addresses of the last."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others about itself."""
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a rank publishes about itself."""
 
     world_size: int
     library: str
     pid: int
     started: int | None
-    """When, by which the process is known from a later one of the same number."""
+    """Start time, which tells the process from a later one with the same pid."""
     network: str
-    """Ranks with equal ones share a loopback interface."""
+    """Ranks with an equal value share a loopback interface."""
     processes: str
-    """Ranks with equal ones can see each other's processes."""
+    """Ranks with an equal value can see each other's processes."""
 
 
-class Meeting:
-    """All ranks of a group, met in one place.
+class Rendezvous:
+    """All ranks of a group, and the store that they share.
 
     Attributes:
         store: of this group alone, for the collective library.
-        cards: of each rank.
+        infos: by rank.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Meeting:
         self._label = f"group {name!r}"
         self._folder = _new_folder(rendezvous, name)
         self.store = self._folder_store(timeout_s) if self._folder else _part_of_store(rendezvous, name, rank)
-        self.cards = {rank: _own_card(world_size, library)}
+        self.infos = {rank: _own_info(world_size, library)}
         if self.store.add(f"joined/{rank}", 1) > 1:
             raise CollectiveError(
                 f"rank {rank} of {self._label} has joined already through {rendezvous}: two processes were given the "
@@ -68,14 +68,14 @@ class Meeting:
                 ranks=(rank,),
             )
         try:
-            self.store.set(f"card/{rank}", msgspec.json.encode(self.cards[rank]).decode())
-            self._read_cards(set(range(world_size)) - {rank}, timeout_s)
+            self.store.set(f"info/{rank}", msgspec.json.encode(self.infos[rank]).decode())
+            self._read_infos(set(range(world_size)) - {rank}, timeout_s)
         except BaseException:
             self.close()
             raise
 
     def close(self, ended: Iterable[int] = ()) -> None:
-        """Leave, also for ranks that have ended without; the last one removes what was written to the folder.
+        """Leave, also in the name of the ranks in ``ended``; the last rank removes what was written to the folder.
 
         Notes cannot be read any more.
         """
@@ -98,38 +98,38 @@ class Meeting:
         return store
 
     def _member(self, rank: int) -> Path:
-        """There as long as the rank takes part."""
+        """Return the file that exists as long as the rank takes part."""
         assert self._folder
         return self._folder / f"member-{rank}"
 
     @property
     def is_one_host(self) -> bool:
-        return len({card.network for card in self.cards.values()}) == 1
+        return len({info.network for info in self.infos.values()}) == 1
 
-    def peers(self) -> Mapping[int, Card]:
-        """The other ranks."""
-        return {rank: card for rank, card in sorted(self.cards.items()) if rank != self._rank}
+    def peers(self) -> Mapping[int, RankInfo]:
+        """Return the facts about the other ranks, by rank."""
+        return {rank: info for rank, info in sorted(self.infos.items()) if rank != self._rank}
 
-    def shares_processes_with(self, card: Card) -> bool:
-        return card.processes == self.cards[self._rank].processes
+    def shares_processes_with(self, info: RankInfo) -> bool:
+        return info.processes == self.infos[self._rank].processes
 
     def write(self, key: str, text: str) -> None:
-        """Leave a note of this rank."""
+        """Publish a note of this rank."""
         self.store.set(f"{key}/{self._rank}", text)
 
     def read(self, key: str) -> dict[int, str]:
-        """The notes of the other ranks, of those that left one."""
+        """Return the notes of the other ranks, of those that wrote one."""
         found = [rank for rank in self.peers() if self.store.check([f"{key}/{rank}"])]
         return {rank: self.store.get(f"{key}/{rank}").decode() for rank in found}
 
-    def _read_cards(self, missing: set[int], timeout_s: float) -> None:
-        own = self.cards[self._rank]
+    def _read_infos(self, missing: set[int], timeout_s: float) -> None:
+        own = self.infos[self._rank]
         deadline = time.monotonic() + timeout_s
         while missing:
-            for rank in [rank for rank in missing if self.store.check([f"card/{rank}"])]:
-                card = msgspec.json.decode(self.store.get(f"card/{rank}"), type=Card)
-                self._check_same(rank, card, own)
-                self.cards[rank] = card
+            for rank in [rank for rank in missing if self.store.check([f"info/{rank}"])]:
+                info = msgspec.json.decode(self.store.get(f"info/{rank}"), type=RankInfo)
+                self._check_same(rank, info, own)
+                self.infos[rank] = info
                 missing.remove(rank)
             if missing and time.monotonic() > deadline:
                 who = ", ".join(map(str, sorted(missing)))
@@ -140,9 +140,9 @@ class Meeting:
                 )
             time.sleep(_POLL_S if missing else 0)
 
-    def _check_same(self, rank: int, card: Card, own: Card) -> None:
+    def _check_same(self, rank: int, info: RankInfo, own: RankInfo) -> None:
         for what in ("world_size", "library"):
-            theirs, ours = getattr(card, what), getattr(own, what)
+            theirs, ours = getattr(info, what), getattr(own, what)
             if theirs != ours:
                 raise CollectiveError(
                     f"{self._label}: rank {rank} was given {what} {theirs!r}, and rank {self._rank} {ours!r}; "
@@ -152,7 +152,7 @@ class Meeting:
 
 
 def _new_folder(rendezvous: Any, name: str) -> Path | None:
-    """A folder for one group, as often as this process has joined one of that name; None where there is a store."""
+    """Return a new folder for each group of that name that this process joins; None where ``rendezvous`` is a store."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidInputError(f"name of a group must be letters, digits, '_', '.' and '-', got {name!r}")
     if isinstance(rendezvous, Store):
@@ -160,8 +160,8 @@ def _new_folder(rendezvous: Any, name: str) -> Path | None:
     if not isinstance(rendezvous, Path | str):
         raise InvalidInputError(f"rendezvous must be a folder or a torch.distributed Store, got {rendezvous!r}")
     place = str(Path(rendezvous).resolve())
-    _num_met[place, name] += 1
-    folder = Path(place, f"{name}-{_num_met[place, name]}")
+    _num_joined[place, name] += 1
+    folder = Path(place, f"{name}-{_num_joined[place, name]}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -176,9 +176,9 @@ def _part_of_store(store: Any, name: str, rank: int) -> Store:
     return PrefixStore(f"rlcore/{name}/{number}", store)
 
 
-def _own_card(world_size: int, library: str) -> Card:
+def _own_info(world_size: int, library: str) -> RankInfo:
     spaces = {space: os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")}
-    return Card(
+    return RankInfo(
         world_size=world_size,
         library=library,
         pid=os.getpid(),

@@ -1,4 +1,4 @@
-"""A nested dict, list or tuple of tensors as it is told to other ranks and packed into messages of bytes."""
+"""A nested dict, list or tuple of tensors: its description for other ranks, and its messages of bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tree = Any
 
 HOST = torch.device("cpu")
 _ALIGNMENT = 16  # bytes, so that a part of a message can be viewed as any dtype
-_DEEPEST = 100  # containers in containers; one that contains itself has no end
+_DEEPEST = 100  # containers in containers: one that contains itself would have no end
 _KEYS = range(-(2**63), 2**63)
 
 
@@ -26,7 +26,7 @@ class Leaf(msgspec.Struct, frozen=True):
     """A tensor of a tree."""
 
     path: str
-    """As it is indexed: "['prompts'][0]"."""
+    """The index expression: "['prompts'][0]"."""
     dtype: str
     shape: tuple[int, ...]
     is_on_device: bool
@@ -49,36 +49,36 @@ class Leaf(msgspec.Struct, frozen=True):
         return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def rows(self, is_whole_shape: bool) -> str:
-        """What must be the same on all ranks."""
+        """Return the kind of its rows, which must be the same on all ranks."""
         shape = list(map(str, self.shape)) if is_whole_shape else ["*", *map(str, self.shape[1:])][: len(self.shape)]
         return f"{self.dtype} [{', '.join(shape)}] on the {'device' if self.is_on_device else 'host'}"
 
 
-class Announced(msgspec.Struct, frozen=True):
-    """What a rank tells of one tree."""
+class TreeSpec(msgspec.Struct, frozen=True):
+    """The description of one tree that a rank sends to the others."""
 
     structure: Any
     """Containers as {"dict": [[key, ...]]}, {"list": [...]}, {"tuple": [...]}; tensors as their paths."""
     leaves: list[Leaf]
     problem: str = ""
-    """Why it cannot be sent."""
+    """The reason why the tree cannot be sent; "" if it can."""
 
     def on(self, is_on_device: bool) -> list[Leaf]:
         return [leaf for leaf in self.leaves if leaf.is_on_device == is_on_device]
 
 
-class Parcel:
-    """One tree of this rank, ready to be announced and packed."""
+class LocalTree:
+    """One tree of this rank: its description and its tensors by path."""
 
-    def __init__(self, announced: Announced, tensors: dict[str, Tensor]) -> None:
-        self.announced = announced
+    def __init__(self, spec: TreeSpec, tensors: dict[str, Tensor]) -> None:
+        self.spec = spec
         self.tensors = tensors
-        self.structure = announced.structure
-        self.leaves = announced.leaves
+        self.structure = spec.structure
+        self.leaves = spec.leaves
 
     @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> Parcel:
-        """Raises nothing: what cannot be sent is told to the others, who would wait."""
+    def of(cls, tree: Tree, device: torch.device) -> LocalTree:
+        """Describe ``tree``. It raises nothing: the other ranks would wait, so the description has the problem."""
         tensors: dict[str, Tensor] = {}
         try:
             structure = _described(tree, "", tensors, device)
@@ -86,17 +86,18 @@ class Parcel:
             return cls.refused(str(error))
         leaves = [
             Leaf(path, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device == device)
-            for path, tensor in sorted(tensors.items())  # dicts may be ordered otherwise on another rank
+            for path, tensor in sorted(tensors.items())  # dicts may have another order on another rank
         ]
-        return cls(Announced(structure, leaves), tensors)
+        return cls(TreeSpec(structure, leaves), tensors)
 
     @classmethod
-    def refused(cls, problem: str) -> Parcel:
-        return cls(Announced(None, [], problem), {})
+    def refused(cls, problem: str) -> LocalTree:
+        """Return a tree that cannot be sent."""
+        return cls(TreeSpec(None, [], problem), {})
 
     def packed(self, is_on_device: bool) -> Tensor:
-        """[bytes] uint8."""
-        leaves = self.announced.on(is_on_device)
+        """Return the message of its host or device tensors: [bytes] uint8."""
+        leaves = self.spec.on(is_on_device)
         message = torch.empty(nbytes_of(leaves), dtype=torch.uint8, device=self.tensors[leaves[0].path].device)
         for leaf, start in zip(leaves, _starts(leaves), strict=False):
             message[start : start + leaf.nbytes].copy_(bytes_of(self.tensors[leaf.path]))
@@ -104,7 +105,7 @@ class Parcel:
 
 
 def _described(tree: Tree, path: str, tensors: dict[str, Tensor], device: torch.device, depth: int = 0) -> Any:
-    """The structure of a tree; its tensors are added to ``tensors`` by path."""
+    """Return the structure of a tree; add its tensors to ``tensors`` by path."""
     if isinstance(tree, Tensor):
         _check_tensor(tree, path or "the tensor", device)
         tensors[path] = tree.detach()
@@ -130,7 +131,7 @@ def _check_tensor(tensor: Tensor, path: str, device: torch.device) -> None:
 
 
 def why_not_plain(value: Any) -> str:
-    """What it is instead of a tensor that is its memory and nothing else, and what to give; "" if it is one."""
+    """Return what ``value`` is if it is no plain dense tensor, and what to pass instead; "" if it is one."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         return f"{type(value).__name__}; of a DTensor give its to_local()"
     if value.is_nested:
@@ -141,13 +142,14 @@ def why_not_plain(value: Any) -> str:
 
 
 def _is_key(key: Any) -> bool:
-    """What a message can hold: an int of 64 bits, a str without half characters."""
+    """Return True for what a message can hold: an int of 64 bits, a str without lone surrogates."""
     if type(key) is str:
         return key == key.encode(errors="ignore").decode()
     return type(key) is int and key in _KEYS
 
 
 def built(structure: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    """Return the tree of a structure."""
     if isinstance(structure, str):
         return tensors[structure]
     ((kind, parts),) = structure.items()
@@ -158,6 +160,7 @@ def built(structure: Any, tensors: Mapping[str, Tensor]) -> Tree:
 
 
 def views(message: Tensor, leaves: list[Leaf]) -> dict[str, Tensor]:
+    """Return the tensors of a message by path."""
     return {
         leaf.path: message[start : start + leaf.nbytes].view(leaf.torch_dtype).view(leaf.shape)
         for leaf, start in zip(leaves, _starts(leaves), strict=False)
@@ -165,7 +168,7 @@ def views(message: Tensor, leaves: list[Leaf]) -> dict[str, Tensor]:
 
 
 def _starts(leaves: list[Leaf]) -> list[int]:
-    """Where each begins in a message, and where the message ends; in bytes."""
+    """Return the offset of each leaf in a message, and the length of the message; in bytes."""
     return list(accumulate((leaf.aligned_bytes for leaf in leaves), initial=0))
 
 

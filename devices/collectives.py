@@ -1,4 +1,4 @@
-"""What a device's collective library can do, and how a group of it is made."""
+"""The collective library of a device over torch.distributed: its capabilities, and its process groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives
+from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives, GroupArguments
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -28,17 +28,17 @@ REDUCIBLE_DTYPES = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     *(torch.bool, torch.complex128, torch.complex64),
 )
-"""Tensors of any dtype can be moved, as bytes; these can be reduced."""
+"""The dtypes that can be reduced; tensors of any dtype can be moved as bytes."""
 
 _LONGEST_S = 365 * 86400.0  # libraries count milliseconds or nanoseconds in 64 bits
 
 
 class TorchCollectives(TorchPart, Collectives):
-    """Through the torch.distributed back end that the device was registered with.
+    """Collectives through the torch.distributed back end of the device's registration.
 
-    ``native_ops`` and ``native_dtypes`` are what that library reduces itself, in any combination but those of
-    ``not_native``, the same on every supported torch. The rest of what has a meaning is reduced by
-    ``rlcore.collectives.groups``: the library moves bytes, and each rank reduces its share.
+    The library itself reduces ``native_dtypes`` by ``native_ops``, except the pairs in ``not_native``, on every
+    supported torch. ``rlcore.collectives.groups`` emulates the other defined reductions: the library moves bytes, and
+    each rank reduces its part.
     """
 
     name: ClassVar = "collectives"
@@ -46,7 +46,7 @@ class TorchCollectives(TorchPart, Collectives):
     native_ops: ClassVar[frozenset[str]] = frozenset({"sum", "product", "min", "max"})
     native_dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.int32})
     not_native: ClassVar[frozenset[tuple[str, torch.dtype]]] = frozenset()
-    """What every library has; a vendor says what its own has."""
+    """The minimum of every library; a vendor replaces the three by those of its own."""
 
     @property
     def backend(self) -> str:
@@ -54,16 +54,14 @@ class TorchCollectives(TorchPart, Collectives):
 
     def init_kwargs(
         self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
-    ) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"backend": self.backend, "timeout": _timeout(timeout_s)}
+    ) -> GroupArguments:
+        arguments: GroupArguments = {"backend": self.backend, "timeout": _timeout(timeout_s)}
         if (options := self._options(timeout_s, is_high_priority)) is not None:
-            kwargs["pg_options"] = options
+            arguments["pg_options"] = options
         if not self._is_on_host:
-            kwargs |= {
-                "backend": f"cpu:gloo,{self._device.type}:{self.backend}",
-                "device_id": self._device.torch_device,
-            }
-        return kwargs
+            arguments["backend"] = f"cpu:gloo,{self._device.type}:{self.backend}"
+            arguments["device_id"] = self._device.torch_device
+        return arguments
 
     def reduce_ops(self) -> dict[str, Capability]:
         return {op: self.reduction(op, torch.int32 if op in BITWISE_OPS else torch.float32) for op in REDUCE_OPS}
@@ -106,7 +104,7 @@ class TorchCollectives(TorchPart, Collectives):
         return self._built_in()(store, rank, world_size, options)
 
     def _options(self, timeout_s: float, is_high_priority: bool) -> Any:
-        """The library's options, None if it has none that we know."""
+        """Return the library's options; None if no options are known for it."""
         if self.backend == "gloo" or self.backend.upper() in dist.Backend._plugins:
             if is_high_priority:
                 raise UnsupportedError(
@@ -120,7 +118,7 @@ class TorchCollectives(TorchPart, Collectives):
         return options
 
     def _built_in(self) -> Any:
-        """Libraries with streams that are part of a torch build share one form: NCCL, RCCL and XCCL."""
+        """Return the class of a library that is part of the torch build: NCCL, RCCL and XCCL share one interface."""
         library = getattr(dist, f"ProcessGroup{self.backend.upper()}", None)
         if library is None:
             raise UnsupportedError(
@@ -144,7 +142,7 @@ def _timeout(timeout_s: float) -> timedelta:
 
 def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_host: bool) -> Any:
     library: Any = dist.ProcessGroupGloo
-    if not is_one_host:  # listens where GLOO_SOCKET_IFNAME says, else on the address of the host's name
+    if not is_one_host:  # it listens on GLOO_SOCKET_IFNAME, else on the address of the host name
         return library(store, rank, world_size, timeout=_timeout(timeout_s))
     options = library._Options()
     options._timeout = _timeout(timeout_s)
@@ -153,7 +151,7 @@ def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_hos
 
 
 def _from_plugin(plugin: Any, store: Store, *, rank: int, world_size: int, timeout_s: float, name: str) -> Any:
-    """As torch calls what ``Backend.register_backend`` was given."""
+    """Call the creator function of ``Backend.register_backend`` as torch does."""
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world_size, _timeout(timeout_s))
     request = torch._C._distributed_c10d._DistributedBackendOptions()

@@ -1,7 +1,7 @@
-"""A batch of copies: equal pairs that may run in any order, and at once.
+"""A batch of copies: pairs of equal shape and dtype that may run in any order, and at the same time.
 
-A batch has thousands of pairs, whose copies take less time than a careless loop over them: every question is asked of
-all tensors in one pass, and the answers are compared as arrays.
+A batch has thousands of pairs, and a slow Python loop over them would take longer than the copies. So each property is
+read from all tensors in one pass, and the properties are compared as arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 _LOW_ADDRESS = 1 << 40
-"""A tensor of freed memory begins at its offset, 0 or little more; where memory may be as low, each is asked."""
+"""The data pointer of a freed tensor is only its offset. Tensors below this address are checked one by one."""
 
 
-class Side:
+class BatchSide:
     """The destinations of a batch, or its sources."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -39,18 +39,18 @@ class Side:
         return np.array([found == device for found in self.devices], dtype=bool)
 
     def dense_ranges(self, device: torch.device) -> tuple[Numbers, Numbers]:
-        """First bytes and ends of the contiguous tensors there, in order."""
+        """Return first bytes and ends of the contiguous tensors on ``device``, in rising order."""
         chosen = self.is_dense & self.is_on(device)
         start, nbytes = self.start[chosen], self.nbytes[chosen]
         order = start.argsort()
         return start[order], start[order] + nbytes[order]
 
-    def _numbers(self, question: Any) -> Numbers:
-        return np.fromiter(map(question, self.tensors), dtype=np.uint64, count=len(self.tensors))
+    def _numbers(self, get: Any) -> Numbers:
+        return np.fromiter(map(get, self.tensors), dtype=np.uint64, count=len(self.tensors))
 
 
 class Batch:
-    """Copies that have been checked.
+    """Checked copies.
 
     Raises:
         InvalidInputError: pairs differ, are elsewhere, were freed, or their memory overlaps.
@@ -58,7 +58,7 @@ class Batch:
 
     def __init__(self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], device: torch.device) -> None:
         _check_pairs(dst, src)
-        self.dst, self.src = Side(dst), Side(src)
+        self.dst, self.src = BatchSide(dst), BatchSide(src)
         _check_devices({*self.dst.devices, *self.src.devices}, device)
         _check_memory(self.dst, "destination")
         _check_memory(self.src, "source")
@@ -97,8 +97,8 @@ def _check_devices(found: set[torch.device], device: torch.device) -> None:
         raise InvalidInputError(f"copy_batch of {device} takes tensors there and in host memory, got {others}")
 
 
-def _check_memory(side: Side, what: str) -> None:
-    """A copy of a freed storage would end the process."""
+def _check_memory(side: BatchSide, what: str) -> None:
+    """Refuse tensors of freed storages: a copy of one would end the process."""
     for position in np.flatnonzero((side.start < _LOW_ADDRESS) & (side.nbytes > 0)):
         tensor = side.tensors[position]
         if not tensor.untyped_storage().data_ptr():
@@ -108,8 +108,8 @@ def _check_memory(side: Side, what: str) -> None:
             )
 
 
-def _check_overlap(dst: Side, src: Side, device: torch.device) -> None:
-    """Of contiguous tensors; strided ones may interleave."""
+def _check_overlap(dst: BatchSide, src: BatchSide, device: torch.device) -> None:
+    """Check contiguous tensors for overlaps; strided ones may interleave."""
     start, end = dst.dense_ranges(device)
     if (start[1:] < end[:-1]).any():
         raise InvalidInputError(f"copy_batch takes destinations that do not overlap; two on {device} do")

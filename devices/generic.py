@@ -1,7 +1,7 @@
-"""A device of any vendor that torch knows, written once over ``torch.accelerator`` and ``torch.get_device_module``.
+"""A device of any vendor that torch knows, over ``torch.accelerator`` and ``torch.get_device_module``.
 
-``GenericTorchDevice`` can be named as the loader of a ``DeviceSpec`` as it is. A vendor that can do more replaces
-parts; what a part does not have raises ``UnsupportedError``. Nothing is a silent no-op.
+``GenericTorchDevice`` can be the loader of a ``DeviceSpec``. A vendor whose hardware can do more replaces parts; a
+member that a part does not have raises ``UnsupportedError``. No member silently does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import (
     Capability,
     DeviceProcess,
@@ -38,7 +38,7 @@ _STATE = Kind(
 
 
 class GenericTorchDevice(Checked, Device):
-    """A device of any vendor that torch knows; `rlcore.device.Device` says what its members do."""
+    """A device of any vendor that torch knows; `rlcore.device.Device` documents its members."""
 
     memory_class: ClassVar[type[TorchMemory]] = TorchMemory
     streams_class: ClassVar[type[TorchStreams]] = TorchStreams
@@ -54,11 +54,11 @@ class GenericTorchDevice(Checked, Device):
         self.streams = self.streams_class(self)
         self.collectives = self.collectives_class(self)
         self.profiler = self.profiler_class(self)
-        self.launch = Launch(spec)
+        self.launch = LaunchFacts(spec)
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
-        """Whether such devices can be used here. Must not initialise one."""
+        """Return the number of usable devices, or why there is none. It must not initialise a device."""
         if spec.torch_build and getattr(torch.version, spec.torch_build, None) is None:
             return Probe(0, f"torch {torch.__version__} is no build for it: torch.version.{spec.torch_build} is None")
         try:

@@ -16,23 +16,23 @@ from rlcore.errors import DeviceError, InvalidInputError, StateError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_MOST_THREADS = 16  # 16 GiB in 2.5 s; the kernel clears pages, and more threads only wait for memory
+_MOST_THREADS = 16  # 16 GiB in 2.5 s: the kernel clears pages, and more threads would only wait for memory
 _LEAST_BYTES_PER_THREAD = 64 * 2**20
 
 
 @final
 class HostBuffer:
-    """Made by ``device.memory.host_alloc``; it lives until ``host_free``, or until nothing looks at it any more."""
+    """A buffer of ``device.memory.host_alloc``; it lives until ``host_free``, or until nothing refers to it."""
 
     def __init__(self, memory: Bytes, *, is_pinned: bool) -> None:
         self.nbytes = memory.nbytes
         self.is_pinned = is_pinned
-        """Registered with the device, so that copies run at the link's speed and beside the host's work."""
+        """It is page-locked for the device: copies run at the link's speed, and the host can work meanwhile."""
         self._memory: Bytes | None = memory
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[nbytes] uint8, the buffer itself.
+        """Return the buffer itself, [nbytes] uint8.
 
         Raises:
             StateError: it was freed.
@@ -40,7 +40,7 @@ class HostBuffer:
         return torch.from_numpy(self._held())
 
     def free(self) -> None:
-        """Raises StateError if it was freed before, or if some tensor still looks at it."""
+        """Free the buffer. Raises StateError if it was freed before, or if a tensor still refers to it."""
         used = weakref.ref(self._held())
         self._memory = None
         if (memory := used()) is not None:
@@ -66,12 +66,12 @@ def check_nbytes(nbytes: int) -> None:
 
 
 def map_pages(nbytes: int) -> Bytes:
-    """Private memory of this process at a page's start, in huge pages where the kernel has them, all of it present.
+    """Return private memory of this process, page-aligned, in huge pages if the kernel has them, all pages present.
 
-    It is unmapped when nothing looks at it any more.
+    It is unmapped when nothing refers to it any more.
 
     Raises:
-        DeviceError: the machine has not so much memory.
+        DeviceError: the machine has too little memory.
     """
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -85,7 +85,7 @@ def map_pages(nbytes: int) -> Bytes:
 
 
 def _touch(memory: Bytes) -> None:
-    """One write a page, by many threads: a page is there only when it is first written, and clearing it takes time."""
+    """Write each page by several threads: the kernel allocates and clears a page at its first write."""
     num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), memory.nbytes // _LEAST_BYTES_PER_THREAD))
     part = -(-memory.nbytes // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE
     parts = [memory[start : start + part : mmap.PAGESIZE] for start in range(0, memory.nbytes, part)]

@@ -1,4 +1,4 @@
-"""Memory of a device: what is there, what this process holds, host memory to copy from, and sharing with others."""
+"""Memory of a device over torch: totals, this process's use, pinned host memory, copies, and IPC."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlcore.arguments import LIST, optional
 from rlcore.device import HostMemory, Memory
 from rlcore.devices.copy_batch import Batch
 from rlcore.devices.host_memory import HostBuffer, check_nbytes
-from rlcore.devices.ipc import Ipc, OnRevoke
-from rlcore.devices.ipc_exporter import exporter
-from rlcore.devices.ipc_mapping import Mapping
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.exporter import exporter
+from rlcore.devices.ipc.mapping import Mapping
+from rlcore.devices.ipc.sharing import Sharing
+from rlcore.devices.ipc.tensors import OnRevoke, TensorIpc
 from rlcore.devices.part import TorchPart
 from rlcore.devices.pool import Pool
 from rlcore.devices.streams import STREAM
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TorchMemory(TorchPart, Memory):
-    """Through ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and out-of-tree back ends."""
+    """Memory through ``torch.accelerator``, which covers CUDA, ROCm, XPU, MPS and out-of-tree back ends."""
 
     name: ClassVar = "memory"
     members: ClassVar = (
@@ -51,11 +51,11 @@ class TorchMemory(TorchPart, Memory):
         "import_ipc_together": {"handles": LIST},
     }
     sharing_class: ClassVar[type[Sharing] | None] = None
-    """How this vendor's memory is opened by other processes; None: it cannot be."""
+    """The vendor's IPC of memory; None where it has none."""
 
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)
-        self._ipc = Ipc(device, self.sharing_class(device)) if self.sharing_class else None
+        self._ipc = TensorIpc(device, self.sharing_class(device)) if self.sharing_class else None
         self._pools: dict[str, Pool] = {}
 
     def limits(self) -> dict[str, Capability]:
@@ -71,7 +71,7 @@ class TorchMemory(TorchPart, Memory):
             limits["pool"] = Capability("unsupported", evidence, f"{module.__name__} has no MemPool")
         if self.sharing_class is None:
             reason = (
-                f"{self._device.spec.name} names no devices.ipc_sharing.Sharing, by which processes open its memory"
+                f"{self._device.spec.name} names no devices.ipc.sharing.Sharing, by which processes open its memory"
             )
             unshared = Capability("unsupported", evidence, reason)
             limits |= dict.fromkeys(("export_ipc", "import_ipc", "revoke", "ledger"), unshared)
@@ -159,7 +159,7 @@ class TorchMemory(TorchPart, Memory):
         """Queue the copies on the current stream."""
         torch._foreach_copy_(batch.dst.tensors, batch.src.tensors, non_blocking=True)
 
-    def _sharing(self, member: str) -> Ipc:
+    def _sharing(self, member: str) -> TensorIpc:
         if self._ipc is None:
             raise self.unsupported(member)
         return self._ipc

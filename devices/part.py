@@ -1,11 +1,11 @@
-"""A device is made of parts: memory, streams, collectives, profiler. This is what they share."""
+"""The base of a device's parts: memory, streams, collectives, profiler."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.arguments import Checked
-from rlcore.device import Part
+from rlcore.device import DevicePart
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 
-class TorchPart(Checked, Part):
+class TorchPart(Checked, DevicePart):
     """One part of one device.
 
-    A vendor's part overrides the members that it does otherwise, and says in ``limits()`` which it has to emulate or
-    does not have. What is unsupported raises ``self.unsupported(member)``, whose reason is the one in ``limits()``.
-    Arguments of the kinds in ``accepts`` need no check in the members.
+    A vendor's part overrides members, and declares in ``limits()`` those that it emulates or does not have. An
+    unsupported member raises ``self.unsupported(member)``, with the reason in ``limits()``. The kinds in ``accepts``
+    are checked before a member is called.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Memory of a device kept apart under a tag, through torch's MemPool."""
+"""Device memory kept apart under a tag, through torch's MemPool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlcore.types import PoolStats
 
 @final
 class Pool:
-    """``with device.memory.pool(tag):`` what this thread allocates on the device comes from here.
+    """The source of this thread's allocations inside ``with device.memory.pool(tag):``.
 
     A pool has no allocator of its own: its memory is the device's ordinary memory.
     """
@@ -34,12 +34,12 @@ class Pool:
         )
 
     def empty_cache(self) -> None:
-        """Give the memory back to the device, once no tensor is in the pool."""
+        """Return the memory to the device if no tensor is in the pool."""
         if self._use is None and not self.stats().allocated_bytes:
             self._pool = None
 
     def __enter__(self) -> Self:
-        """Raises StateError inside a ``with`` of the same pool, in any thread."""
+        """Enter the pool. Raises StateError inside a ``with`` of the same pool, in any thread."""
         if self._use is not None:
             raise StateError(f"the memory pool {self.tag!r} is in use; leave its other with-block first")
         if self._pool is None:

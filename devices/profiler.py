@@ -1,4 +1,4 @@
-"""Named phases in traces, and traces in files."""
+"""Named ranges in traces, and recording of traces to files, over torch.profiler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlcore.errors import InvalidInputError, StateError
 
 
 class _Trace:
-    """The one that this process records; torch has one profiler a process."""
+    """The trace that this process records; torch has one profiler for each process."""
 
     profile: Any = None
     path: Path = Path()
 
 
 class TorchProfiler(TorchPart, Profiler):
-    """Through torch.profiler, which records the host and every device it knows."""
+    """A profiler through torch.profiler, which records the host and every device that it knows."""
 
     name: ClassVar = "profiler"
     members: ClassVar = ("range", "start", "stop")

@@ -11,13 +11,18 @@ from rlcore.arguments import FLAG, WHOLE, Kind
 from rlcore.device import Streams
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError
+from rlcore.processes import boot_id
 from rlcore.types import Capability, EventHandle
 
 STREAM = Kind("a stream of this device", lambda value: callable(getattr(value, "wait_stream", None)))
 
 
 class TorchStreams(TorchPart, Streams):
-    """Streams through ``torch.Stream`` and ``torch.Event``."""
+    """Streams through ``torch.Stream`` and ``torch.Event``.
+
+    A vendor whose events have handles for other processes replaces ``limits`` and the three methods ``_new_event``,
+    ``_event_payload`` and ``_open_event``.
+    """
 
     name: ClassVar = "streams"
     members: ClassVar = ("new", "current", "use", "event", "export_event", "import_event")
@@ -28,7 +33,11 @@ class TorchStreams(TorchPart, Streams):
     }
 
     def limits(self) -> dict[str, Capability]:
-        reason = "torch.Event has no handle for other processes; synchronize before they are told to go on"
+        return self._without_interprocess_events(
+            "torch.Event has no handle for other processes; synchronize before they are told to go on"
+        )
+
+    def _without_interprocess_events(self, reason: str) -> dict[str, Capability]:
         local_only = Capability("unsupported", self._device.evidence, reason)
         return {"export_event": local_only, "import_event": local_only}
 
@@ -44,15 +53,36 @@ class TorchStreams(TorchPart, Streams):
     def event(self, timing: bool = False, interprocess: bool = False) -> torch.Event:
         if timing and interprocess:
             raise InvalidInputError("an interprocess event measures no time; ask for timing=True or interprocess=True")
-        if interprocess:
+        if interprocess and "export_event" in self.limits():
             raise self.unsupported("export_event")
-        return self._local_event(timing)
+        return self._new_event(timing, interprocess)
 
     def export_event(self, event: torch.Event) -> EventHandle:
-        raise self.unsupported("export_event")
+        if "export_event" in self.limits():
+            raise self.unsupported("export_event")
+        return EventHandle(
+            payload=self._event_payload(event),
+            device=self._device.spec.name,
+            device_uuid=self._device.properties().uuid,
+            boot_id=boot_id(),
+        )
 
     def import_event(self, handle: EventHandle) -> torch.Event:
-        raise self.unsupported("import_event")
+        if "import_event" in self.limits():
+            raise self.unsupported("import_event")
+        if not isinstance(handle, EventHandle) or handle.device != self._device.spec.name:
+            raise InvalidInputError(f"import_event takes an EventHandle of {self._device.spec.name}, got {handle!r}")
+        if handle.boot_id != boot_id():
+            raise InvalidInputError("this event is of another machine, or of before this one was restarted")
+        return self._open_event(handle)
 
-    def _local_event(self, timing: bool) -> torch.Event:
+    def _new_event(self, timing: bool, interprocess: bool) -> torch.Event:
         return torch.Event(device=self._device.torch_device, enable_timing=timing)
+
+    def _event_payload(self, event: torch.Event) -> bytes:
+        """Return the vendor's handle of an event. Raises InvalidInputError for an event that has none."""
+        raise self.unsupported("export_event")
+
+    def _open_event(self, handle: EventHandle) -> torch.Event:
+        """Open the event behind a handle of such a device on this machine. Raises InvalidInputError if it is gone."""
+        raise self.unsupported("import_event")

@@ -4,7 +4,7 @@
     packed   input_ids [T] with cu_seqlens [N+1]
 
 Every other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and
-advantages belongs to token t given the tokens before it. ``loss_mask`` marks the tokens that are trained on.
+advantages belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences.
 """
@@ -25,7 +25,7 @@ from rlcore.kernels.packing import pack
 
 @takes("collate()", outputs=LIST)
 def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
-    """One padded batch of every completion of ``outputs``, in order.
+    """Return one padded batch of every completion of ``outputs``, in order.
 
     Args:
         per_sequence: one value a completion, as a tensor or nested list of N numbers in any shape, such as
@@ -69,7 +69,7 @@ def _one_each(name: str, value: Any, num_sequences: int) -> Tensor:
 
 
 def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``batch`` on the host, packed, with every other entry spread to one value a token [T].
+    """Return ``batch`` on the host, packed, with every other entry expanded to one value a token [T].
 
     Raises:
         InvalidInputError: an entry is missing or has a shape that is none of the accepted ones.

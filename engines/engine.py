@@ -1,4 +1,4 @@
-"""What every engine does: build workers on devices, move its parts between device, host and nowhere, close.
+"""The base of both engines: builds workers on devices, moves its parts between device and host, closes.
 
 An engine lives in the user's process; its executors hold one full set of weights each, over workers that own one
 device each.
@@ -32,16 +32,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CALLS = {Move.ONLOAD: Worker.onload, Move.OFFLOAD: Worker.offload, Move.META: Worker.meta}
 Reports = dict[str, list[OffloadReport]]
-"""Tag -> the report of each worker; a tag that was already there is absent."""
+"""Tag -> the report of each worker. A tag that did not have to move is absent."""
 Tags = str | list[str] | tuple[str, ...]
-"""One, or several, as RLite's programs give them."""
+"""One tag or several, as RLite's programs give them."""
 
 
 class Engine(ABC):
     """Base of ``TrainEngine`` and ``InferenceEngine``."""
 
     kind: ClassVar[str]
+    """The kind of registered executors that the engine takes: "train" or "inference"."""
     tags: ClassVar[tuple[str, ...]]
+    takes_all_devices: ClassVar[bool] = False
+    """``data_parallel_size=-1`` means as many copies as the devices hold."""
 
     def __init__(self, executor: str) -> None:
         self._executor_class = executor_class(self.kind, executor)
@@ -76,28 +79,27 @@ class Engine(ABC):
         """Start the workers and load the weights.
 
         Args:
-            data_parallel_size: of an inference engine the replicas; -1, as many as the devices hold.
+            data_parallel_size: of an inference engine the replicas; -1 means as many as the devices hold.
             launcher: "inline", "process" or "torchrun"; None follows ``rlcore.init``, then the number of workers.
-            devices: where; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
-            colocate_with: share the devices of these engines, in turns.
+            devices: names of devices; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
+            colocate_with: share the devices of these engines, one engine computing at a time.
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
             python: another interpreter for the workers, such as "envs/vllm/bin/python", where this version of rlcore is
-                installed. What they are sent is plain data and import paths; code does not travel.
+                installed. Workers are sent plain data and import paths, and no code.
             onload: False leaves the engine in host memory until ``onload()``.
-            host_memory_bytes: the most host memory that everything offloaded from one device of this process may take,
-                besides the limits of the control group; None keeps what an earlier build said, also of an engine
-                that is closed.
+            host_memory_bytes: the most host memory for everything offloaded from one device of this process, besides
+                the limits of the control group; None keeps the limit of an earlier build, also of a closed engine.
             reserve_host_bytes: host memory for each worker to allocate in the background while the engine is built, so
                 that its first offload is as fast as the later ones; at most what the host has.
             timeout_s: the longest that one call of a worker may take.
-            executor_options: those of the executor.
+            executor_options: the options of the executor.
 
         Raises:
-            InvalidInputError: an option that is unknown, with the nearest that is not, or a value outside what is
-                accepted; no worker has started.
+            InvalidInputError: an unknown option (names the nearest known one), or a value that is not accepted; no
+                worker has started.
             StateError: already built or closed.
-            DeviceError: no device left; says which engine holds which.
+            DeviceError: no device is left; names the engine that holds each.
             CheckpointError: the model folder is missing, damaged or does not fit.
         """
         if self._group is not None or self._is_closed:
@@ -105,7 +107,7 @@ class Engine(ABC):
         wanted = self._count_devices(tensor_parallel_size, data_parallel_size)
         _check_timeout(timeout_s)
         _check_reserve(reserve_host_bytes)
-        check_executor_options(self.label, self._executor_name, self._executor_class, executor_options, Engine.build)
+        check_executor_options(self.label, self._executor_name, self._executor_class, executor_options)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
         places = choose_devices(
@@ -159,7 +161,7 @@ class Engine(ABC):
             raise
 
     def _restore_host_limit(self) -> None:
-        """The build failed: later ones in these processes are not to find its ``host_memory_bytes``."""
+        """Take back ``host_memory_bytes`` after a failed build: later builds in these processes must not find it."""
         if self._host_memory[0] is not None:
             with contextlib.suppress(RlcoreError):  # the workers may have ended
                 self._call(Worker.restore_host_limit)
@@ -167,7 +169,7 @@ class Engine(ABC):
     def restart(self) -> Self:
         """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
 
-        That is the one this engine last saved or loaded; without one, to the model folder's weights.
+        It is the checkpoint that this engine last saved or loaded; without one, they get the model folder's weights.
         """
         self._built_group()
         self._discard_workers()
@@ -175,9 +177,9 @@ class Engine(ABC):
         return self
 
     def _count_devices(self, tensor_parallel_size: int, data_parallel_size: int) -> int | None:
-        """None: as many as can be had."""
-        fills = data_parallel_size == -1 and self.kind == "inference"
-        if fills:
+        """Return the number of devices; None means all that can be had."""
+        takes_all = data_parallel_size == -1 and self.takes_all_devices
+        if takes_all:
             data_parallel_size = 1
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if type(size) is not int or size < 1:
@@ -189,14 +191,14 @@ class Engine(ABC):
                 f"{data_parallel_size}) for executor {self._executor_name!r}",
                 "it runs on one device",
             )
-        return None if fills and self._executor_class.runs_on_many_devices else num_devices
+        return None if takes_all and self._executor_class.runs_on_many_devices else num_devices
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:  # noqa: B027
-        """Refuse what can be known to be wrong before a worker starts."""
+        """Refuse, before a worker starts, options that the user's process can see to be wrong."""
 
     @abstractmethod
     def _build_workers(self, options: dict[str, Any]) -> None:
-        """Give the workers what they hold."""
+        """Call ``build`` of the workers."""
 
     def close(self) -> None:
         """End the workers and free all their memory. Closing twice does nothing."""
@@ -226,7 +228,7 @@ class Engine(ABC):
 
     @property
     def executors(self) -> list[WorkerGroup]:
-        """Each holds one full set of weights; its ``workers`` by rank."""
+        """The groups of workers that hold one full set of weights each; ``workers`` are by rank."""
         return [] if self._group is None else [self._group]
 
     @property
@@ -237,7 +239,7 @@ class Engine(ABC):
 
     @property
     def device(self) -> str:
-        """Where it computes; of several workers the first."""
+        """The device it computes on; with several workers, the first one's."""
         return self.devices[0]
 
     def _built_group(self) -> WorkerGroup:
@@ -283,14 +285,14 @@ class Engine(ABC):
         return reports
 
     def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
-        """The new state of each tag that has to move; raises StateError for a wrong order."""
+        """Return the new state of each tag that has to move; raise StateError for a call in the wrong order."""
         self._built_group()
         return self._residency.plan(move, tags)
 
     @property
     @abstractmethod
     def _refill(self) -> str:
-        """The calls that give weights without values some, in words."""
+        """The calls that give empty weights values, in words for errors."""
 
     def _require(self, tag: str, purpose: str, *, may_be_empty: bool = False) -> None:
         """Raise StateError unless the engine is built and ``tag`` on the device, with values or ``may_be_empty``."""
@@ -299,7 +301,7 @@ class Engine(ABC):
             self._residency.require(tag, purpose)
 
     def _take_back(self, tag: str, state: State) -> None:
-        """A move failed on some worker, which undid it: bring the others back to ``state`` too."""
+        """Bring all workers back to ``state``: a move failed on one of them, which has undone it."""
         with contextlib.suppress(RlcoreError):  # the workers may have ended
             self._call(_CALLS[MOVE_TO[state]], tag)
 
@@ -321,7 +323,7 @@ class Engine(ABC):
         return moves[device](*tags)
 
     def memory_report(self) -> list[MemoryReport]:
-        """For each worker: bytes of each tag on the device and on the host, and the device's free memory."""
+        """Return for each worker the bytes of each tag on the device and on the host, and the device's memory."""
         return self._call(Worker.memory_report)
 
 

@@ -9,29 +9,31 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlcore.arguments import FLAG, PATH, TEXT, optional, takes
+from rlcore.arguments import AT_LEAST_0, FLAG, LIST, PATH, TEXT, Kind, optional, takes
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling.completion import RequestOutput
-from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.progress import progress_bar
 from rlcore.engines.sampling.prompts import ParamsLike, Prompt, params_of_each, prompts_of
-from rlcore.engines.sampling.serving import AsynchronousRequests, Calls, Serving, check_prompts, cost_of, spread
-from rlcore.errors import StateError, SyncError
+from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
+from rlcore.engines.sampling.request_router import RequestRouter
+from rlcore.engines.weight_sync.engines import ReceivingEngine, poisoned
+from rlcore.errors import InvalidInputError, StateError
 
 
 class SyncState(StrEnum):
-    """Whether the weights in the engine are whole."""
+    """The state of the weights in the engine, as weight syncs leave it."""
 
     SERVING = "serving"
     PAUSED = "paused"
     """A weight sync is under way; the old weights are whole."""
     POISONED = "poisoned"
+    """A weight sync stopped midway: the weights are a mixture of two versions."""
 
 
-class InferenceEngine(AsynchronousRequests, Engine):
+class InferenceEngine(Engine, ReceivingEngine):
     """Generates completions.
 
     Args:
@@ -41,6 +43,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
 
     kind: ClassVar[str] = "inference"
     tags: ClassVar[tuple[str, ...]] = ("weights", "kv_cache")
+    takes_all_devices: ClassVar[bool] = True
 
     @takes("InferenceEngine", path=PATH, executor=TEXT)
     def __init__(self, path: str | Path, *, executor: str = "hf") -> None:
@@ -48,7 +51,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
         self._version = 0
         self._sync_state = SyncState.SERVING
         self._contents = object()
-        self._serving = Serving()
+        self._router: RequestRouter
         super().__init__(executor)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
@@ -59,7 +62,7 @@ class InferenceEngine(AsynchronousRequests, Engine):
         return "sync_weights() into it or load(path)"
 
     def _build_workers(self, options: dict[str, Any]) -> None:
-        self._serving = Serving()
+        self._router = RequestRouter(self._built_group())
         self._call(InferenceExecutor.build, self._path, **options)
         self._version, self._sync_state = 0, SyncState.SERVING
         self._contents = object()
@@ -89,29 +92,103 @@ class InferenceEngine(AsynchronousRequests, Engine):
             InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
         """
         self._require_ready("generate()")
-        texts = prompts_of(prompts)
-        num_completions = _num_completions(len(texts), sampling_params)
-        with progress_bar("Generating", num_completions, progress) as advance:
-            return self._spread(texts, params_of_each(texts, sampling_params), advance)
+        each = prompts_of(prompts)
+        params = params_of_each(each, sampling_params)
+        with progress_bar("Generating", sum(one.n for one in params), progress) as advance:
+            return self._router.generate(each, params, version=self._version, advance=advance)
 
-    def _spread(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], advance: Callable[[int], None]
-    ) -> list[RequestOutput]:
-        """Each replica completes its share; the outputs in the prompts' order."""
-        group = self._built_group()
-        if len(group.workers) > 1:  # a single one reads all of them before it begins
-            check_prompts(group, prompts, params)
-        costs = [cost_of(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-        ranks = spread(costs, self._serving.loads(len(group.workers)))
-        shares = [[index for index, at in enumerate(ranks) if at == rank] for rank in range(len(group.workers))]
-        calls: Calls = [
-            (([prompts[index] for index in own], [params[index] for index in own]), {"version": self._version})
-            for own in shares
-        ]
-        found: dict[int, RequestOutput] = {}
-        for own, outputs in zip(shares, group.call(InferenceExecutor.generate.__name__, calls, advance), strict=True):
-            found |= zip(own, outputs, strict=True)
-        return [found[index] for index in range(len(prompts))]
+    def submit(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+        *,
+        max_in_flight: int = 1024,
+    ) -> list[int]:
+        """Begin to complete these prompts, each on the replica that has least to do; return their numbers.
+
+        Args:
+            max_in_flight: the most prompts that may be unfinished; more wait here until others have ended.
+
+        Raises:
+            StateError: as ``generate``; or prompts have to wait while the engine is paused.
+            InvalidInputError: as ``generate``.
+
+        After an error none of these prompts is under way.
+        """
+        if type(max_in_flight) is not int or max_in_flight < 1:
+            raise InvalidInputError(f"max_in_flight must be a whole number of at least 1, got {max_in_flight!r}")
+        self._require_ready("submit()")
+        prompts = prompts_of(prompts)
+        params = params_of_each(prompts, sampling_params)
+        return self._router.submit(prompts, params, version=self._version, max_in_flight=max_in_flight)
+
+    @takes("collect()", timeout_s=optional(AT_LEAST_0))
+    def collect(self, timeout_s: float | None = None) -> dict[int, RequestOutput]:
+        """Return what has ended since the last call, by the numbers of ``submit``, in the order in which it ended.
+
+        It waits for the first to end, if any is under way, but not longer than ``timeout_s``.
+
+        Raises:
+            StateError: the engine is paused and nothing would ever come, without a ``timeout_s``.
+        """
+        self._built_group()
+        return self._router.collect(timeout_s, version=self._version)
+
+    def generate_turns(
+        self,
+        prompts: Sequence[Prompt],
+        next_prompt: Callable[[int, list[RequestOutput]], Prompt | None],
+        sampling_params: ParamsLike | Sequence[ParamsLike] = None,
+    ) -> list[list[RequestOutput]]:
+        """Hold conversations: complete each prompt, then the one that follows it, until that is None.
+
+        Args:
+            next_prompt: called with the prompt's index and its outputs so far, as soon as the last of them has ended.
+            sampling_params: one for all turns of all prompts, or one for each prompt.
+
+        Returns:
+            For each prompt its outputs, turn by turn.
+        """
+        prompts = prompts_of(prompts)
+        params = params_of_each(prompts, sampling_params)
+        outputs: list[list[RequestOutput]] = [[] for _ in prompts]
+        others: dict[int, RequestOutput] = {}
+        under_way = dict(zip(self.submit(prompts, params), range(len(prompts)), strict=True))
+        try:
+            with self._router.aborting_on_error(under_way):
+                while under_way:
+                    found = self.collect()
+                    others |= {number: output for number, output in found.items() if number not in under_way}
+                    for number in [number for number in found if number in under_way]:
+                        index = under_way.pop(number)
+                        outputs[index].append(found[number])
+                        if (prompt := next_prompt(index, outputs[index])) is not None:
+                            under_way[self.submit([prompt], [params[index]])[0]] = index
+        finally:
+            self._router.put_back(others)  # of the program's own calls of submit()
+        return outputs
+
+    @takes("abort()", numbers=optional(Kind("a list of numbers that submit() gave", LIST.has)))
+    def abort(self, numbers: Sequence[int] | None = None) -> int:
+        """Cancel these requests, or all for None; return how many were unfinished. They are not collected."""
+        self._built_group()
+        return self._router.abort(numbers)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Let the replicas make no more tokens.
+
+        Args:
+            mode: "abort" cancels what is under way, "wait" finishes it first, "keep" leaves it as it is: it goes on
+                with the next weights, and its completions tell which tokens came before (``version_spans``).
+        """
+        check_pause_mode(mode)
+        self._built_group()
+        self._router.pause(mode, version=self._version)
+
+    def resume(self) -> None:
+        """Go on after ``pause``; without a pause do nothing."""
+        self._built_group()
+        self._router.resume()
 
     def _require_ready(self, purpose: str) -> None:
         self._built_group()
@@ -132,17 +209,17 @@ class InferenceEngine(AsynchronousRequests, Engine):
 
     @property
     def contents(self) -> object | None:
-        """Another one whenever the weights are overwritten; None when there are none."""
+        """An object that is replaced whenever the weights are overwritten; None while there are none."""
         return None if self._residency.states["weights"] is State.EMPTY else self._contents
 
     def receiving_group(self) -> WorkerGroup:
-        """The workers that take new weights; raises StateError when theirs are not on the device."""
+        """Return the workers that take new weights; raise StateError when their weights are not on the device."""
         self._require("weights", "sync_weights()", may_be_empty=True)
         return self._built_group()
 
     @contextlib.contextmanager
     def receiving(self, *, is_staged: bool) -> Iterator[None]:
-        """A weight sync: nothing is generated meanwhile, unless the old weights stay whole until its end."""
+        """Inside, a weight sync is under way: the engine refuses to generate, unless the old weights stay whole."""
         if self._sync_state is SyncState.SERVING and not is_staged:
             self._sync_state = SyncState.PAUSED
         try:
@@ -152,11 +229,11 @@ class InferenceEngine(AsynchronousRequests, Engine):
                 self._sync_state = SyncState.SERVING
 
     def poison(self) -> None:
-        """The weights are about to be overwritten: until ``commit`` the engine refuses to generate."""
+        """Refuse to generate until ``commit``: the weights are about to be overwritten."""
         self._sync_state, self._contents = SyncState.POISONED, object()
 
     def commit(self, version: int) -> None:
-        """The weights are whole, and of this version."""
+        """Note that the weights are whole, and of this version."""
         self._version, self._sync_state = version, SyncState.SERVING
         self._residency.set("weights", State.LOADED)
 
@@ -187,26 +264,3 @@ class InferenceEngine(AsynchronousRequests, Engine):
                 f"{purpose} is refused: a weight sync stopped midway and the weights are a mixture; "
                 "call sync_weights() again, or load()"
             )
-
-
-@contextlib.contextmanager
-def poisoned(engines: Sequence[InferenceEngine], version: int) -> Iterator[None]:
-    """Inside, and after an error, the engines refuse to generate; a clean end commits ``version`` on all."""
-    for engine in engines:
-        engine.poison()
-    try:
-        yield
-    except Exception as error:
-        reason = str(error).partition("\n")[0].removesuffix("; the worker was at:")
-        raise SyncError(
-            f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
-            "refuses to generate; sync again, or reload with load()"
-        ) from error
-    for engine in engines:
-        engine.commit(version)
-
-
-def _num_completions(num_prompts: int, params: ParamsLike | Sequence[ParamsLike]) -> int:
-    if isinstance(params, Sequence):
-        return sum(SamplingParams.of(one).n for one in params)
-    return num_prompts * SamplingParams.of(params).n

@@ -30,7 +30,7 @@ class NeedParallel:
     data: Any
     type: Literal["dp", "seq"] = "dp"
     balance_by: Sequence[int] | Tensor | None = None
-    """A cost for each row, such as its tokens: workers get parts of about equal cost instead, rows in their order."""
+    """A cost for each row, such as its tokens: workers get parts of about equal cost, rows in their order."""
 
     def __post_init__(self) -> None:
         if self.type == "seq":
@@ -42,7 +42,7 @@ class NeedParallel:
             _check_costs(self.balance_by, rows)
 
     def split(self, parts: int) -> list[Any]:
-        """``parts`` pieces; without ``balance_by`` they are contiguous and in order."""
+        """Return ``parts`` pieces; without ``balance_by`` they are contiguous and in order."""
         if self.balance_by is not None:
             return [_select(self.data, rows) for rows in self.rows_of(parts)]
         rows = _num_rows(self.data)
@@ -50,7 +50,7 @@ class NeedParallel:
         return [_slice(self.data, start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def rows_of(self, parts: int) -> list[list[int]]:
-        """The rows of each part, where they are balanced."""
+        """Return the rows of each part, where ``balance_by`` is given."""
         assert self.balance_by is not None
         return balance([int(cost) for cost in self.balance_by], num_bins=parts)
 
@@ -84,7 +84,7 @@ def _num_rows(data: Any) -> int:
 
 
 def _is_tensordict(data: Any) -> bool:
-    tensordict = sys.modules.get("tensordict")  # whoever has one has imported it
+    tensordict = sys.modules.get("tensordict")  # a TensorDict exists only after this import
     return tensordict is not None and isinstance(data, tensordict.TensorDictBase)
 
 
@@ -105,7 +105,7 @@ def _select(data: Any, rows: list[int]) -> Any:
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], parts: int
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """The call of each worker."""
+    """Return the (args, kwargs) of each worker."""
 
     def spread(value: Any) -> list[Any]:
         return value.split(parts) if isinstance(value, NeedParallel) else [value] * parts
@@ -121,19 +121,19 @@ def split_arguments(
     ]
 
 
-def in_order_of_rows(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Any:
-    """Results of all workers, one a row and joined by rank, in the order of the argument that was balanced."""
+def in_row_order(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Any:
+    """Return the joined results of all workers, one a row, in the row order of the argument that was balanced."""
     balanced = [
         one for one in (*args, *kwargs.values()) if isinstance(one, NeedParallel) and one.balance_by is not None
     ]
     if not balanced:
         return joined
-    return _at(joined, inverse_permutation(balanced[0].rows_of(parts)))
+    return _reordered(joined, inverse_permutation(balanced[0].rows_of(parts)))
 
 
-def _at(joined: Any, places: list[int]) -> Any:
+def _reordered(joined: Any, places: list[int]) -> Any:
     if isinstance(joined, Mapping) and not _is_tensordict(joined):
-        return {name: _at(value, places) for name, value in joined.items()}
+        return {name: _reordered(value, places) for name, value in joined.items()}
     if len(joined) != len(places):
         raise InvalidInputError(
             f"gather='cat' after balance_by needs one result a row: {len(joined)} results for {len(places)} rows; "
@@ -148,7 +148,7 @@ def check_gather(gather: str) -> None:
 
 
 def gathered(name: str, results: list[Any], gather: Gather) -> Any:
-    """What the workers' methods ``name`` gave, as one."""
+    """Return the results of the workers' methods ``name`` as one."""
     if gather == "list":
         return results
     if gather == "first":

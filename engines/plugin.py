@@ -7,9 +7,9 @@ from rlcore.hookspecs import RegisterExecutor, RegisterLauncher, hookimpl
 
 @hookimpl
 def rlcore_register_executors(register: RegisterExecutor) -> None:
-    register("train", "fsdp2", "rlcore.engines.fsdp2.executor:Fsdp2Worker")
-    register("inference", "hf", "rlcore.engines.sampling.hf.executor:HfWorker")
-    register("inference", "vllm", "rlcore.engines.sampling.vllm.executor:VllmWorker")
+    register("train", "fsdp2", "rlcore.engines.fsdp2.executor:Fsdp2Executor")
+    register("inference", "hf", "rlcore.engines.sampling.hf.executor:HfExecutor")
+    register("inference", "vllm", "rlcore.engines.sampling.vllm.executor:VllmExecutor")
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Where each part of an engine is: on its device, on the host, or nowhere. One table decides every move.
+"""The state of each part of an engine: on its device, on the host, or nowhere. One table decides every move.
 
 loaded     on the device, with its values
 offloaded  values in host memory, nothing on the device
@@ -39,7 +39,7 @@ _COMMON: dict[tuple[Move, State], State] = {
     (Move.META, R): R,
     (Move.META, E): R,
 }
-# A pair that is absent is a wrong order.
+# A pair that is absent is a call in the wrong order.
 _TABLES: dict[str, dict[tuple[Move, State], State]] = {
     "weights": _COMMON | {(Move.ONLOAD, R): E},
     "optimizer": _COMMON,
@@ -47,7 +47,7 @@ _TABLES: dict[str, dict[tuple[Move, State], State]] = {
     "kv_cache": _COMMON | {(Move.ONLOAD, R): L, (Move.OFFLOAD, L): R, (Move.OFFLOAD, R): R},
 }
 MOVE_TO = {L: Move.ONLOAD, E: Move.ONLOAD, O: Move.OFFLOAD, R: Move.META}
-"""State -> what a worker does that is to be in it again, after a move that others could not make."""
+"""State -> the move by which a worker returns to it, after a move that other workers could not make."""
 _REMEDY = {
     (Move.ONLOAD, R): "{owner} released its {tag}; call load(path), or restart(), which begins again at the last "
     "checkpoint, else at the model folder",
@@ -63,7 +63,11 @@ _REMEDY = {
 
 
 class Residency:
-    """The state of each tag of one engine, and the moves it allows; ``refill`` is what gives empty weights values."""
+    """The state of each tag of one engine, and the moves it allows.
+
+    Args:
+        refill: the calls that give empty weights values, in words for errors.
+    """
 
     def __init__(self, owner: str, tags: tuple[str, ...], refill: str) -> None:
         self._owner = owner
@@ -76,14 +80,14 @@ class Residency:
         return dict(self._states)
 
     def plan(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
-        """The new state of each tag that has to move (all tags when none is named). Changes nothing.
+        """Return the new state of each tag that has to move (all tags when none is named). Changes nothing.
 
         Raises:
             InvalidInputError: a tag this engine does not have.
             StateError: a wrong order, for any of them.
         """
         for tag in tags:
-            if tag not in list(self._states):  # what is no string may have no hash
+            if tag not in list(self._states):  # a list, as a wrong tag may have no hash
                 raise InvalidInputError(f"{self._owner} has the tags {', '.join(self._states)}; got {tag!r}")
         planned = {tag: self._next(move, tag) for tag in tags or self._states}
         return {tag: state for tag, state in planned.items() if state is not self._states[tag]}
@@ -97,7 +101,7 @@ class Residency:
         return _TABLES[tag][move, state]
 
     def declare_absent(self, tag: str) -> None:
-        """The engine holds nothing under ``tag``: taking it back after a release needs no values."""
+        """Note that the engine holds nothing under ``tag``: an onload after a release needs no values."""
         self._absent.add(tag)
 
     def set(self, tag: str, state: State) -> None:

@@ -15,7 +15,7 @@ from rlcore.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What engines use when ``build`` does not say otherwise."""
+    """Defaults for engines whose ``build`` does not name a device or launcher."""
 
     devices: tuple[str, ...] | None = None
     """Devices to place workers on, such as ("cuda:0", "cuda:1"); None is ``get_device()``."""

@@ -15,13 +15,13 @@ from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional,
 from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
-from rlcore.engines.fsdp2.micro_batch import check_finite, check_tokens, shares
-from rlcore.engines.fsdp2.step import SCORED, WEIGHT, LossOptions, ScoreOptions, StepOptions
-from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_order_of_rows, split_arguments
+from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_row_order, split_arguments
+from rlcore.engines.rank_batch import SCORED, WEIGHT, check_values, rank_batches
 from rlcore.engines.residency import State
-from rlcore.engines.weight_sync.endpoint import Route
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
-from rlcore.engines.weight_sync.options import Checksums, RoundOptions
+from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
+from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.token.weights import Mode
 from rlcore.kernels.token.weights import token_weights as make_token_weights
@@ -72,7 +72,8 @@ class TrainEngine(CheckpointedEngine):
 
         Args:
             replicas: copies of the sharded weights (HSDP); there are ``replicas * data_parallel_size`` workers.
-            options: of ``Engine.build``, and of the executor: for "fsdp2" those of ``engines.sharding.Sharding``.
+            options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
+                ``rlcore.engines.fsdp2.sharding.Sharding``.
         """
         for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
             if type(value) is not int or value < 1:
@@ -85,7 +86,7 @@ class TrainEngine(CheckpointedEngine):
 
     @property
     def _refill(self) -> str:
-        # A state dict of adapters is without the base.
+        # A state dict of adapters does not have the base weights.
         return "load(path) or restart()" if self._has_adapters else "load(path), load_state_dict(state) or restart()"
 
     def _build_workers(self, options: dict[str, Any]) -> None:
@@ -110,8 +111,8 @@ class TrainEngine(CheckpointedEngine):
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 
         Args:
-            gather: "list": one result a rank; "first": rank 0's; "mean": of numbers; "cat": tensors, lists or dicts of
-                them joined, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
+            gather: "list" gives one result a rank; "first" rank 0's; "mean" the mean of numbers; "cat" joins tensors,
+                lists or dicts of them, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
         """
         group = self._built_group()
         check_gather(gather)
@@ -121,7 +122,7 @@ class TrainEngine(CheckpointedEngine):
         self._num_changes += 1
         calls = split_arguments(args, kwargs, len(group.workers))
         found = gathered(name, group.call(f"module.{name}", calls), gather)
-        return in_order_of_rows(found, args, kwargs, len(group.workers)) if gather == "cat" else found
+        return in_row_order(found, args, kwargs, len(group.workers)) if gather == "cat" else found
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
@@ -147,19 +148,19 @@ class TrainEngine(CheckpointedEngine):
         temperature: float = 1.0,
         with_entropy: bool = True,
     ) -> dict[str, float]:
-        """One optimizer step on the whole batch, also where no token of it is trained on, which a warning names.
+        """Take one optimizer step on the whole batch. A batch without a token to train on takes it too, with a warning.
 
         The loss is ``sum_t token_weight[t] * loss_fn(...)[t]`` over the batch, however it is cut into micro-batches.
 
         Args:
-            batch: see ``rlcore.engines.batch``; ``loss_mask`` marks the tokens that are trained on (all but each
-                first token when absent). Every other entry reaches ``loss_fn`` as ``per_token[name]``.
+            batch: see ``rlcore.engines.batch``; ``loss_mask`` is 1 for the tokens that are trained on (all but each
+                first token when absent). Every other entry is given to ``loss_fn`` as ``per_token[name]``.
             loss_fn: ``(logprob, entropy, per_token) -> (value, stats)``, such as ``rlcore.ops.ppo_clip()``.
             token_weights: a mode of ``rlcore.ops.token_weights``.
-            max_length: tokens a response can have, which "seq-mean-token-sum-norm" (Dr. GRPO) divides by.
+            max_length: the most tokens of a response; "seq-mean-token-sum-norm" (Dr. GRPO) divides by it.
             max_grad_norm: gradients are scaled down to this norm; None leaves them.
             temperature: the sampler's.
-            with_entropy: False passes None and saves its work.
+            with_entropy: False does not compute the entropy and passes None to ``loss_fn``.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
@@ -185,7 +186,7 @@ class TrainEngine(CheckpointedEngine):
                 "leave such a batch out"
             )
         self._num_changes += 1
-        metrics: dict[str, float] = self._call_on_shares(TrainExecutor.train_step, packed, loss_fn, options)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, options, loss_fn)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
@@ -200,7 +201,7 @@ class TrainEngine(CheckpointedEngine):
         temperature: float = 1.0,
         with_entropy: bool = True,
     ) -> dict[str, float]:
-        """The loss and statistics that ``train_batch`` would return, in evaluation mode; nothing changes.
+        """Return the loss and statistics that ``train_batch`` would, in evaluation mode; nothing changes.
 
         Arguments are those of ``train_batch``. Optimizer and gradients may be away.
 
@@ -212,11 +213,11 @@ class TrainEngine(CheckpointedEngine):
             max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
         )
         packed = self._weighted(batch, token_weights, max_length)
-        metrics: dict[str, float] = self._call_on_shares(TrainExecutor.evaluate, packed, loss_fn, options)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.evaluate, packed, options, loss_fn)
         return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
 
     def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
-        """The batch packed and checked, with the share that each token has in the loss."""
+        """Return the batch packed and checked, with the weight of each token in the loss."""
         packed = to_packed(batch)
         if WEIGHT in packed:
             raise InvalidInputError(
@@ -224,7 +225,8 @@ class TrainEngine(CheckpointedEngine):
                 "further, multiply in loss_fn by an entry of another name"
             )
         weight_T = make_token_weights(mode, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length)
-        self._check_batch(packed, weight_T != 0)
+        # Checked here and not by the workers: if one refused its part, the others would wait for it.
+        check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
         return packed | {WEIGHT: weight_T}
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
@@ -237,7 +239,7 @@ class TrainEngine(CheckpointedEngine):
         top_k: int = -1,
         max_tokens_per_micro_batch: int = _MAX_TOKENS,
     ) -> Tensor:
-        """Log-probability of each token given those before it, under the sampler's distribution.
+        """Return the log-probability of each token given those before it, under the sampler's distribution.
 
         Returns:
             float32 on the host, shaped as ``input_ids``; 0 on first tokens, on padding, and outside ``loss_mask``
@@ -252,21 +254,18 @@ class TrainEngine(CheckpointedEngine):
             top_k=top_k,
         )
         scored_T = _loss_mask(packed)
-        self._check_batch(packed, scored_T)
-        logprob_T: Tensor = self._call_on_shares(TrainExecutor.score, packed | {SCORED: scored_T}, options)
+        check_values(packed, self._module.output_head().weight.shape[0], scored_T)
+        logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
 
-    def _check_batch(self, packed: Mapping[str, Tensor], counted_T: Tensor) -> None:
-        # Here and not in the workers: one that refused its share would leave the others waiting for it.
-        check_tokens(packed, self._module.output_head().weight.shape[0])
-        check_finite(packed, counted_T)
-
-    def _call_on_shares(self, method: Callable[..., R], packed: dict[str, Tensor], *args: Any) -> R:
-        """Each worker gets its share of the batch; the result, which is the same on all."""
+    def _call_with_batch(
+        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: Any
+    ) -> R:
+        """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()
-        parts = shares(packed, group.workers[0].context.world_size, args[-1].max_tokens_per_micro_batch)
+        batches = rank_batches(packed, group.workers[0].context.world_size, options.max_tokens_per_micro_batch)
         calls: list[tuple[Any, dict[str, Any]]] = [
-            ((parts[worker.context.rank], *args), {}) for worker in group.workers
+            ((batches[worker.context.rank], *args, options), {}) for worker in group.workers
         ]
         result: R = group.call(method.__name__, calls)[0]
         return result
@@ -282,27 +281,29 @@ class TrainEngine(CheckpointedEngine):
         staged: bool = False,
         verify: bool = False,
         checksums: Checksums = "sample",
+        staging_bytes: int | None = None,
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
     ) -> SyncReport:
-        """Give ``target``, one engine or several, these weights; all serve them from then on, or none does.
+        """Give these weights to ``target``, one engine or several: afterwards all of them serve these, or none does.
 
         Args:
-            version: number of the new weights, which completions say (``version_spans``); None is one more than the
-                targets'. Numbers of your own, such as those of steps, may go back, and are not compared.
+            version: number of the new weights, which completions name (``version_spans``); None is one more than the
+                targets'. Numbers of your own, such as those of steps, may also decrease: they are not compared.
             route: "local", "direct", "packed" or "collective" (docs/weight_sync.md); None takes the first that works.
-            staged: the targets keep their old weights whole until all of the new ones are there; takes their memory
-                twice meanwhile.
+            staged: the targets keep their old weights whole until they have all new ones, in twice the memory.
             verify: compare every byte with what the target's own loader makes of the same weights; slow.
-            checksums: of buckets, on "packed" and "collective": of none, one in 16, or all.
-            slab_bytes: of each of the two slabs of a trainer's worker; None chooses.
-            timeout_s: for all of it.
+            checksums: on "packed" and "collective": of no bucket, one in 16, or all.
+            staging_bytes: size of each of the two staging buffers of a trainer's worker; None chooses.
+            slab_bytes: the former name of ``staging_bytes``, deprecated.
+            timeout_s: the longest that the sync may take.
 
         Raises:
             StateError: the weights of either side are not on the device.
             UnsupportedError: no route, or not the one asked for, can be taken; says why.
             SyncError: the models differ, or the sync failed; the message or a note says what the targets hold.
         """
+        staging_bytes = staging_bytes_of(staging_bytes, slab_bytes)
         targets = as_targets(target)
         self._require("weights", "sync_weights()")
         group = self._built_group()
@@ -315,7 +316,7 @@ class TrainEngine(CheckpointedEngine):
                 is_staged=staged,
                 is_verified=verify,
                 checksums=checksums,
-                slab_bytes=slab_bytes,
+                staging_bytes=staging_bytes,
                 is_same=is_same,
                 timeout_s=timeout_s,
             )
@@ -326,10 +327,10 @@ class TrainEngine(CheckpointedEngine):
 
     @takes("state_dict()", adapters=_ADAPTERS)
     def state_dict(self, *, adapters: Adapters = "merged") -> dict[str, Tensor]:
-        """Every weight by checkpoint name, copied to the host.
+        """Return every weight by checkpoint name, copied to the host.
 
         Args:
-            adapters: merged into the weights, or "base", the weights without, or "only" those of adapters.
+            adapters: "merged" adds adapters to the weights; "base" gives the weights without them, "only" the adapters.
         """
         self._require("weights", "state_dict()")
         state: dict[str, Tensor] = self._call(TrainExecutor.state_dict, adapters)[0]
@@ -337,8 +338,10 @@ class TrainEngine(CheckpointedEngine):
 
     @takes("load_state_dict()", state=Kind("a mapping of tensors, as state_dict() gives,", MAPPING.has))
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite every weight, or every one of adapters: the names must be those of ``state_dict()``, or of
-        ``state_dict(adapters="only")`` where the module has some."""
+        """Overwrite every weight; of a module with adapters, every adapter.
+
+        The names must be those of ``state_dict()``, or of ``state_dict(adapters="only")`` for a module with adapters.
+        """
         self._require("weights", "load_state_dict()", may_be_empty=not self._has_adapters)
         self._num_changes += 1
         self._call(TrainExecutor.load_state_dict, state)
@@ -364,7 +367,7 @@ def _check_module(module: TrainModule) -> None:
 
 
 def _loss_mask(packed: Mapping[str, Tensor]) -> Tensor:
-    """[T] bool: tokens that count; never a sequence's first, which nothing precedes."""
+    """Return [T] bool: tokens that count. A sequence's first never does, as no token precedes it."""
     given_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"]))
     others = given_T[(given_T != 0) & (given_T != 1)]
     if len(others):

@@ -13,7 +13,7 @@ from rlcore.kernels.operands import check_values, is_whole
 
 
 def check_edges(name: str, cu_seqlens: Tensor) -> None:
-    """Its form; values are another matter (``rising_edges``).
+    """Check the form, not the values: those are for ``rising_edges``.
 
     Raises:
         InvalidInputError: no [N + 1] integers.
@@ -23,11 +23,11 @@ def check_edges(name: str, cu_seqlens: Tensor) -> None:
 
 
 def rising_edges(name: str, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
-    """As int64.
+    """Return ``cu_seqlens`` as int64.
 
     Raises:
-        InvalidInputError: not [N + 1] integers that rise from 0, to ``num_tokens`` if those are known; as
-            ``check_values`` about values.
+        InvalidInputError: not [N + 1] integers, or values that do not rise from 0, to ``num_tokens`` if that is given;
+            values are checked as by ``check_values``.
     """
     check_edges(name, cu_seqlens)
     edges_N = cu_seqlens.to(torch.int64)

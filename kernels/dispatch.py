@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and why the others do not.
+"""The dispatcher: it chooses the implementation of an operator, and says why the others do not run.
 
 Candidates come from the registry; the one with the highest priority that does not refuse is chosen, once per
 distinct query, and then it is a dictionary lookup. Nothing falls back in silence: a choice is logged, keeps
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Query(NamedTuple):
-    """What a ``when`` predicate may decide on. Not the number of tokens: it changes from call to call."""
+    """The facts that a ``when`` predicate may decide on. The number of tokens, which varies by call, is none."""
 
     device_type: str
     """``tensor.device.type``."""
     dtype: torch.dtype
-    """Of hidden states or logits."""
+    """The dtype of hidden states or logits."""
     hidden_size: int
     """0 for operators that start from logits."""
     vocab_size: int
@@ -41,19 +41,19 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenImplementation:
     """The implementation that serves a query."""
 
     op: str
     implementation: str
     fn: Callable[..., Any]
     refused: tuple[Refusal, ...]
-    """Every other implementation, with why it does not run."""
+    """Every other implementation, with the reason why it does not run."""
 
 
 @functools.cache
-def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
-    """The implementation of ``op`` for ``query``; ``implementation`` asks for one by name.
+def choose(op: str, query: Query, implementation: str | None = None) -> ChosenImplementation:
+    """Return the implementation of ``op`` for ``query``; ``implementation`` asks for one by name.
 
     Raises:
         InvalidInputError: no such operator, or no such implementation of it.
@@ -78,7 +78,7 @@ def choose(op: str, query: Query, implementation: str | None = None) -> Choice:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused if implementation in (None, name))
         raise UnsupportedError(f"{what} for {_described(query)}", reasons)
     logger.info("%s for %s runs as %r (refused: %s)", op, _described(query), chosen.name, refused or "none")
-    return Choice(op, chosen.name, _load(chosen), tuple(refused))
+    return ChosenImplementation(op, chosen.name, _load(chosen), tuple(refused))
 
 
 def _candidates(op: str) -> list[OpImplementation]:

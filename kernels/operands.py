@@ -1,8 +1,7 @@
-"""Checks of the arguments that operators share.
+"""Checks of arguments that several operators take.
 
-Shapes and dtypes are checked always. Values are checked at once on the CPU and under ``RLCORE_DEBUG``; on an
-accelerator they are checked on the device, without waiting for it, and a violation stops the process at a
-later call.
+Shapes and dtypes are always checked. Values are checked at once on the CPU and under ``RLCORE_DEBUG``. On an
+accelerator they are checked on the device, without waiting for it, and a wrong one stops the process at a later call.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ def is_debugging() -> bool:
 
 @functools.cache
 def _debugs(value: str) -> bool:
-    """Reading all settings would take 70 microseconds of every operator."""
+    """Return the answer for a value of the variable; it is cached, as reading all settings takes 70 microseconds."""
     return Settings.from_env({"RLCORE_DEBUG": value}).debug != ""
 
 
 def is_checked_on_device(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` are checked without waiting for them."""
+    """Return True if the values of ``tensor`` are checked without waiting for them."""
     return not tensor.is_cpu and not is_debugging()
 
 
 def check_values(ok: Tensor, message: Callable[[], str]) -> None:
-    """``ok`` is a bool tensor that must be true everywhere; ``message`` is only called when it can be shown.
+    """Check that ``ok``, a bool tensor, is True everywhere; ``message`` is only called where it can be shown.
 
     Raises:
         InvalidInputError: on the CPU or with RLCORE_DEBUG=1; otherwise a device-side assertion.
@@ -56,18 +55,18 @@ def check_values(ok: Tensor, message: Callable[[], str]) -> None:
 
 
 def kernels_verdict(device: torch.device) -> Tensor:
-    """What a kernel sets to False where it meets a bad value, for ``check_values``."""
+    """Return a True scalar for ``check_values``; a kernel sets it to False if it finds a bad value."""
     return torch.ones((), dtype=torch.bool, device=device)
 
 
 def first_violation(ok_T: Tensor, values_T: Tensor) -> str:
-    """Such as "7 at [3]", for messages."""
+    """Return the first wrong value for a message, such as "7 at [3]"."""
     position = (~ok_T).nonzero()[0].tolist()
     return f"{values_T[tuple(position)].item():g} at {position}"
 
 
 def unlowered(device_type: str) -> AbstractContextManager[Any]:
-    """Where autocast changes no dtype. Entering ``torch.autocast`` is slow, and seldom needed."""
+    """Return a context in which autocast changes no dtype. Entering ``torch.autocast`` is slow, and seldom needed."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -113,13 +112,13 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str)
 
 
 def check_constant(name: str, tensor: Tensor | None) -> None:
-    """Refuse what would silently get no gradient."""
+    """Refuse a tensor that would silently get no gradient."""
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError(f"{name} requires grad, but no gradient flows to it; pass {name}.detach()")
 
 
 def check_mask(name: str, mask: Tensor) -> None:
-    """Whatever is not 0 counts, and that NaN does not say."""
+    """Refuse NaN: every other value that is not 0 counts."""
     if mask.is_floating_point():
         is_known = ~mask.isnan()
         check_values(
@@ -129,7 +128,7 @@ def check_mask(name: str, mask: Tensor) -> None:
 
 
 def check_binary(name: str, mask: Tensor) -> None:
-    """What else a mask may hold, such as numbers of sequences, would mean that a token counts."""
+    """Refuse other values than 0 and 1: numbers of sequences, for example, would all count."""
     is_known = (mask == 0) | (mask == 1)
     check_values(is_known, lambda: f"{name} must be 0 or 1 for each token; got {first_violation(is_known, mask)}")
 
@@ -150,7 +149,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_positive(name: str, value: float) -> None:
-    try:  # of a tensor it would wait for the device
+    try:  # isfinite of a tensor would wait for the device
         is_positive = not isinstance(value, bool | Tensor) and math.isfinite(value) and value > 0
     except TypeError:
         is_positive = False
@@ -159,7 +158,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def checked_targets(targets: Tensor, vocab_size: int | Tensor, ignore_index: int) -> Tensor:
-    """``targets`` as int64, each a token id or ``ignore_index``."""
+    """Return ``targets`` as int64, each a token id or ``ignore_index``."""
     check_token_dtype(targets)
     check_token_range(targets, vocab_size, ignore_index)
     return targets.long()
@@ -187,7 +186,7 @@ def check_token_range(targets: Tensor, vocab_size: int | Tensor, ignore_index: i
 
 
 def check_known_tokens(known: Tensor, vocab_size: int) -> None:
-    """``check_token_range`` of tokens that are 0 where they are ignored: half as many small kernels."""
+    """Check as ``check_token_range`` tokens that are 0 in ignored rows: half as many small kernels."""
     is_valid = known.clamp(0, vocab_size - 1) == known
     check_values(
         is_valid, lambda: f"targets must be token ids in [0, {vocab_size}); got {first_violation(is_valid, known)}"
@@ -197,7 +196,7 @@ def check_known_tokens(known: Tensor, vocab_size: int) -> None:
 def checked_temperature(
     temperature: float | Tensor, targets: Tensor, ignore_index: int, wide: torch.dtype
 ) -> float | Tensor:
-    """A float, or a tensor like ``targets`` of dtype ``wide`` in which ignored rows have 1."""
+    """Return a float, or a tensor like ``targets`` of dtype ``wide`` in which ignored rows have 1."""
     if not isinstance(temperature, Tensor):
         check_positive("temperature", temperature)
         return float(temperature)

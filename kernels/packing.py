@@ -1,8 +1,8 @@
-"""Padded batches to packed ones and back, and sequences of uneven length into even micro-batches.
+"""Conversion of padded batches to packed ones and back, and even micro-batches of sequences of uneven length.
 
-A padded batch holds ``attention_mask`` [N, L] and per-token entries [N, L, ...]; a packed one ``cu_seqlens``
-[N + 1] int32 (where each sequence begins, then the end) and per-token entries [T, ...]. Other entries (one
-value for each sequence, or a scalar) are the same in both.
+A padded batch has ``attention_mask`` [N, L] and per-token entries [N, L, ...]. A packed one has ``cu_seqlens``
+[N + 1] int32 (where each sequence begins, then the end) and per-token entries [T, ...]. Other entries (one value for
+each sequence, or a scalar) are the same in both.
 
 Karmarkar-Karp: "The differencing method of set partitioning", 1982.
 """
@@ -72,7 +72,7 @@ def unpack(
     fill: Mapping[str, float] | None = None,
     per_sequence: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of ``pack``: per-token entries become [N, L, ...] with padding on ``side``.
+    """Undo ``pack``: per-token entries become [N, L, ...] with padding on ``side``.
 
     An entry is per token if its first dimension is T.
 
@@ -80,9 +80,9 @@ def unpack(
         batch: packed, with ``cu_seqlens``.
         length: L; None is the longest sequence.
         side: where the padding goes.
-        fill: by name, what the padding of per-token entries holds; 0 for those not named.
-        per_sequence: names of entries that hold a value for each sequence, which only a batch with as many tokens as
-            sequences has to be told; () if there are none.
+        fill: by name, the value of the padding of per-token entries; 0 for those not named.
+        per_sequence: names of entries that have a value for each sequence, () if there are none. It is needed only
+            where a batch has as many tokens as sequences.
 
     Raises:
         InvalidInputError: no ``cu_seqlens``, a ``length`` too short, an entry that begins with neither tokens nor
@@ -151,7 +151,7 @@ def _scatter(values_T: Tensor, is_token_NL: Tensor, fill: float) -> Tensor:
 
 @takes("position_ids", cu_seqlens=TENSOR)
 def position_ids(cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: the position of each token in its own sequence.
+    """Return [T] int64: the position of each token in its own sequence.
 
     Raises:
         InvalidInputError: ``cu_seqlens`` that are no integers, or do not rise from 0.
@@ -165,15 +165,15 @@ def position_ids(cu_seqlens: Tensor) -> Tensor:
 def balance(
     lengths: Sequence[int] | Tensor, *, max_tokens: int | None = None, num_bins: int | None = None
 ) -> list[list[int]]:
-    """Indices of sequences, in micro-batches of about equal token counts. The same input gives the same
-    answer.
+    """Return the indices of sequences, in micro-batches of about equal token counts.
+
+    The same input gives the same result.
 
     Args:
         lengths: tokens of each sequence.
         max_tokens: a limit for each micro-batch; as few as first-fit decreasing needs (at most 11/9 of the
             optimum, rounded up).
-        num_bins: exactly so many, as even as Karmarkar-Karp differencing makes them; some are empty if there
-            are fewer sequences.
+        num_bins: exactly so many, made even by Karmarkar-Karp differencing; some are empty if sequences are fewer.
 
     Raises:
         InvalidInputError: lengths that are no whole numbers, not exactly one of the two limits, or a sequence longer
@@ -194,7 +194,7 @@ def balance(
 
 @takes("inverse_permutation", bins=_BINS)
 def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
-    """Where each index stands when the bins are joined: ``joined[inverse[i]]`` belongs to sequence i.
+    """Return the place of each index in the joined bins: ``joined[inverse[i]]`` belongs to sequence i.
 
     Raises:
         InvalidInputError: an index that is missing, or there twice.
@@ -209,7 +209,7 @@ def inverse_permutation(bins: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _first_fit_decreasing(tokens: list[int], max_tokens: int) -> list[list[int]]:
-    """The first of as many bins as sequences, found in a tree: a node's room is that of its emptier half."""
+    """Fill the first bin that has room, found in a tree: the room of a node is that of its emptier half."""
     size = 1 << (len(tokens) - 1).bit_length() if tokens else 1
     bins: list[list[int]] = [[] for _ in range(size)]
     room = [max_tokens] * (2 * size)
@@ -247,7 +247,7 @@ def _karmarkar_karp(tokens: list[int], num_bins: int) -> list[list[int]]:
     heapq.heapify(heap)
     for serial in range(len(tokens), 2 * len(tokens) - 1):
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        apart, rising = num_bins - len(other), other[::-1]  # so many of the one meet an empty bin
+        apart, rising = num_bins - len(other), other[::-1]  # so many of the fullest are joined with an empty bin
         pairs = zip(one[apart:], rising, strict=False)
         joined = [(full + empty, more + less) for (full, more), (empty, less) in pairs]
         joined = [*one[:apart], *joined, *rising[len(joined) :]]

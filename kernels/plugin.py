@@ -1,4 +1,4 @@
-"""Registers the implementations of the operators: two that run on every device, and those written in Triton."""
+"""The plugin that registers the implementations of the operators: plain torch for every device, and Triton."""
 
 from __future__ import annotations
 

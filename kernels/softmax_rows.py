@@ -1,12 +1,12 @@
-"""Softmax of rows of logits, without ever holding more than the rows at hand.
+"""The softmax of rows of logits, with only a chunk of rows in memory at a time.
 
-    c_v = sharpness * (z_v - max z)      a = sum_v exp(c_v)      p_v = exp(c_v) / a
-    logprob = c_y - ln a                 entropy = -sum_v p_v ln p_v = ln a - (1/a) sum_v exp(c_v) c_v
-    dz_v = sharpness * (g_logprob (1[v=y] - p_v) - g_entropy p_v (ln p_v + entropy))
+    c_v = s (z_v - max z)      a = sum_v exp(c_v)      p_v = exp(c_v) / a
+    logprob = c_y - ln a       entropy = -sum_v p_v ln p_v = ln a - (1/a) sum_v exp(c_v) c_v
+    dz_v = s (g_logprob (1[v=y] - p_v) - g_entropy p_v (ln p_v + entropy))
 
-z are the logits, y the target, sharpness = 1 / temperature (times the model's logit scale), g_* the upstream
-gradients. The maximum is taken off before the division by the temperature: the difference of two close floats
-is exact, so a large common offset costs no accuracy. exp(c) ln exp(c) is 0 where c = -inf (``xlogy``), so
+z are the logits and y is the target. s is the inverse temperature: the model's logit scale / temperature. g_* are the
+gradients of the outputs. The maximum is subtracted before the division by the temperature: the difference of two close
+floats is exact, so a large common offset costs no accuracy. exp(c) ln exp(c) is 0 where c = -inf (``xlogy``), so
 columns may be masked with -inf. Functions whose names end in ``_`` overwrite their first argument.
 
 Letters: T rows, V vocabulary.
@@ -24,16 +24,16 @@ from torch import Tensor
 
 
 class Logprobs(NamedTuple):
-    """What ``token_logprob`` and ``linear_logprob`` return."""
+    """The result of ``token_logprob`` and ``linear_logprob``."""
 
     logprob: Tensor
     """Shape of the targets, float32 (float64 for float64 inputs), nats, <= 0; 0 in ignored rows."""
     entropy: Tensor | None
-    """The same of the whole distribution, nats, >= 0; None unless asked for."""
+    """The entropy of the whole distribution: same shape and dtype, nats, >= 0. None unless asked for."""
 
 
 class RowStatistics(NamedTuple):
-    """All that the gradient of a row needs besides its logits."""
+    """The numbers, besides the logits, that the gradient of a row needs. Vectors [T]."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -44,63 +44,71 @@ class RowStatistics(NamedTuple):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmaxes and of accumulated gradients: float32, or float64 for float64 inputs."""
+    """Return the dtype of softmaxes and of accumulated gradients: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def column(values: float | Tensor) -> float | Tensor:
-    """A per-row factor shaped to multiply rows."""
+    """Return a factor of each row in the shape that multiplies the rows."""
     return values[..., None] if isinstance(values, Tensor) else values
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What belongs to each row besides its logits."""
+class ScaledRows:
+    """The targets and temperatures of rows of logits."""
 
-    marked: Tensor
-    """The targets, int64 or int32, with ``ignore_index`` in ignored rows."""
+    labels: Tensor
+    """The targets as the caller gave them, int64 or int32, with ``ignore_index`` in ignored rows."""
     ignore_index: int
-    sharpness: float | Tensor
+    inverse_temperature: float | Tensor
+    """The factor of the logits: one number, or a tensor like ``labels``."""
     is_elsewhere: Tensor | None = None
-    """The target is none of the columns at hand, and ``target`` is 0; None: all are at hand."""
+    """True where the target's column is not among those at hand, and ``target`` is 0. None: all are at hand."""
 
     @functools.cached_property
-    def is_ignored(self) -> Tensor:
-        return self.marked == self.ignore_index
+    def ignored(self) -> Tensor:
+        """Bool, like ``labels``."""
+        return self.labels == self.ignore_index
 
     @functools.cached_property
     def target(self) -> Tensor:
         """int64; 0 in ignored rows."""
-        return self.marked.masked_fill(self.is_ignored, 0).long()
+        return self.labels.masked_fill(self.ignored, 0).long()
 
-    def at(self, index: slice | tuple[int | slice, ...]) -> Rows:
-        sharpness = self.sharpness[index] if isinstance(self.sharpness, Tensor) else self.sharpness
+    def at(self, index: slice | tuple[int | slice, ...]) -> ScaledRows:
+        factor = self.inverse_temperature
         is_elsewhere = None if self.is_elsewhere is None else self.is_elsewhere[index]
-        part = Rows(self.marked[index], self.ignore_index, sharpness, is_elsewhere)
-        # found once for all chunks: each small kernel of a chunk keeps its products waiting
-        vars(part).update(is_ignored=self.is_ignored[index], target=self.target[index])
+        factor = factor[index] if isinstance(factor, Tensor) else factor
+        part = ScaledRows(self.labels[index], self.ignore_index, factor, is_elsewhere)
+        # Computed once for all chunks: each small kernel of a chunk delays its matrix products.
+        vars(part).update(ignored=self.ignored[index], target=self.target[index])
         return part
 
-    def reshaped(self, shape: Sequence[int]) -> Rows:
-        sharpness = self.sharpness.reshape(shape) if isinstance(self.sharpness, Tensor) else self.sharpness
-        return replace(self, marked=self.marked.reshape(shape), sharpness=sharpness)
+    def reshaped(self, shape: Sequence[int]) -> ScaledRows:
+        factor = self.inverse_temperature
+        factor = factor.reshape(shape) if isinstance(factor, Tensor) else factor
+        return replace(self, labels=self.labels.reshape(shape), inverse_temperature=factor)
 
-    def known(self, values_TX: Tensor) -> Tensor:
-        """``values_TX`` with ignored rows 0: whatever they held, NaN included, cannot reach a sum."""
-        return values_TX.masked_fill(self.is_ignored[..., None], 0.0)
+    def zero_ignored_rows(self, values_TX: Tensor) -> Tensor:
+        """Return ``values_TX`` with 0 in ignored rows. Nothing that they held, NaN included, gets into a sum."""
+        return values_TX.masked_fill(self.ignored[..., None], 0.0)
 
     @overload
-    def known_vector(self, values_T: Tensor) -> Tensor: ...
+    def zero_ignored(self, values_T: Tensor) -> Tensor: ...
     @overload
-    def known_vector(self, values_T: None) -> None: ...
-    def known_vector(self, values_T: Tensor | None) -> Tensor | None:
-        return None if values_T is None else values_T.masked_fill(self.is_ignored, 0.0)
+    def zero_ignored(self, values_T: None) -> None: ...
+    def zero_ignored(self, values_T: Tensor | None) -> Tensor | None:
+        return None if values_T is None else values_T.masked_fill(self.ignored, 0.0)
 
 
-def statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> RowStatistics:
-    """Statistics of rows of wide logits, which are overwritten with exp(c)."""
+NO_ROWS = ScaledRows(torch.empty(0, device="cpu"), 0, 1.0)
+"""It stands for rows where only an operator's options are asked for."""
+
+
+def statistics_(logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool) -> RowStatistics:
+    """Return the statistics of rows of wide logits, and overwrite the logits with exp(c)."""
     peak_T = logits_TV.amax(1)
-    centred_TV = logits_TV.sub_(peak_T[:, None]).mul_(column(rows.sharpness))
+    centred_TV = logits_TV.sub_(peak_T[:, None]).mul_(column(rows.inverse_temperature))
     chosen_T = centred_TV.gather(1, rows.target[:, None]).squeeze(1)
     exp_TV = centred_TV.exp_()
     total_T = exp_TV.sum(1)
@@ -111,27 +119,27 @@ def statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> RowStat
     return RowStatistics(chosen_T - log_total_T, entropy_T, peak_T, total_T)
 
 
-def exponentials_(logits_TV: Tensor, peak_T: Tensor, sharpness: float | Tensor) -> Tensor:
-    """exp(c) once more from the logits, in their place."""
-    return logits_TV.sub_(peak_T[:, None]).mul_(column(sharpness)).exp_()
+def exponentials_(logits_TV: Tensor, peak_T: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+    """Compute exp(c) again from the logits, in place."""
+    return logits_TV.sub_(peak_T[:, None]).mul_(column(inverse_temperature)).exp_()
 
 
 def gradient_(
     exp_TV: Tensor,
-    rows: Rows,
+    rows: ScaledRows,
     statistics: RowStatistics,
     g_logprob_T: Tensor | None,
     g_entropy_T: Tensor | None,
 ) -> Tensor:
-    """dz from exp(c), in its place; exact zeros in rows whose upstream gradients are 0."""
+    """Compute dz from exp(c), in place. Rows whose output gradients are 0 get exact zeros."""
     if not exp_TV.shape[1]:
         return exp_TV
     probability_TV = exp_TV.div_(statistics.total[:, None])
-    g_logprob_T = torch.zeros_like(statistics.total) if g_logprob_T is None else g_logprob_T * rows.sharpness
+    g_logprob_T = torch.zeros_like(statistics.total) if g_logprob_T is None else g_logprob_T * rows.inverse_temperature
     if g_entropy_T is None or statistics.entropy is None:
         gradient_TV = probability_TV.mul_(-g_logprob_T[:, None])
     else:
-        g_entropy_T = g_entropy_T * rows.sharpness
+        g_entropy_T = g_entropy_T * rows.inverse_temperature
         bent_TV = torch.xlogy(probability_TV, probability_TV).mul_(g_entropy_T[:, None])
         factor_T = g_logprob_T + g_entropy_T * statistics.entropy
         gradient_TV = probability_TV.mul_(-factor_T[:, None]).sub_(bent_TV)

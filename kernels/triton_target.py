@@ -1,4 +1,4 @@
-"""What Triton can build for the device at hand: why an implementation written in it cannot serve a query."""
+"""The predicates of implementations in Triton: the reason why one cannot serve a query, or None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPLIT = "it needs all vocabulary rows on one rank; gather the weight and leave 
 
 
 def rows_refusal(query: Query) -> str | None:
-    """Of implementations whose softmax is ``triton_rows``."""
+    """Judge an implementation whose softmax is ``triton_rows``."""
     if query.dtype == torch.float64:
         return "it computes in float32, and the inputs are float64"
     if "group" in query.options:
@@ -28,17 +28,17 @@ def rows_refusal(query: Query) -> str | None:
 
 
 def copies_refusal(query: Query) -> str | None:
-    """Of copies, which compute nothing."""
+    """Judge copies, which compute nothing."""
     return _needs_threads(query) or _absence(query.device_type)
 
 
 def scans_refusal(query: Query) -> str | None:
-    """Of implementations that look for the ends of sequences token by token."""
+    """Judge an implementation that looks for the ends of sequences token by token."""
     return _needs_threads(query) or rows_refusal(query)
 
 
 def groups_refusal(query: Query) -> str | None:
-    """Of implementations that take some groups of one size, one after the other, in a program."""
+    """Judge an implementation whose programs take some groups of one size, one after the other."""
     if "irregular" in query.options:
         return "its groups are rows of one length, and group= was given"
     if "long" in query.options:
@@ -52,7 +52,7 @@ def groups_refusal(query: Query) -> str | None:
 
 
 def tiled_refusal(query: Query) -> str | None:
-    """Of implementations whose products are ``triton_tiles``."""
+    """Judge an implementation whose products are ``triton_tiles``."""
     if query.dtype != torch.bfloat16:
         return f"it multiplies bfloat16 alone, and the inputs are {str(query.dtype).removeprefix('torch.')}"
     if query.hidden_size % 8:
@@ -75,7 +75,7 @@ def _needs_threads(query: Query) -> str | None:
 
 @functools.cache
 def _absence(device_type: str) -> str | None:
-    """Why no kernel can be built for ``device_type``; TRITON_INTERPRET=1 runs them on the CPU."""
+    """Return why no kernel can be built for ``device_type``, or None. TRITON_INTERPRET=1 runs them on the CPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package 'triton' is not installed; run: pip install triton"
     if _interprets():

@@ -1,6 +1,6 @@
 """``python -m rlcore``."""
 
-from rlcore.cli import main
+from rlcore.cli.main import main
 
 if __name__ == "__main__":
     main()

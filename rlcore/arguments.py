@@ -1,17 +1,18 @@
-"""What arguments a function takes, said once, for a method also on behalf of all classes that override it.
+"""Checks of the kinds of arguments: a decorator for functions, and a base class for methods that subclasses override.
 
-Only what would otherwise fail somewhere below, in another library's words, or be ignored. A value that is the right
-kind of thing, and still wrong, is the function's own business.
+A function declares only the arguments that would otherwise be ignored, or fail further down in the words of another
+library. A value of the right kind that is still wrong is checked by the function itself.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +25,7 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of values."""
+    """A kind of values, such as "a whole number": its description for messages, and the test of a value."""
 
     words: str
     has: Callable[[Any], bool]
@@ -79,6 +80,16 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
     return decorate
 
 
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return "; did you mean 'nearest'?" for an error about an unknown name, or "" where no known name is like it.
+
+    Args:
+        cutoff: the least likeness, in [0, 1]; 0 takes the nearest whatever it is.
+    """
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
     if kind is not None and not kind.has(value):
         shown = repr(value)
@@ -87,12 +98,12 @@ def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
 
 
 class Checked:
-    """A class whose methods take what ``accepts`` says, and so do those that subclasses put in their place."""
+    """Base of classes whose methods, and overriding ones of subclasses, refuse other arguments than ``accepts``."""
 
     __slots__ = ()
 
     accepts: ClassVar[Mapping[str, Mapping[str, Kind]]] = {}
-    """Method -> argument -> what it takes. A subclass that has more adds to its base's."""
+    """Method -> argument -> kind. A subclass with more methods adds to the table of its base."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

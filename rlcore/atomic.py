@@ -1,4 +1,4 @@
-"""Replace a file whole: a kill or a full disk at any moment leaves what was there before."""
+"""Atomic replacement of a file: after a kill or a full disk at any moment, the earlier content is still there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make ``path``, or what a link there points to, hold ``data``, on disk when this returns.
+    """Replace the content of ``path``, or of the file that a link there points to; it is on disk when this returns.
 
     Raises:
         OSError: it could not be written, or is a device or a pipe; ``path`` is as it was.
@@ -32,12 +32,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """A device, a pipe or a socket, which a file would take the place of."""
+    """Return True for a device, a pipe or a socket, which ``os.replace`` would turn into a regular file."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def sync_folder(folder: Path) -> None:
-    """What was made or renamed in it is on disk only then."""
+    """Flush a folder, so that the files made or renamed in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +46,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """It can only be read by setting it."""
+    """Return the umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

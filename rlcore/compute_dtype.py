@@ -1,8 +1,9 @@
-"""Compute in another dtype than parameters are kept in, on one device, where sharding would only copy.
+"""Mixed precision on one device: parameters are stored in one dtype and read in another while the module computes.
 
-While the module computes, reading such a parameter off its module gives it in the compute dtype, and its gradient comes
-back through that cast; ``parameters()`` are those that are kept, always. Nothing is wrapped and no name changes. The
-casts are not kept for the backward, which makes them again: in a compiled block by its graph, in another by hooks.
+FSDP does this for sharded modules; on one device its shards would only be copies. While the module computes, an
+attribute access such as ``module.weight`` returns the parameter cast to the compute dtype, and the gradient flows back
+through the cast. ``parameters()`` always returns the stored tensors. Nothing is wrapped and no name changes. The casts
+are not kept for the backward pass, which makes them again: by the graph of a compiled block, by hooks elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ATTRIBUTE = "_rlcore_compute_dtype"
 
 
 class ComputeDtype:
-    """Of the modules of one tree."""
+    """The state that all modules of one tree share: the compute dtype, and whether the tree computes now."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -31,7 +32,7 @@ class ComputeDtype:
         self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)(self.dtype)  # which computes nothing yet: its parameters can be changed
+        return type(self)(self.dtype)  # the copy computes nothing yet, so that its parameters can be changed
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or not self.is_computing or parameter.dtype == self.dtype:
@@ -42,14 +43,14 @@ class ComputeDtype:
         return cast
 
     def of_inputs(self, values: Any) -> Any:
-        """Every floating tensor in ``values``, cast, as FSDP does for the modules it shards."""
+        """Return ``values`` with every floating-point tensor cast, as FSDP casts the inputs of its modules."""
         return tree_map_only(Tensor, self._of_input, values)
 
     def _of_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def through_backward(self, result: Tensor) -> Tensor:
-        """Computes, perhaps again, in the backward of ``result``, and no more from its end."""
+        """Compute during the backward pass of ``result`` too, and stop at the end of that pass."""
         if result.requires_grad:
             result.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return result
@@ -63,7 +64,7 @@ class ComputeDtype:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A block computes, perhaps again in the backward."""
+        """Compute inside this context, which may be a recomputation in the backward pass."""
         before, self.is_computing = self.is_computing, True
         try:
             yield
@@ -72,7 +73,7 @@ class ComputeDtype:
 
     @contextmanager
     def keeping_no_casts(self) -> Iterator[None]:
-        """A block computes, and autograd keeps its parameters where it would keep what they were cast to."""
+        """Compute inside this context; for the backward pass autograd saves the parameters instead of their casts."""
         before, self._casts = self._casts, {}
         try:
             with self.again(), torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
@@ -81,7 +82,7 @@ class ComputeDtype:
             self._casts = before
 
     def _packed(self, tensor: Tensor) -> Any:
-        # All casts are alive until the block ends: nothing else has the address of one.
+        # All casts live until the block ends, so an address identifies one of them.
         found = (self._casts or {}).get(tensor.untyped_storage().data_ptr())
         if found is None:
             return tensor
@@ -97,18 +98,18 @@ class ComputeDtype:
 
 
 def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Of all parameters of ``module`` that have another dtype; ``module`` still has to be told when it computes."""
+    """Let all parameters of another dtype be read in ``dtype``; the wrappers below say when the module computes."""
     found = ComputeDtype(dtype)
     for part in module.modules():
         names = tuple(name for name, held in part._parameters.items() if held is not None and held.dtype != dtype)
         if names:
-            part.__class__ = _reading(type(part), names)  # type: ignore[arg-type]  # a class can be hashed
+            part.__class__ = _reading(type(part), names)  # type: ignore[arg-type]  # mypy: a class is hashable
         setattr(part, _ATTRIBUTE, found)
 
 
 @functools.cache  # the compiler takes modules of one class for alike
 def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> Any:
-    """A class whose parameters are read in the compute dtype."""
+    """Return a subclass of ``cls`` whose named parameters are read in the compute dtype."""
     body: dict[str, Any] = {name: _property(name) for name in names}
     return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
@@ -119,10 +120,10 @@ def _property(name: str) -> property:
             return module._rlcore_compute_dtype.read(module._parameters[name])
         if name in vars(module):
             return vars(module)[name]
-        raise AttributeError(name)  # for what modules look up next: buffers, submodules, and their own error
+        raise AttributeError(name)  # Module.__getattr__ comes next: buffers, submodules, its own error
 
     def write(module: Any, value: Any) -> None:
-        vars(module)[name] = value  # no parameter: a plain tensor in the place of a deleted one
+        vars(module)[name] = value  # not a parameter: a plain tensor in the place of a deleted one
 
     def delete(module: Any) -> None:
         vars(module).pop(name)
@@ -131,11 +132,11 @@ def _property(name: str) -> property:
 
 
 def replace_method(module: nn.Module, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """In place: a wrapper module would put its name into those of the parameters.
+    """Replace a method of one module in place; a wrapper module would change the names of the parameters.
 
     Args:
-        wrapped: given the function, whose first argument is the module, what is to be called instead, with the same.
-            So a deep copy of the module calls it with itself.
+        wrapped: takes the function, whose first argument is the module, and returns the function to call instead. A
+            deep copy of the module therefore calls the replacement with itself.
     """
     method = getattr(module, name)
     if getattr(method, "__self__", None) is module:
@@ -151,8 +152,11 @@ def replace_method(module: nn.Module, name: str, wrapped: Callable[[Callable[...
 
 
 def computing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a root's method. The tree computes from then on, for what comes after it, such as a head, until the backward
-    of its result ends, or until ``stop_computing``, as where that backward fails or never comes."""
+    """Wrap a method of the root. The tree computes from the call on, because a head may run after it.
+
+    It stops at the end of the backward pass of the result. Where that pass fails or never runs, the caller calls
+    ``stop_computing``.
+    """
 
     @functools.wraps(call)
     def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +175,7 @@ def computing(call: Callable[..., Any]) -> Callable[..., Any]:
 def computing_inside(
     call: Callable[..., Any], surroundings: Callable[[ComputeDtype], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
-    """Of a block's forward, which is called inside ``surroundings`` and has its inputs cast."""
+    """Wrap the forward of a block: it is called inside ``surroundings``, and its inputs are cast."""
 
     @functools.wraps(call)
     def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +188,7 @@ def computing_inside(
 
 
 def computing_outside(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a compiled block's forward: it computes also where its root does not, which is no business of its graph."""
+    """Wrap the forward of a compiled block: it computes even if its root does not. Its graph does not see this."""
 
     @functools.wraps(call)
     def compute(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,13 +203,13 @@ def computing_outside(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stop_computing(module: nn.Module) -> None:
-    """Reading a parameter off its module gives the one that is kept."""
+    """End the computation: from now on reading a parameter returns the stored tensor."""
     found = vars(module).get(_ATTRIBUTE)
     if found is not None:
         found.stop()
 
 
 def compute_dtype_of(module: nn.Module) -> torch.dtype:
-    """What a parameter of ``module`` is read in, which is not what ``parameters()`` gives while it computes."""
+    """Return the dtype in which a parameter is read; while the module computes it differs from ``parameters()``."""
     found = vars(module).get(_ATTRIBUTE)
     return found.dtype if found is not None and found.is_computing else next(module.parameters()).dtype

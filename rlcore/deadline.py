@@ -1,4 +1,4 @@
-"""Calls into code that may never return."""
+"""Calls with a deadline into code that may never return."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 def call_within(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, run in a daemon thread, which is left behind when it does not end in time.
+    """Return ``function(*arguments)``, run in a daemon thread, which is abandoned when it does not end in time.
 
     Raises:
         TimeoutError: after ``timeout_s`` seconds.
-        BaseException: whatever it raised, SystemExit included.
+        BaseException: whatever the function raised, SystemExit included.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -22,7 +22,7 @@ def call_within(timeout_s: float, function: Callable[..., T], *arguments: Any) -
     def run() -> None:
         try:
             results.append(function(*arguments))
-        except BaseException as error:  # handed over below
+        except BaseException as error:  # raised below, in the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"rlcore-{getattr(function, '__name__', 'call')}", daemon=True)

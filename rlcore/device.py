@@ -1,9 +1,9 @@
-"""The types of a device and of its parts: what every device offers, and what it promises.
+"""The types of a device and of its parts: the members of every device, and their contracts.
 
 ``rlcore.get_device()`` returns a `Device`. A vendor's plugin derives from
-``rlcore.devices.generic.GenericTorchDevice``, which implements all of this over torch, and replaces the parts of which
+``rlcore.devices.generic.GenericTorchDevice``, which implements all of this over torch, and replaces the parts where
 its hardware can do more. A member that a device does not have raises ``UnsupportedError`` with the reason that
-``capabilities()`` gives; none does nothing in silence. ``pytest --pyargs rlcore.conformance --device NAME`` proves a
+``capabilities()`` gives; no member silently does nothing. ``pytest --pyargs rlcore.conformance --device NAME`` proves a
 device against these contracts.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, ClassVar, NotRequired, Protocol, TypedDict
 
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import (
     Capability,
     DeviceProcess,
@@ -33,18 +34,18 @@ from rlcore.types import (
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Backend, ProcessGroup, Store
 
 DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
 """How long a collective operation, and the forming of a group, may take."""
 
 
 class HostMemory(Protocol):
-    """Host memory that ``Memory.host_alloc`` gave; it lives until ``host_free``, or until nothing looks at it."""
+    """Host memory of ``Memory.host_alloc``; it lives until ``host_free``, or until nothing refers to it."""
 
     nbytes: int
     is_pinned: bool
-    """The buffer is registered with the device, so that copies run at the link's speed and beside the host's work."""
+    """The buffer is page-locked for the device: copies run at the link's speed, and the host can work meanwhile."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -52,15 +53,15 @@ class HostMemory(Protocol):
         ...
 
     def free(self) -> None:
-        """Give the memory back. Raises StateError if it was freed before, or if a tensor still looks at it."""
+        """Free the memory. Raises StateError if it was freed before, or if a tensor still refers to it."""
 
 
 class ImportedTensor(AbstractContextManager["ImportedTensor"], Protocol):
-    """Another process's tensor, opened by ``Memory.import_ipc`` until ``close()``."""
+    """A tensor of another process, imported by ``Memory.import_ipc``, valid until ``close()``."""
 
     handle: IpcHandle
     is_revoked: bool
-    """The exporter wants its memory back, or has ended: close this soon."""
+    """The exporter wants its memory back, or has ended: call ``close()`` soon."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -71,11 +72,11 @@ class ImportedTensor(AbstractContextManager["ImportedTensor"], Protocol):
     def is_closed(self) -> bool: ...
 
     def close(self) -> None:
-        """Say that this process no longer touches the memory: work that uses it is done. Twice does nothing."""
+        """End the use of the memory; queued work that uses it must be done. A second call does nothing."""
 
 
 class MemoryPool(AbstractContextManager["MemoryPool"], Protocol):
-    """Device memory kept apart under a tag: inside ``with pool:`` this thread allocates from it."""
+    """Device memory kept apart under a tag: inside ``with pool:`` allocations of this thread come from it."""
 
     tag: str
 
@@ -88,8 +89,13 @@ class MemoryPool(AbstractContextManager["MemoryPool"], Protocol):
 OnRevoke = Callable[[ImportedTensor], None]
 
 
-class Part(Protocol):
+class DevicePart(Protocol):
     """One part of a device."""
+
+    name: ClassVar[str]
+    """The attribute of the device that holds the part, such as "memory"."""
+    members: ClassVar[tuple[str, ...]]
+    """Names of all members of the part, for which ``capabilities()`` answers."""
 
     def limits(self) -> dict[str, Capability]:
         """Return member -> how it is supported, for those that are not native. Does not initialise the device."""
@@ -100,8 +106,8 @@ class Part(Protocol):
         ...
 
 
-class Memory(Part, Protocol):
-    """What is there, what this process holds, host memory to copy from, and sharing with other processes."""
+class Memory(DevicePart, Protocol):
+    """Memory of a device: totals, this process's use, pinned host memory, copies, and sharing with other processes."""
 
     @property
     def can_pin(self) -> bool:
@@ -120,31 +126,31 @@ class Memory(Part, Protocol):
         """Start a new measurement of ``stats().peak_allocated_bytes``."""
 
     def empty_cache(self) -> None:
-        """Give freed memory that the allocator keeps back to the device; that of pools where no tensor is in one."""
+        """Return cached free memory of the allocator to the device, and the memory of pools that hold no tensor."""
 
     def pool(self, tag: str) -> MemoryPool:
         """Return the memory kept apart under ``tag``. The same tag gives the same pool."""
         ...
 
     def host_alloc(self, nbytes: int) -> HostMemory:
-        """Return ``nbytes`` (at least 1) of host memory that this device copies from and to at its link's speed.
+        """Return ``nbytes`` (at least 1) of host memory for copies at the speed of this device's link.
 
         Raises:
-            DeviceError: the host has not so much, or it cannot be registered.
+            DeviceError: the host has too little memory, or the driver cannot page-lock it.
         """
         ...
 
     def host_free(self, buffer: HostMemory) -> None:
-        """Give a buffer of ``host_alloc`` back, after all work queued on this device.
+        """Free a buffer of ``host_alloc`` after all work queued on this device is done.
 
         Raises:
-            StateError: it was freed before, or a tensor still looks at it.
+            StateError: it was freed before, or a tensor still refers to it.
         """
 
     def copy_batch(
         self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], stream: torch.Stream | None = None
     ) -> None:
-        """Copy ``src[i]`` into ``dst[i]``, all of them in few calls, queued on ``stream`` (None: the current one).
+        """Copy each ``src[i]`` into ``dst[i]`` in few driver calls, queued on ``stream`` (None: the current stream).
 
         Args:
             dst: tensors on this device or in host memory, contiguous or not.
@@ -158,12 +164,12 @@ class Memory(Part, Protocol):
         """
 
     def export_ipc(self, tensor: torch.Tensor) -> IpcHandle:
-        """Return a handle by which other processes of this user on this machine open the memory of ``tensor``.
+        """Return a handle with which other processes of this user on this machine import ``tensor``.
 
-        Its whole storage is kept alive, and in the ledger, until ``revoke``. Tensors of one storage share one export.
-        Do not free or resize the storage in place before that; on the CPU torch cannot grow it afterwards either.
-        Nothing is synchronised: the work that fills the tensor must be done before another process reads it, or
-        ordered by an interprocess event.
+        The whole storage stays alive, and in the ledger, until ``revoke``. Tensors of one storage share one export.
+        Do not free or resize the storage in place before ``revoke``; on the CPU torch cannot grow it afterwards either.
+        This call does not synchronise: the work that fills the tensor must be done before another process reads it,
+        or be ordered by an interprocess event.
 
         Raises:
             UnsupportedError: this device's memory, or this block of it, cannot be shared; says why.
@@ -172,13 +178,13 @@ class Memory(Part, Protocol):
         ...
 
     def export_ipc_together(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
-        """Export many tensors that are revoked together: those in one block of memory share an export.
+        """Export many tensors; those in one block of memory share one export and are revoked together.
 
         A storage that is exported already keeps the export that it has.
 
         Returns:
-            a handle of all bytes (uint8) of each export, and for each tensor which of them it is in, and the byte at
-            which it begins there.
+            One handle for each export, of all its bytes (uint8); and for each tensor the index of its handle and its
+            first byte there.
 
         Raises:
             UnsupportedError, InvalidInputError: as ``export_ipc``.
@@ -188,10 +194,10 @@ class Memory(Part, Protocol):
     def import_ipc(
         self, handle: IpcHandle, on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0
     ) -> ImportedTensor:
-        """Open another process's tensor on this device, without a copy; opened once, however often it is imported.
+        """Import another process's tensor on this device without a copy; several imports of it share one mapping.
 
         Args:
-            handle: from ``export_ipc``; of any device of this kind on this machine that this one can reach.
+            handle: from ``export_ipc``, of any device of this kind on this machine whose memory this one can access.
             on_revoke: called once with the mapping when the exporter wants its memory back or has ended, in a thread
                 that hears the exporter; it may close the mapping.
             timeout_s: for the exporter to answer.
@@ -206,7 +212,7 @@ class Memory(Part, Protocol):
     def import_ipc_together(
         self, handles: Sequence[IpcHandle], on_revoke: OnRevoke | None = None, *, timeout_s: float = 30.0
     ) -> Sequence[ImportedTensor]:
-        """Open many handles of one process, all or none: it is asked for some while others are opened.
+        """Import many handles of one process, all or none; requests to that process overlap with opening memory.
 
         Args:
             on_revoke: called once for each mapping.
@@ -218,22 +224,22 @@ class Memory(Part, Protocol):
         ...
 
     def revoke(self, handle: IpcHandle, *, timeout_s: float = 30.0) -> None:
-        """End the export that ``handle`` belongs to: its importers are asked to close, and when all have, it is let go.
+        """End the export of ``handle``: ask its importers to close, wait for them, and release the memory.
 
         A process that ends has closed. Only the exporting process can do this.
 
         Raises:
             StateError: it was revoked before, another process exported it, or some process still has it open after
-                ``timeout_s`` seconds: names them. Then the memory stays owned, nobody new may open it, and revoke may
-                be called again.
+                ``timeout_s`` seconds: names them. Then the memory stays exported, nobody new may import it, and
+                revoke may be called again.
         """
 
     def ledger(self) -> list[IpcExport]:
-        """Return what this process has exported from this device and not revoked."""
+        """Return the exports of this process from this device that are not revoked."""
         ...
 
 
-class Streams(Part, Protocol):
+class Streams(DevicePart, Protocol):
     """Queues of work on a device, and events that order them.
 
     A stream has ``wait_stream``, ``wait_event``, ``record_event``, ``query``, ``synchronize``; an event has ``record``,
@@ -241,15 +247,15 @@ class Streams(Part, Protocol):
     """
 
     def new(self, priority: int = 0) -> torch.Stream:
-        """Return a queue of its own on this device. Lower numbers go first; the nearest one that the device has."""
+        """Return a new stream on this device. Lower priorities run first; the device takes the nearest that it has."""
         ...
 
     def current(self) -> torch.Stream:
-        """Return the queue on which this thread's work lands now."""
+        """Return the stream on which this thread queues work now."""
         ...
 
     def use(self, stream: torch.Stream) -> AbstractContextManager[torch.Stream]:
-        """``with device.streams.use(stream):`` work lands there. Orders nothing: ``wait_stream`` does."""
+        """Queue work on ``stream`` inside a ``with`` statement. This orders nothing; ``wait_stream`` does."""
         ...
 
     def event(self, timing: bool = False, interprocess: bool = False) -> torch.Event:
@@ -257,7 +263,7 @@ class Streams(Part, Protocol):
 
         Args:
             timing: ``first.elapsed_time(second)`` gives milliseconds.
-            interprocess: it can be given to ``export_event``; excludes timing.
+            interprocess: the event can be exported by ``export_event``; excludes timing.
 
         Raises:
             InvalidInputError: both.
@@ -274,7 +280,7 @@ class Streams(Part, Protocol):
         ...
 
     def import_event(self, handle: EventHandle) -> torch.Event:
-        """Open another process's event; its ``wait(stream)`` orders work here behind what was recorded there.
+        """Import another process's event; its ``wait(stream)`` orders work here after the work recorded there.
 
         Raises:
             InvalidInputError: the handle is of another kind of device, of one not visible here, or another machine; or
@@ -283,8 +289,20 @@ class Streams(Part, Protocol):
         ...
 
 
-class Collectives(Part, Protocol):
-    """What the device's collective library can do, and how a group of it is made."""
+class GroupArguments(TypedDict):
+    """Keyword arguments of ``torch.distributed.init_process_group`` that depend on the device."""
+
+    backend: str
+    """The library for each type of device, such as "cpu:gloo,cuda:nccl"."""
+    timeout: timedelta
+    pg_options: NotRequired[object]
+    """The library's own options, where it has some."""
+    device_id: NotRequired[torch.device]
+    """The device to which the group is bound; left out on the host."""
+
+
+class Collectives(DevicePart, Protocol):
+    """The collective library of a device: its capabilities, and how a process group is made with it."""
 
     @property
     def backend(self) -> str:
@@ -293,14 +311,14 @@ class Collectives(Part, Protocol):
 
     def init_kwargs(
         self, *, timeout_s: float = DEFAULT_COLLECTIVE_TIMEOUT_S, is_high_priority: bool = False
-    ) -> dict[str, Any]:
+    ) -> GroupArguments:
         """Return keyword arguments for ``torch.distributed.init_process_group``.
 
         Host tensors go through gloo beside the device's library, and the group is bound to this device.
 
         Args:
             timeout_s: of each collective operation, and of forming the group.
-            is_high_priority: the library's kernels run on a stream that goes before others.
+            is_high_priority: the library's kernels run on a high-priority stream.
 
         Raises:
             UnsupportedError: the library has no streams with priorities.
@@ -308,18 +326,18 @@ class Collectives(Part, Protocol):
         ...
 
     def reduce_ops(self) -> dict[str, Capability]:
-        """Return operator -> how it reduces float32, or int32 if it is bitwise."""
+        """Return operator -> how float32 tensors are reduced by it, or int32 tensors where it is bitwise."""
         ...
 
     def dtypes(self) -> dict[torch.dtype, Capability]:
-        """Return dtype -> how it is summed."""
+        """Return dtype -> how tensors of it are summed."""
         ...
 
     def reduction(self, op: str, dtype: torch.dtype) -> Capability:
         """Return how ``op`` reduces tensors of ``dtype``.
 
         Raises:
-            InvalidInputError: there is no such operator, or what is given for a dtype is none.
+            InvalidInputError: no such operator, or ``dtype`` is not a torch.dtype.
         """
         ...
 
@@ -333,11 +351,11 @@ class Collectives(Part, Protocol):
         is_high_priority: bool = False,
         is_one_host: bool = False,
         name: str = "",
-    ) -> Any:
-        """Return the library's own half of a ``torch.distributed.ProcessGroup``; every rank makes one together.
+    ) -> Backend | ProcessGroup:
+        """Return the library's back end for a ``torch.distributed.ProcessGroup``; all ranks call this together.
 
         Args:
-            store: through which the ranks find each other; of this group alone.
+            store: the rendezvous of the ranks, used by this group alone.
             is_one_host: all ranks share this host's loopback interface.
 
         Returns:
@@ -346,15 +364,15 @@ class Collectives(Part, Protocol):
         ...
 
 
-class Profiler(Part, Protocol):
-    """Named phases in traces, and traces in files."""
+class Profiler(DevicePart, Protocol):
+    """Named ranges in traces, and recording of traces to files."""
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Mark a phase in traces: ``with device.profiler.range("step"):``."""
+        """Name a range of the trace: ``with device.profiler.range("step"):``."""
         ...
 
     def start(self, path: str | Path) -> None:
-        """Record what this process does on the host and on its devices, until ``stop``.
+        """Record the work of this process on the host and on its devices until ``stop``.
 
         Args:
             path: of the trace, ``.json`` or ``.json.gz``, for chrome://tracing or ui.perfetto.dev.
@@ -381,12 +399,12 @@ class Device(Protocol):
     streams: Streams
     collectives: Collectives
     profiler: Profiler
-    launch: Launch
+    launch: LaunchFacts
     """Facts for starting processes that use such devices."""
 
     @property
     def evidence(self) -> Evidence:
-        """How it is known what ``capabilities()`` says."""
+        """Return how the answers of ``capabilities()`` are known."""
         ...
 
     @property
@@ -410,17 +428,17 @@ class Device(Protocol):
         ...
 
     def properties(self) -> DeviceProperties:
-        """Return product name, uuid, memory, generation and cores; what the vendor does not tell is empty or 0."""
+        """Return product name, uuid, memory, generation and cores; unknown values are empty or 0."""
         ...
 
     def simulation(self) -> Simulation | None:
-        """Return what stands in for the vendor's libraries below torch; None: the vendor's own are loaded."""
+        """Return the simulation of the vendor's libraries below torch; None where the vendor's own are loaded."""
         ...
 
     def versions(self) -> dict[str, str]:
-        """Return versions of what lies below torch (extension, libraries, driver) by the vendor's names, for reports.
+        """Return the versions of extension, libraries and driver below torch by the vendor's names, for reports.
 
-        What cannot be asked is left out.
+        Unknown versions are left out.
         """
         ...
 
@@ -437,7 +455,7 @@ class Device(Protocol):
         ...
 
     def activate(self) -> None:
-        """Make this the current device of the process, where tensors land that name only its type."""
+        """Make this the current device of its type, on which tensors without an index are allocated."""
 
     def synchronize(self) -> None:
         """Wait until all work queued on this device is done."""
@@ -450,7 +468,7 @@ class Device(Protocol):
         ...
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Continue from a state of ``rng_state()``. Raises InvalidInputError for what is no such state."""
+        """Restore a state of ``rng_state()``. Raises InvalidInputError for anything else."""
 
     def capabilities(self) -> dict[str, Capability]:
         """Return "<part>.<member>" -> native, emulated or unsupported, why, and how that is known."""

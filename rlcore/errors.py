@@ -1,4 +1,4 @@
-"""Every exception rlcore raises on purpose.
+"""Every exception that rlcore raises on purpose.
 
     RlcoreError
     ├── InvalidInputError (ValueError)         a value the caller gave is outside what is accepted
@@ -28,10 +28,10 @@ _LONGEST = 300
 
 
 def one_line(error: BaseException) -> str:
-    """Return "Type: text" of any exception, the lines of its text joined, and cut where it is long."""
+    """Return "Type: text" of any exception, in one line of at most 300 characters and "..."."""
     try:
         text = " ".join(str(error).split())
-    except Exception as failed:  # a user's __str__
+    except Exception as failed:  # the user's __str__ failed
         text = f"<its text cannot be had: {failed!r}>"
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}..."
@@ -87,7 +87,7 @@ class WorkerError(RlcoreError):
     """User code failed inside a worker; the original is the ``__cause__`` where it ran in this process."""
 
     def __init__(self, *, rank: int, device: str, method: str, error: str, traceback: str) -> None:
-        """``error`` is what ``one_line`` says of it."""
+        """``error`` is the text of ``one_line``."""
         super().__init__(f"{method}() failed on rank {rank} ({device}): {error}\n\n{traceback.rstrip()}")
         self.rank = rank
         self.device = device

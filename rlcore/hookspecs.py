@@ -1,7 +1,7 @@
 """The five hooks through which everything enters rlcore, built-ins included.
 
 A hook carries registrations only (data and import paths, nothing is imported); behaviour lives in the classes
-and functions that the paths name. Mark an implementation with ``rlcore.hookimpl`` and expose its module as an
+and functions that the paths name. Decorate an implementation with ``rlcore.hookimpl`` and expose its module as an
 entry point:
 
     [project.entry-points.rlcore]

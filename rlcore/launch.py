@@ -1,4 +1,4 @@
-"""What a launcher has to know about a kind of device: string work only, on a machine that may have none of it.
+"""Facts for launching processes on a kind of device: string work only, on a machine that may have no such device.
 
 A vendor's variable (CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES, ...) names devices by their number on the
 machine or by uuid, and so renumbers them: under "4,6" the process knows two devices, 0 and 1. Its children inherit
@@ -22,7 +22,7 @@ _ID = re.compile(r"\d+(\.\d+)?|[A-Z]+-[\w/-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch(Checked):
+class LaunchFacts(Checked):
     """Facts for starting processes that use devices of one kind. ``environ`` is ``os.environ`` where it is left out."""
 
     accepts: ClassVar = {
@@ -35,19 +35,19 @@ class Launch(Checked):
 
     @property
     def visible_devices_variable(self) -> str | None:
-        """The environment variable that restricts which devices a process sees; None where the vendor has none."""
+        """Return the environment variable that restricts which devices a process sees; None where there is none."""
         return self.spec.visible_devices_variable
 
     @property
     def ray_resource(self) -> str | None:
-        """The resource name Ray schedules such a device by."""
+        """Return the resource name by which Ray schedules such a device."""
         return self.spec.ray_resource
 
     def visible_devices(self, environ: Mapping[str, str] = os.environ) -> list[str] | None:
-        """The ids the variable names, in the order in which they are numbered; None when all devices are visible.
+        """Return the ids in the variable, in the order of their indices; None when all devices are visible.
 
-        Read as the vendors' drivers do: the first entry that is no id ("-1", "NoDevFiles", nothing) ends the list,
-        and an id that stands there twice leaves no device at all. Where ids have to rise, one that does not ends it.
+        They are read as by the vendors' drivers: the first entry that is no id ("-1", "NoDevFiles", nothing) ends the
+        list, and a repeated id leaves no device at all. Where ids must rise, the first that does not ends the list.
         """
         variable = self.visible_devices_variable
         if variable is None or variable not in environ:
@@ -62,7 +62,7 @@ class Launch(Checked):
         return found
 
     def physical_id(self, index: int, environ: Mapping[str, str] = os.environ) -> str:
-        """What the variable calls the device that this environment knows as ``index``.
+        """Return the id by which the variable names the device that has ``index`` in this environment.
 
         Raises:
             DeviceError: the variable names fewer devices.
@@ -80,13 +80,13 @@ class Launch(Checked):
         return visible[index]
 
     def worker_environment(self, indices: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Variables for a process that shall see only these devices of this environment, as 0, 1, ...
+        """Return the variables for a process that sees only these devices of this environment, as 0, 1, ...
 
         Under CUDA_VISIBLE_DEVICES=4,6 the device 1 is {"CUDA_VISIBLE_DEVICES": "6"}. No index hides all of them.
         Empty where the vendor has no variable: such a process sees every device, under the same numbers.
 
         Raises:
-            InvalidInputError: an index twice, or none at all; one below the one before it where ids have to rise.
+            InvalidInputError: an index is repeated or is no index; or the ids do not rise where they must.
             DeviceError: an index that is not visible.
         """
         ids = [self.physical_id(index, environ) for index in indices]
@@ -106,7 +106,7 @@ class Launch(Checked):
         return not entry.isdecimal() or (bool(before) and int(entry) <= int(before[-1]))
 
     def visible_uuids(self, uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-        """The uuids of the visible devices, by index; ``uuids`` are those of the whole machine, by number.
+        """Return the uuids of the visible devices by index; ``uuids`` are those of the whole machine by number.
 
         The place of a uuid in the result is its index in a process with this environment, whatever index the same
         device has in another. A number or uuid that the machine does not have ends the list.
@@ -124,12 +124,12 @@ class Launch(Checked):
 
 
 def _matching(entry: str, uuids: Sequence[str]) -> list[str]:
-    """The uuids an id can mean: vendors accept the beginning of one."""
+    """Return the uuids that an id can mean: vendors accept the beginning of a uuid."""
     if entry.isdecimal():
         return list(uuids[int(entry) : int(entry) + 1])
     return [uuid for uuid in uuids if _bare(uuid).startswith(_bare(entry))]
 
 
 def _bare(uuid: str) -> str:
-    """Tools print "GPU-" before it, torch does not."""
+    """Return a uuid without the "GPU-" that tools print before it."""
     return uuid.removeprefix("GPU-").lower()

@@ -1,6 +1,6 @@
-"""Where parameters land while a module is made: on the meta device for the user, on a real one for a worker.
+"""Contexts for the construction of modules: on the meta device for the user, on a real device for a worker.
 
-Other libraries' contexts with the same aim, torch's and accelerate's, are recognized and can be undone.
+The contexts of torch and accelerate with the same aim are recognized and can be undone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _is_building: ContextVar[bool] = ContextVar("rlcore_is_building", default=False)
 
 @contextlib.contextmanager
 def meta_device() -> Iterator[None]:
-    """Parameters of modules made inside land on the meta device; buffers stay real.
+    """Put the parameters of modules that are made inside on the meta device; buffers stay real.
 
-    Buffers are small, and many (rotary tables) are computed in constructors and stand in no checkpoint.
+    Buffers are small. Many, such as rotary tables, are computed in constructors and are in no checkpoint.
     """
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # holds the originals, so that an id stays unique
 
@@ -42,7 +42,7 @@ def meta_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_device() -> Iterator[None]:
-    """Undo every surrounding meta context, ours, torch's and accelerate's, while a worker in this process runs."""
+    """Undo the meta contexts of rlcore, torch and accelerate while a worker in this process makes a module."""
     if not parameters_land_on_meta():
         yield
         return
@@ -67,5 +67,5 @@ def without_foreign_meta() -> Iterator[None]:
 
 def parameters_land_on_meta() -> bool:
     probe = nn.Module()
-    probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # draws no random number
+    probe.register_parameter("probe", nn.Parameter(torch.empty(0)))  # an empty parameter draws no random number
     return bool(probe.get_parameter("probe").is_meta)

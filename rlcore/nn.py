@@ -60,42 +60,42 @@ class OutputHead(NamedTuple):
 
 
 class TrainModule(nn.Module):
-    """What a train engine asks of a module. ``HuggingFaceTrainModule`` answers all of it for transformers."""
+    """The members that a train engine needs. ``HuggingFaceTrainModule`` implements all of them for transformers."""
 
     new_parameters: tuple[str, ...] = ()
     """Prefixes of parameters that the checkpoint need not hold, such as a fresh value head."""
 
     def materialization_source(self) -> Path | Mapping[str, Tensor]:
-        """Where the weights are: a safetensors file, a folder of them, or named tensors."""
+        """Return the source of the weights: a safetensors file, a folder of such files, or named tensors."""
         raise NotImplementedError(f"{type(self).__name__} must define materialization_source()")
 
     def on_weights_materialized(self) -> None:
-        """Called in the worker once the weights are on the device: make optimizers and schedulers here."""
+        """Make optimizers and schedulers. The worker calls this once the weights are on the device."""
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """The last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
+        """Return the last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
         raise NotImplementedError(f"{type(self).__name__} must define hidden_states(batch) to use train_batch")
 
     def output_head(self) -> OutputHead:
-        """The projection from hidden states to logits."""
+        """Return the projection from hidden states to logits."""
         raise NotImplementedError(f"{type(self).__name__} must define output_head() to use train_batch")
 
     def weight_views(self, adapters: Adapters = "merged") -> Iterator[WeightView]:
-        """Every weight by the name that checkpoints have for it, tied ones once, and where it is.
+        """Yield every weight by its checkpoint name, tied ones once, with the parameter that holds it.
 
-        All that enters and leaves the module goes by this: materialization, ``named_weights()``, weight sync,
-        ``state_dict`` and ``export``. Override it for other names, other views, or weights that are computed.
+        Materialization, ``named_weights()``, weight sync, ``state_dict`` and ``export`` all use these views. Override
+        the method for other names, other views, or weights that are computed.
 
         Args:
-            adapters: "merged": as if adapters were merged into the weights, which the live ones are not; "base": the
-                weights without adapters, which a checkpoint holds; "only": those of the active adapters.
+            adapters: "merged": the base weights with the adapters added, computed on request; "base": the weights
+                without adapters, as a checkpoint holds them; "only": those of the active adapters.
         """
         yield from weights_of(self, adapters)
 
     def named_weights(self, adapters: Adapters = "merged") -> Iterator[tuple[str, Tensor]]:
-        """The tensors of ``weight_views()`` by name: parameters, DTensors where they are sharded, and views of them.
+        """Yield the tensors of ``weight_views()`` by name: parameters, DTensors where they are sharded, and views.
 
-        A view of a sharded parameter is one of the gathered parameter, so all ranks take all weights together.
+        A view of a sharded parameter is a view of the gathered parameter, so all ranks iterate together to the end.
         """
         last: Tensor | None = None
         for name, parameter, view, compute, *_ in self.weight_views(adapters):
@@ -111,16 +111,22 @@ class TrainModule(nn.Module):
             yield name, seen_in(gathered, view)
 
     def wrap_classes(self) -> Collection[str]:
-        """Names of the classes whose modules are gathered, recomputed and compiled one at a time: the blocks."""
+        """Return the class names of the blocks, which are gathered, recomputed and compiled one at a time."""
         return ()
 
     def stored_names(self, names: Collection[str]) -> Mapping[str, str] | None:
-        """What ``materialization_source()``, which has ``names``, calls the tensors that ``weight_views()`` or this
-        module have; None where its tensors have to be converted."""
+        """Return the names in the source by those of this module.
+
+        Args:
+            names: of the tensors that ``materialization_source()`` has.
+
+        Returns:
+            Name in ``weight_views()`` or in this module -> name in the source; None where tensors must be converted.
+        """
         return {name: name for name in names}
 
     def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """All weights on the host by this module's names, where the source's tensors have to be converted.
+        """Return all weights in host memory by this module's names, where the source's tensors must be converted.
 
         Raises:
             CheckpointError: a parameter is missing, or of another shape.
@@ -128,7 +134,7 @@ class TrainModule(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define converted_weights() if it needs conversion")
 
     def export_config(self, folder: Path) -> None:
-        """Write what a model folder has beside the weights, such as config and tokenizer."""
+        """Write the other files of a model folder, such as config and tokenizer."""
 
 
 class HuggingFaceTrainModule(TrainModule):
@@ -142,7 +148,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
-        """As in transformers; under ``rlcore.meta_device()`` only the config is read and parameters stay on meta."""
+        """Make the model as in transformers; under ``rlcore.meta_device()`` only its config is read."""
         if not parameters_land_on_meta():
             return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
         config = kwargs.pop("config", None) or _read_config(cls, path)
@@ -155,7 +161,7 @@ class HuggingFaceTrainModule(TrainModule):
         return self._source
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        # transformers is an extra, and whoever is here has it.
+        # An optional package, which is installed if this class is used.
         from rlcore.packed.attention import packed_hidden_states
 
         decoder = self.get_decoder()  # type: ignore[operator]
@@ -165,7 +171,7 @@ class HuggingFaceTrainModule(TrainModule):
         head = self.get_output_embeddings()  # type: ignore[operator]
         if adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
-        config = self.config.get_text_config(decoder=True)  # of a model that takes images too, the part for text
+        config = self.config.get_text_config(decoder=True)  # the language part of a multimodal model
         softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
         return OutputHead(head.weight, head.bias, softcap, _logit_scale(config))
 
@@ -196,7 +202,7 @@ class HuggingFaceTrainModule(TrainModule):
         return {name: found for name, found in stored.items() if name not in unexpected}
 
     def _is_complete(self, stored: Collection[str], views: Collection[WeightView]) -> bool:
-        """Whether all parameters are there, by the names of their views or by their own."""
+        """Return True if the source has all parameters, by the names of their views or by their own."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -213,7 +219,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     @classmethod
     def _transformers_class(cls) -> Any:
-        """The class of the model itself, of which this one is a user's."""
+        """Return transformers' class of the model, from which the user's class derives."""
         models = (base for base in cls.__mro__ if hasattr(base, "_from_config"))
         return next(base for base in models if not issubclass(base, TrainModule))
 
@@ -234,7 +240,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     def export_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.config)
-        config.architectures = [self._transformers_class().__name__]  # this one's is a user's
+        config.architectures = [self._transformers_class().__name__]  # not the name of the user's class
         config.dtype = next(self.parameters()).dtype
         config.save_pretrained(folder)
         if self.can_generate():  # type: ignore[operator]
@@ -252,7 +258,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:
-    """Names in a file by those of a module: where one of the two is the bare model, the other has a prefix before."""
+    """Return the file's names by the module's; where one of the two is a bare model, the other has a prefix."""
     start = f"{prefix}."
 
     def has_prefix(some: Collection[str]) -> bool:
@@ -272,12 +278,12 @@ def _read_config(cls: Any, path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def errors_named(path: str | Path, what: str = "cannot read the model at") -> Iterator[None]:
-    """Whatever other libraries raise for a damaged folder, as one error that names the folder."""
+    """Turn any error of another library about a damaged folder into a CheckpointError that names the folder."""
     try:
         yield
     except RlcoreError:
         raise
-    except Exception as error:  # they check little: what is wrong shows as a KeyError, or in a division by zero
+    except Exception as error:  # they check little: damage shows as a KeyError or a division by zero
         raise CheckpointError(f"{what} {path}: {one_line(error)}; see to its config.json and its weights") from error
 
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from rlcore.kernels.autograd.loss_in_chunks import LossOutput as LossOutput
     from rlcore.kernels.linear.logprob import linear_logprob as linear_logprob
     from rlcore.kernels.linear.loss import linear_loss as linear_loss
     from rlcore.kernels.losses.combine import combine as combine
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rlcore.kernels.losses.importance import sequence_mask as sequence_mask
     from rlcore.kernels.losses.importance import tis as tis
     from rlcore.kernels.losses.interface import LossFn as LossFn
+    from rlcore.kernels.losses.interface import LossOutput as LossOutput
     from rlcore.kernels.losses.interface import sequence_level as sequence_level
     from rlcore.kernels.losses.penalty import entropy_bonus as entropy_bonus
     from rlcore.kernels.losses.penalty import kl as kl
@@ -47,54 +49,18 @@ if TYPE_CHECKING:
     from rlcore.kernels.token.nucleus import keep_mask as keep_mask
     from rlcore.kernels.token.weights import token_weights as token_weights
 
-_HOME = {
-    "Logprobs": "rlcore.kernels.softmax_rows",
-    "LossFn": "rlcore.kernels.losses.interface",
-    "LossOutput": "rlcore.kernels.autograd.loss_in_chunks",
-    "balance": "rlcore.kernels.packing",
-    "cispo": "rlcore.kernels.losses.reinforce",
-    "cispo_absolute": "rlcore.kernels.losses.reinforce",
-    "combine": "rlcore.kernels.losses.combine",
-    "cpgd": "rlcore.kernels.losses.cpgd",
-    "decoupled_ppo": "rlcore.kernels.losses.decoupled",
-    "discounted_return": "rlcore.kernels.returns.scan",
-    "dppo": "rlcore.kernels.losses.dppo",
-    "entropy_bonus": "rlcore.kernels.losses.penalty",
-    "gae": "rlcore.kernels.returns.scan",
-    "gmpo": "rlcore.kernels.losses.gmpo",
-    "group_advantage": "rlcore.kernels.returns.group_advantage",
-    "gspo": "rlcore.kernels.losses.gspo",
-    "icepop": "rlcore.kernels.losses.importance",
-    "inverse_permutation": "rlcore.kernels.packing",
-    "keep_mask": "rlcore.kernels.token.nucleus",
-    "kl": "rlcore.kernels.losses.penalty",
-    "linear_logprob": "rlcore.kernels.linear.logprob",
-    "linear_loss": "rlcore.kernels.linear.loss",
-    "masked_whiten": "rlcore.kernels.returns.scan",
-    "pack": "rlcore.kernels.packing",
-    "position_ids": "rlcore.kernels.packing",
-    "ppo_clip": "rlcore.kernels.losses.policy",
-    "reinforce": "rlcore.kernels.losses.reinforce",
-    "sapo": "rlcore.kernels.losses.sapo",
-    "sequence_level": "rlcore.kernels.losses.interface",
-    "sequence_mask": "rlcore.kernels.losses.importance",
-    "sequence_mean": "rlcore.kernels.losses.sequences",
-    "tis": "rlcore.kernels.losses.importance",
-    "token_logprob": "rlcore.kernels.token.logprob",
-    "token_loss": "rlcore.kernels.token.loss",
-    "token_weights": "rlcore.kernels.token.weights",
-    "unpack": "rlcore.kernels.packing",
-    "value_loss": "rlcore.kernels.losses.value",
-}
+_IMPORT = re.compile(r"^    from (rlcore\.\S+) import (\w+) as \2$", re.MULTILINE)
+_MODULES = {name: module for module, name in _IMPORT.findall(Path(__file__).read_text("utf-8"))}
+"""The module of each name, read from the imports above, which only type checkers run: each name is stated once."""
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_MODULES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'rlcore.ops' has no attribute {name!r}; it offers {', '.join(__all__)}")
     import_torch()
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,8 +1,8 @@
 """Load plugins one by one: a broken one never takes down the others, and is never silent.
 
-Each plugin is imported, its hooks are validated, and its registrations are collected; whatever fails is
-rolled back and recorded with the stage, the distribution and the exception; see ``rlcore devices``. Devices are
-probed later (``rlcore/registry.py``), which is recorded in the same place.
+Each plugin is imported, its hooks are validated, and its registrations are collected. A failure is rolled back and
+recorded with stage, distribution and exception; ``rlcore devices`` shows it. Devices are probed later
+(``rlcore/registry.py``); a failed probe is recorded in the same place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Stage = Literal["disabled", "import", "validate", "register", "probe", "loaded"]
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """How loading one plugin ended, or that a probe of its devices failed later."""
+    """The outcome of loading one plugin, or of a later probe of its devices that failed."""
 
     name: str
     distribution: str
@@ -46,7 +46,7 @@ class PluginRecord:
     stage: Stage
     """"loaded", "disabled", or the stage that failed."""
     error: BaseException | None = None
-    """An Exception, or the SystemExit of code that ends the process."""
+    """An Exception, or the SystemExit of code that tried to end the process."""
 
     @property
     def is_loaded(self) -> bool:
@@ -59,7 +59,7 @@ class PluginRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _PluginSource:
     name: str
     distribution: str
     version: str
@@ -86,23 +86,23 @@ def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Set
     return records
 
 
-def _sources() -> Iterator[_Source]:
+def _sources() -> Iterator[_PluginSource]:
     for name, module in BUILT_IN.items():
-        yield _Source(name, "rlcore", "", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+        yield _PluginSource(name, "rlcore", "", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
     for entry_point in importlib.metadata.entry_points(group=PROJECT):
         dist = entry_point.dist
-        yield _Source(
+        yield _PluginSource(
             entry_point.name, dist.name if dist else "unknown", dist.version if dist else "", entry_point.load
         )
 
 
 def _load(
-    source: _Source,
+    source: _PluginSource,
     owner: str | None,
     collect: Callable[[str, pluggy.HookRelay], None],
     settings: Settings,
 ) -> PluginRecord:
-    """``owner`` is the distribution that already has a plugin of this name."""
+    """Load one plugin; ``owner`` is the distribution that already has a plugin of this name, or None."""
 
     def ended(stage: Stage, error: BaseException | None = None) -> PluginRecord:
         return PluginRecord(source.name, source.distribution, source.version, stage, error)
@@ -113,7 +113,7 @@ def _load(
         return ended("disabled")
     if owner is not None:
         return ended("validate", PluginError(f"the plugin name {source.name!r} belongs to {owner}; choose another"))
-    # A plugin is somebody else's code: whatever it raises is recorded, never passed over.
+    # A plugin is third-party code: anything that it raises is recorded.
     try:
         module = source.load()
     except (Exception, SystemExit) as error:
@@ -130,7 +130,7 @@ def _load(
 
 
 def _validated_hooks(name: str, module: object) -> pluggy.HookRelay:
-    """A manager of its own for each plugin: a failed one leaves nothing behind in another's."""
+    """Return the hooks of a plugin. Each plugin has its own manager, so that a failed one leaves nothing behind."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Hooks)
     manager.register(module, name)
@@ -143,7 +143,7 @@ def _validated_hooks(name: str, module: object) -> pluggy.HookRelay:
 
 
 def report_failure(record: PluginRecord, settings: Settings) -> None:
-    """Log it.
+    """Log a failure.
 
     Raises:
         PluginError: with ``RLCORE_STRICT_PLUGINS=1``.

@@ -63,12 +63,6 @@ def maker_of_shared_memory(name: str) -> int | None:
     return int(named[1]) if named else None
 
 
-def shared_memory_names() -> list[str]:
-    """All of /dev/shm but what other living processes made with torch: their business, and it comes and goes."""
-    makers = {name: maker_of_shared_memory(name) for name in os.listdir("/dev/shm")}
-    return sorted(name for name, pid in makers.items() if pid in (None, os.getpid()) or start_time(pid) is None)
-
-
 def pid_namespace() -> int:
     """Of this process. Ids of another namespace, such as a container's, mean other processes here, or none."""
     return os.stat("/proc/self/ns/pid").st_ino

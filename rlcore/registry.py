@@ -1,6 +1,6 @@
-"""What can be had by name: devices, operator implementations, executors, launchers, benchmark cases.
+"""The registry of devices, operator implementations, executors, launchers and benchmark cases, by name.
 
-Filled once from the plugins, then only dictionaries: no hook is called on a hot path.
+It is filled once from the plugins. After that a look-up reads a dictionary: no hook is called on a hot path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pluggy
 from rlcore.deadline import call_within
 from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings, named_device
 from rlcore.torch_import import import_torch
@@ -30,7 +30,7 @@ EXECUTOR_KINDS = ("train", "inference")
 
 @dataclass(frozen=True, slots=True)
 class OpImplementation:
-    """One way to compute an operator."""
+    """A registered implementation of an operator."""
 
     op: str
     device_type: str
@@ -43,7 +43,7 @@ class OpImplementation:
 
 @dataclass(slots=True)
 class Registry:
-    """Everything registered, and by which plugin."""
+    """All registrations, with the plugin of each."""
 
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
     ops: dict[str, list[OpImplementation]] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class Registry:
     benchmarks: dict[str, str] = field(default_factory=dict)
     plugins: list[PluginRecord] = field(default_factory=list)
     refused_devices: dict[str, BaseException] = field(default_factory=dict)
-    """Devices that a plugin offered before it failed, and how it failed."""
+    """Devices that a plugin offered before it failed, and its error."""
     failed_probes: dict[str, BaseException] = field(default_factory=dict)
     """Devices whose probe raised, hung or answered wrongly in this process; they are not probed again."""
 
     def collect(self, plugin: str, hooks: pluggy.HookRelay) -> None:
-        """Take in all of one plugin's registrations, or none of them."""
+        """Add all registrations of one plugin, or none of them."""
         draft = _Draft(self, plugin)
         try:
             hooks.rlcore_register_devices(register=draft.device)
@@ -78,7 +78,7 @@ class Registry:
 
 @dataclass(slots=True)
 class _Draft:
-    """Registrations of one plugin, checked against what is there, not yet in force."""
+    """Registrations of one plugin, checked against the existing ones and not yet in force."""
 
     registry: Registry
     plugin: str
@@ -151,14 +151,14 @@ def _check_api_version(spec: DeviceSpec) -> None:
 
 @functools.cache
 def registry() -> Registry:
-    """The registry of this process; plugins are loaded at the first call."""
+    """Return the registry of this process; plugins are loaded at the first call."""
     loaded = Registry()
     loaded.plugins = load_plugins(loaded.collect, Settings.from_env())
     return loaded
 
 
 def resolve(path: str) -> Any:
-    """The object at the import path "package.module:attribute"."""
+    """Return the object at the import path "package.module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -167,19 +167,19 @@ def resolve(path: str) -> Any:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every registered device, available ones first, then by priority. No device context is created."""
+    """Return every registered device, available ones first, then by priority. No device context is created."""
     ranked = sorted(registry().devices.values(), key=lambda entry: -entry[0].priority)
     found = [_info(spec, plugin) for spec, plugin in ranked]
     return sorted(found, key=lambda info: not info.is_available)
 
 
 def device_info(kind: str) -> DeviceInfo:
-    """The row of ``list_devices()`` for one kind, without probing the others."""
+    """Return the row of ``list_devices()`` for one kind, without probing the others."""
     return _info(*registry().devices[_spec(kind).name])
 
 
 def get_device(name: str | torch.device | None = None) -> Device:
-    """The device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
+    """Return the device called ``name``, such as "cuda", "cuda:1" or a ``torch.device``; "cuda" is index 0.
 
     None is ``RLCORE_DEVICE``, else the accelerator of highest priority that was available when this was first asked,
     else the CPU.
@@ -200,23 +200,23 @@ def get_device(name: str | torch.device | None = None) -> Device:
     return _device(_name_of_torch_type(torch_type), name.index or 0)
 
 
-def launch(name: str) -> Launch:
-    """Launch facts of the device called ``name``, such as "cuda" or "cuda:1", whether it is available or not.
+def launch(name: str) -> LaunchFacts:
+    """Return the launch facts of the device called ``name``, such as "cuda" or "cuda:1", available or not.
 
     Raises:
         DeviceError: no such device is registered.
     """
-    return Launch(_spec(_parse(name)[0]))
+    return LaunchFacts(_spec(_parse(name)[0]))
 
 
 def specs_of(torch_type: str) -> list[DeviceSpec]:
-    """Of the devices whose tensors are of this type; empty for one that no plugin has registered."""
+    """Return the specs of the devices whose tensors have this type; empty if no plugin registered one."""
     return [spec for spec, _ in registry().devices.values() if spec.torch_type == torch_type]
 
 
 @functools.cache
 def _default_device(wanted: str | None) -> Device:
-    """Kept, so that it does not change under a program. A failure is not kept."""
+    """Return the default device. It is cached, so that it does not change during a program; a failure is not."""
     if wanted is None:
         return _device(_default_name(), 0)
     try:
@@ -256,7 +256,7 @@ def _parse(wanted: str) -> tuple[str, int]:
 
 @functools.cache
 def _name_of_torch_type(torch_type: str) -> str:
-    """Of devices that share the type (ROCm's is "cuda") the one that is here."""
+    """Return the device of a torch type; where several share the type (ROCm's is "cuda"), the available one."""
     specs = specs_of(torch_type)
     here = specs if len(specs) < 2 else [spec for spec in specs if _probe(spec)[0].is_available]
     return next((spec.name for spec in here or specs), torch_type)
@@ -287,7 +287,7 @@ def _default_name() -> str:
 
 
 def _reasons(devices: list[DeviceInfo]) -> str:
-    """Each once, with the devices that it holds for: without torch it is the same for all."""
+    """Return each reason once, after the devices that have it: without torch all devices have the same."""
     named: dict[str, list[str]] = {}
     for info in devices:
         named.setdefault(info.reason, []).append(info.name)
@@ -300,7 +300,7 @@ def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
 
 
 def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
-    # A probe is somebody else's code: a failure is an answer ("not available, because"), not a crash.
+    # A probe is third-party code: its failure means "not available, because ...", not a crash.
     failed = registry().failed_probes
     if spec.name not in failed:
         try:
@@ -314,7 +314,7 @@ def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
 
 def _ask(spec: DeviceSpec) -> Probe:
     try:
-        import_torch()  # neither its time nor its failure is the plugin's
+        import_torch()  # outside the probe: its time and its failure are not the plugin's
     except TorchImportError as error:
         return Probe(0, str(error))
     if registry().devices[spec.name][1] in BUILT_IN:
@@ -340,7 +340,7 @@ def _record_failed_probe(spec: DeviceSpec, error: BaseException) -> None:
 
 
 def executor_class(kind: str, name: str) -> Any:
-    """The worker class of executor ``name``.
+    """Return the worker class of executor ``name``.
 
     Raises:
         InvalidInputError: no such executor.

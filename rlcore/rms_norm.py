@@ -1,8 +1,8 @@
-"""RMSNorm by an operator of the device, in modules that stay as they are: only the forward of each is another.
+"""RMSNorm by an operator of the device: the modules stay as they are, only their forward is replaced.
 
-Plugins register ``fn(x, weight, eps) -> y`` as "rms_norm". It runs where it gives the values and gradients that the
-module's own class gives: both are tried on the device, for each kind of norm and dtype, when it first comes up. A norm
-that adds one to its weight, or that keeps another dtype, so stays what it was.
+Plugins register ``fn(x, weight, eps) -> y`` as "rms_norm". The first call for a kind of norm and a dtype tries it on
+the device. It is used only if its values and gradients are those of the module's own class. So a norm that adds one
+to its weight, or that returns another dtype, keeps its own forward.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OPERATOR = "rms_norm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _PROBE_ROWS = 64
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
-"""Largest relative error of a row: a few roundings of the dtype. A forgotten eps is off by a half in some rows."""
+"""The largest relative error of a row: a few roundings. Without eps the error is one half in some rows."""
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
-class _Kind(NamedTuple):
-    """What norms have in common that compute alike."""
+class _NormKind(NamedTuple):
+    """The properties that two norms with the same computation share."""
 
     cls: type[nn.Module]
     attributes: tuple[tuple[str, Hashable], ...]
@@ -40,10 +40,10 @@ class _Kind(NamedTuple):
 
 
 def use_device_norms(module: nn.Module, device: torch.device) -> None:
-    """Let the RMSNorm modules of ``module`` ask for the device's operator; nothing changes where it has none.
+    """Let the RMSNorm modules of ``module`` use the device's operator; nothing changes where there is none.
 
-    Under torch.compile and autocast, on other devices and with tensors of other kinds (fake, distributed) their own
-    forward runs. Gradients of gradients go through the device's operator, which may have none.
+    Their own forward runs under torch.compile and autocast, on other devices, and with fake or distributed tensors.
+    Second derivatives go through the device's operator, which may not have them.
     """
     if not _offered(device.type):
         return
@@ -53,8 +53,8 @@ def use_device_norms(module: nn.Module, device: torch.device) -> None:
             part.forward = MethodType(_asking(kind, device.type), part)
 
 
-def _kind(part: nn.Module) -> _Kind | None:
-    """None of what is no plain RMSNorm, or has a forward that somebody gave it."""
+def _kind(part: nn.Module) -> _NormKind | None:
+    """Return the kind of a plain RMSNorm; None for any other module, and for one whose forward was replaced."""
     is_norm = type(part).__name__.endswith("RMSNorm") or getattr(part, "kernel_layer_name", None) == "RMSNorm"
     own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
     eps = next((own[name] for name in _EPS if isinstance(own.get(name), float)), None)
@@ -63,15 +63,15 @@ def _kind(part: nn.Module) -> _Kind | None:
         return None
     if len(part._parameters) > 1 or part._buffers or part._modules or not all(map(_is_plain, own.values())):
         return None
-    return _Kind(type(part), tuple(own.items()), len(weight), eps)
+    return _NormKind(type(part), tuple(own.items()), len(weight), eps)
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, tuple, type(None)))
 
 
-@functools.cache  # the compiler takes modules of one function for alike
-def _asking(kind: _Kind, device_type: str) -> Callable[..., Any]:
+@functools.cache  # one function for a kind: the compiler reuses code for modules that share it
+def _asking(kind: _NormKind, device_type: str) -> Callable[..., Any]:
     plain = kind.cls.forward
 
     @functools.wraps(plain)
@@ -94,8 +94,8 @@ def _offered(device_type: str) -> list[tuple[str, Norm]]:
 
 
 @functools.cache
-def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> Norm | None:
-    """The first operator of the device that gives what the module gives; None if none does."""
+def choose(kind: _NormKind, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> Norm | None:
+    """Return the first operator of the device that computes what the module computes; None if there is none."""
     found, said = None, []
     for name, norm in _offered(device.type):
         reason = probing.why_not(_probe, norm, kind, dtype, weight_dtype, device=device)
@@ -107,12 +107,14 @@ def choose(kind: _Kind, device: torch.device, dtype: torch.dtype, weight_dtype: 
     return found
 
 
-def _probe(norm: Norm, kind: _Kind, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why results or gradients differ from those of the module's class computed in float32, or None."""
+def _probe(
+    norm: Norm, kind: _NormKind, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why results or gradients differ from those of the module's class in float32, or None."""
     if dtype not in _TOLERANCE:
         return f"it is not tried in {dtype}"
     generator = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-3, 1, _PROBE_ROWS)[:, None]  # in the smallest rows eps is half of what is divided by
+    scale = torch.logspace(-3, 1, _PROBE_ROWS)[:, None]  # in the smallest rows eps is half of the divisor
     x = (torch.randn(_PROBE_ROWS, kind.width, generator=generator) * scale).to(device, dtype)
     weight = (1 + 0.5 * torch.randn(kind.width, generator=generator)).to(device, weight_dtype)
     gradient = torch.randn(_PROBE_ROWS, kind.width, generator=generator).to(device)
@@ -134,10 +136,10 @@ def _probe(norm: Norm, kind: _Kind, dtype: torch.dtype, weight_dtype: torch.dtyp
     return None
 
 
-def _plain(kind: _Kind, x: Tensor, weight: Tensor) -> Tensor:
+def _plain(kind: _NormKind, x: Tensor, weight: Tensor) -> Tensor:
     module = kind.cls.__new__(kind.cls)
     nn.Module.__init__(module)
     vars(module).update(kind.attributes)
-    module._parameters["weight"] = weight  # type: ignore[assignment]  # a leaf whose gradient is asked for
+    module._parameters["weight"] = weight  # type: ignore[assignment]  # a leaf with a gradient
     result: Tensor = kind.cls.forward(module, x)
     return result

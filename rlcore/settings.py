@@ -1,6 +1,6 @@
-"""Every environment variable that rlcore reads, typed and checked in one place.
+"""All environment variables of rlcore, typed and checked in one place.
 
-Read at the moment of use (``Settings.from_env()``), so that a program may set them after importing rlcore.
+They are read when they are needed (``Settings.from_env()``), so that a program may set them after importing rlcore.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Settings:
     probe_timeout_s: float = 10.0
     """How long a third party's device may take to say whether it is there."""
     simulated: bool = False
-    """The vllm executor may start on a simulated device; whether a device is one, it knows without this."""
+    """Allows the vllm executor to start on a simulated device."""
     cache: Path = Path()
-    """For made files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
+    """Folder for generated files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
     runtime: Path = Path()
-    """For what lives as long as a process; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
+    """For sockets and records of processes; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
     vllm_plain_weights: bool = False
-    """In a vLLM of your own on a host: weights stay as they were loaded, so that ``rlcore_ipc`` can write them."""
+    """Makes a vLLM of your own on a host keep weights as they were loaded, so that ``rlcore_ipc`` can write them."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
-        """Raises InvalidInputError naming the variable, its value and what is accepted."""
+        """Read all variables. Raises InvalidInputError that names the variable, its value and the accepted ones."""
         _refuse_unknown(env)
         temporary = Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
         runtime_home = env.get("XDG_RUNTIME_DIR")
@@ -104,5 +104,5 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def named_device(env: Mapping[str, str] = os.environ) -> str | None:
-    """``Settings.device`` alone, for calls that cannot wait until all is read and checked."""
+    """Return ``Settings.device`` alone, without the cost of reading and checking all variables."""
     return env.get("RLCORE_DEVICE") or None

@@ -1,4 +1,4 @@
-"""What a tensor is in messages, files and errors: the name of its dtype, and its bytes."""
+"""The plain form of a tensor for messages, files and errors: the name of its dtype, and its bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"; ``getattr(torch, name)`` is the dtype."""
+    """Return a name such as "bfloat16"; ``getattr(torch, name)`` is the dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory, which the caller keeps alive meanwhile.
+    """Return the bytes of a contiguous tensor in host memory, without a copy; the caller keeps the tensor alive.
 
-    Not through numpy: torch would never again free a storage that numpy has seen, and so not offload it.
+    This avoids numpy: torch cannot free, and so not offload, a storage that numpy has referred to.
     """
     if not tensor.nbytes:
         return memoryview(b"")

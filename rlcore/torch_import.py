@@ -1,4 +1,4 @@
-"""``import torch`` with its first cause kept: tried again in the same process, torch fails with other words."""
+"""``import torch`` with its first error kept: a second attempt in the same process fails with another message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def import_torch() -> None:
     """Import torch, before anything that needs it.
 
     Raises:
-        TorchImportError: torch, or a back end that it loads by itself, cannot be imported; the same each time.
+        TorchImportError: torch, or a back end that it loads, cannot be imported; every call raises the same error.
     """
     if (cause := _failure()) is not None:
         raise TorchImportError(cause) from cause
@@ -21,7 +21,7 @@ def import_torch() -> None:
 
 @functools.cache
 def _failure() -> Exception | None:
-    """Asked once: torch registers its operators before it loads back ends, and cannot register them again."""
+    """Import torch once: it registers its operators before it loads back ends, and cannot register them again."""
     if "torch._C" in sys.modules and "torch" not in sys.modules:
         return ImportError("it failed before in this process, where its first error has the cause")
     try:

@@ -1,6 +1,6 @@
-"""Plain data that crosses folders: what plugins register, what devices answer, what moves report.
+"""Plain data that several folders use: registrations of plugins, answers of devices, reports of moves.
 
-No torch here: a plugin's registration must import in milliseconds on a machine without its hardware.
+It needs no torch: a plugin's registration must import in milliseconds on a machine without its hardware.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def check_import_path(path: str, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
-    """What a program of a kernel may take on a device whose programs work on whole tiles, without threads."""
+    """Limits of a kernel's programs on a device whose programs work on whole tiles, without threads."""
 
     tile_bytes: int
-    """Of all tensors that a program holds at one time."""
+    """Bytes of all tensors that a program holds at one time."""
     num_programs: int
     """The most that one launch may have."""
     has_float64: bool = True
@@ -43,10 +43,10 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What a plugin registers for one kind of device."""
+    """The registration of one kind of device."""
 
     name: str
-    """What users ask for, such as "cuda"."""
+    """The name that users give, such as "cuda"."""
     vendor: str
     """The maker, for people to read."""
     torch_type: str
@@ -62,9 +62,9 @@ class DeviceSpec:
     visible_devices_variable: str | None = None
     """Environment variable that restricts which devices a process sees."""
     visible_devices_rise: bool = False
-    """Its ids are numbers, each greater than the one before it."""
+    """The ids in that variable are numbers in rising order."""
     ray_resource: str | None = None
-    """The resource name Ray schedules it by."""
+    """The resource name by which Ray schedules it."""
     vllm_plugin: str | None = None
     """The distribution by which vLLM runs on it, such as "vllm-ascend"; None: vLLM by itself."""
     torch_build: str | None = None
@@ -72,7 +72,7 @@ class DeviceSpec:
     is_host: bool = False
     """It is the host's processor and memory, not an accelerator beside them."""
     program_limits: ProgramLimits | None = None
-    """Of kernels in Triton; None where a program has threads, and a compiler that finds room for its tile."""
+    """Limits of Triton kernels; None where programs have threads, and the compiler finds room for a tile."""
 
     def __post_init__(self) -> None:
         for field in ("name", "torch_type"):
@@ -110,7 +110,7 @@ _OPTIONAL_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a device can be used here, found without initialising it."""
+    """The availability of a kind of device on this machine, found without initialising one."""
 
     count: int
     """Number of usable devices; 0 means not available."""
@@ -166,7 +166,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What this process's allocator holds on the device."""
+    """Memory that this process's allocator holds on the device."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -175,9 +175,9 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatus:
-    """How a device is doing now; None where the device or its driver does not tell.
+    """The state of a device now; a figure that the device or its driver does not give is None.
 
-    Of a part of a GPU (MIG) NVML tells the memory alone: power, temperature, clocks and use are those of the whole.
+    For a part of a GPU (MIG) NVML gives the memory only: power, temperature, clocks and use belong to the whole GPU.
     """
 
     used_bytes: int
@@ -185,18 +185,18 @@ class DeviceStatus:
     power_w: float | None
     power_limit_w: float | None
     energy_j: float | None
-    """Since the driver was loaded."""
+    """Energy used since the driver was loaded."""
     temperature_c: int | None
     sm_clock_mhz: int | None
     sm_clock_limit_mhz: int | None
     memory_clock_mhz: int | None
     memory_clock_limit_mhz: int | None
     busy_percent: int | None
-    """The part of the last sampling period (up to a second) in which any kernel ran."""
+    """The share of the last sampling period (up to a second) in which any kernel ran."""
     throttle_reasons: tuple[str, ...] | None
-    """Why it runs slower than it was asked to; empty when it does not."""
+    """The reasons why it runs below the requested clocks; empty when it does not."""
     unknown: dict[str, str]
-    """Each figure that is None -> why: the driver's function and its answer."""
+    """Name of each figure that is None -> the driver's function and its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class DeviceProcess:
     """A process with a context on a device."""
 
     pid: int
-    """As the host counts it; a container may have another."""
+    """The id on the host; inside a container the id may differ."""
     used_bytes: int | None
 
 
@@ -214,7 +214,7 @@ Evidence = Literal["hardware", "simulated", "declared"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Whether a device has a feature, and how that is known."""
+    """The support of a feature by a device, and how it is known."""
 
     support: Support
     evidence: Evidence
@@ -223,38 +223,38 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What stands in for a vendor's libraries, and what this run has asked of it."""
+    """A simulation of a vendor's libraries, and the operators that this run has called."""
 
     name: str
     """Such as "simulated CANN"."""
     operators: tuple[str, ...]
-    """That it computed, in this process and in those that share its log."""
+    """Operators that it computed, in this process and in those that share its log."""
     refused: tuple[str, ...]
-    """That it does not have, and that failed."""
+    """Operators that it does not have, so that they failed."""
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.operators)} operators simulated, refused: {', '.join(self.refused) or 'none'}"
 
     def counted(self) -> dict[str, str | int | list[str]]:
-        """For reports."""
+        """Return the counts for JSON reports."""
         counts = {"operators_simulated": len(self.operators), "operators_refused": len(self.refused)}
         return {"name": self.name, **counts, "refused": list(self.refused)}
 
 
 class _Handle:
-    """Plain data that travels to another process in any way."""
+    """Base of plain data that may travel to another process by any means."""
 
     __slots__ = ()
 
     def to_bytes(self) -> bytes:
-        """msgpack."""
+        """Return the fields as msgpack."""
         import msgspec
 
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Raises InvalidInputError for anything but what ``to_bytes`` wrote."""
+        """Read the bytes of ``to_bytes``. Raises InvalidInputError for any others."""
         import msgspec
 
         if not isinstance(data, bytes | bytearray | memoryview):
@@ -263,7 +263,7 @@ class _Handle:
             handle = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
-        if handle.to_bytes() != data:  # fields that it does not have are of another kind of handle
+        if handle.to_bytes() != data:  # unknown fields belong to another kind of handle
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}, but have some of its fields")
         return handle
 
@@ -275,24 +275,24 @@ class IpcHandle(_Handle):
     device: str
     """Registered name of the kind of device, such as "cuda"."""
     device_uuid: str
-    """Of the device that holds the memory; devices are paired by it, never by ordinal."""
+    """Uuid of the device that holds the memory; devices are matched by it, never by ordinal."""
     boot_id: str
-    """Of the running kernel: a handle means nothing on another machine, nor after a restart."""
+    """Id of the running kernel: a handle is invalid on another machine, and after a restart."""
     exporter: str
-    """Where the exporting process answers importers: path of its Unix socket."""
+    """Path of the Unix socket at which the exporting process answers importers."""
     export_id: str
-    """Of the export; all tensors in one storage share it, and it is opened once by each process."""
+    """Id of the export; all tensors in one storage share it, and each process opens it once."""
     payload: bytes
-    """The vendor's own name for the memory; empty where the exporter hands it over its socket."""
+    """The vendor's handle of the memory; empty where the exporter sends a descriptor over its socket."""
     storage_bytes: int
-    """Of what is exported: a storage, or several of one block with what lies between."""
+    """Bytes of the export: one storage, or several of one block with the bytes between them."""
     storage_offset_bytes: int
-    """Where the tensor begins in it."""
+    """The first byte of the tensor in the export."""
     dtype: str
     """Such as "bfloat16"."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
 
     def __post_init__(self) -> None:
         numbers = (self.storage_bytes, self.storage_offset_bytes, *self.shape, *self.stride)
@@ -312,11 +312,11 @@ class IpcExport:
     export_id: str
     device_uuid: str
     address: int
-    """First byte of the storage, in this process; 0 when its owner has freed or resized it since, so that other memory
-    may be there now."""
+    """Address of the storage in this process; 0 after its owner has freed or resized it, because other memory may be
+    there now."""
     storage_bytes: int
     claims: dict[int, int]
-    """Process id -> how many mappings or openings of it keep the storage from being revoked."""
+    """Process id -> the number of its imports that keep the export from being revoked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,22 +328,22 @@ class EventHandle(_Handle):
     device_uuid: str
     boot_id: str
     payload: bytes
-    """The vendor's own name for the event."""
+    """The vendor's handle of the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """What one memory pool of this process holds on the device."""
+    """Memory that one pool of this process holds on the device."""
 
     allocated_bytes: int
-    """In tensors."""
+    """Bytes in tensors."""
     reserved_bytes: int
-    """Taken from the device."""
+    """Bytes taken from the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
-    """What one offload or onload did, measured."""
+    """The measured result of one offload or onload."""
 
     moved_bytes: int
     freed_device_bytes: int
@@ -356,7 +356,7 @@ class OffloadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one weight sync did, measured."""
+    """The measured result of one weight sync."""
 
     version: int
     route: str
@@ -369,9 +369,9 @@ class SyncReport:
     handles_opened: int
     seconds: float
     calls_s: Mapping[str, float]
-    """Of them by each call to the two sides, by its method, such as "pull"; calls may run side by side."""
+    """Seconds of each call to the two sides by its method, such as "pull"; calls may run side by side."""
     slabs_wait_by: str = ""
-    """How the two sides of slabs wait for each other: "event", their devices by interprocess events; "host", each
-    process for its own device; "" where no slab was used."""
+    """How the two sides of staging buffers wait for each other: "event", their devices by interprocess events; "host",
+    each process for its own device; "" where no staging buffer was used."""
     why_on_host: str = ""
-    """The reason for which "packed" went through shared memory of the host and not of the devices; "" if it did not."""
+    """The reason why "packed" used shared memory of the host instead of the devices; "" if it did not."""

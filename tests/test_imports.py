@@ -87,7 +87,7 @@ def test_the_budget_of_the_import_can_be_exceeded() -> None:
 
 
 def test_help_takes_little_longer_than_that_of_a_bare_typer_program() -> None:
-    code = "import sys; from rlcore.cli import main; sys.exit(main())"
+    code = "import sys; from rlcore.cli.main import main; sys.exit(main())"
     assert times_as_long(code, TYPERS_OWN_HELP, "--help", rounds=5) < HELP_BUDGET
 
 
@@ -95,7 +95,9 @@ def test_help_takes_little_longer_than_that_of_a_bare_typer_program() -> None:
     ("argument", "is_loaded"), [("--help", False), pytest.param("devices", True, marks=pytest.mark.slow)]
 )
 def test_help_loads_no_torch(run_python: Callable, argument: str, is_loaded: bool) -> None:
-    code = f"import sys, rlcore.cli as c; sys.argv = ['rlcore', {argument!r}]\ntry: c.main()\nexcept SystemExit: pass"
+    code = (
+        f"import sys, rlcore.cli.main as c; sys.argv = ['rlcore', {argument!r}]\ntry: c.main()\nexcept SystemExit: pass"
+    )
     result = run_python(f"{code}\nprint('torch' in sys.modules)")
     assert result.stdout.endswith(f"{is_loaded}\n"), result.stderr
 

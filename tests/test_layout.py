@@ -283,6 +283,7 @@ def plant(root: Path, file: str, text: str) -> Path:
     (root / "rlcore").mkdir(exist_ok=True)
     for folder in FOLDERS:
         (root / "rlcore" / folder).symlink_to(Path("..", folder))
+    (root / file).parent.mkdir(exist_ok=True)
     (root / file).write_text(text)
     return root
 
@@ -318,7 +319,7 @@ def test_a_package_in_the_root_is_found(tmp_path: Path) -> None:
         ("engines/a.py", "if TYPE_CHECKING:\n    from rlcore.devices.generic import x"),
         ("engines/a.py", "importlib.import_module('rlcore.devices.generic')"),
         ("engines/a.py", "from rlcore.bench.case import x"),
-        ("bench/a.py", "from rlcore.cli import main"),
+        ("bench/a.py", "from rlcore.cli.main import main"),
         ("bench/a.py", "from rlcore.devices.generic import x"),
     ],
 )
@@ -332,7 +333,7 @@ def test_an_import_that_points_up_or_sideways_is_found(tmp_path: Path, file: str
     [
         ("engines/a.py", "from rlcore.kernels.dispatch import x"),
         ("bench/a.py", "from rlcore import __version__"),
-        ("rlcore/cli.py", "from rlcore.bench.case import x"),
+        ("rlcore/cli/main.py", "from rlcore.bench.case import x"),
     ],
 )
 def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code: str) -> None:

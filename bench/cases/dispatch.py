@@ -9,7 +9,7 @@ import torch
 
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.device import Device
-from rlcore.kernels.dispatch import Choice, Query, choose
+from rlcore.kernels.dispatch import ChosenImplementation, Query, choose
 from rlcore.registry import get_device
 
 
@@ -26,17 +26,17 @@ def _prepare_device_lookup(device: Device) -> Work:
     return Work(contenders, {}, runs_on="host")
 
 
-def _choose(device: Device) -> Choice:
+def _choose(device: Device) -> ChosenImplementation:
     return choose("token_logprob", Query(device.type, torch.bfloat16, 0, 151_936))
 
 
-def _choose_anew(device: Device) -> Choice:
+def _choose_anew(device: Device) -> ChosenImplementation:
     choose.cache_clear()
     return _choose(device)
 
 
-def _choosing(run: Callable[[Device], Choice]) -> Callable[[Device], Work]:
-    def check(choice: Choice) -> None:
+def _choosing(run: Callable[[Device], ChosenImplementation]) -> Callable[[Device], Work]:
+    def check(choice: ChosenImplementation) -> None:
         expect(choice.op == "token_logprob" and callable(choice.fn), f"chose {choice!r}")
 
     return lambda device: Work((Contender("dispatch", lambda: run(device), check),), {}, runs_on="host")

@@ -17,8 +17,8 @@ from torch import Tensor
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.kernel_inputs import assert_close
 from rlcore.device import Device
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.combine import combine
+from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.losses.penalty import entropy_bonus, kl
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns.group_advantage import group_advantage

@@ -19,8 +19,8 @@ from rlcore.bench.cases.models import QWEN_7B, TINY, Dense, Drawn, policy, polic
 from rlcore.bench.cases.proc import proc_bytes
 from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
-from rlcore.engines.fsdp2.sharding import local_part
 from rlcore.engines.train import TrainEngine
+from rlcore.weights.shards import local_part
 
 _FILE_BYTES = 4 << 30
 _NUM_RUNS = 3

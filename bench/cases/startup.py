@@ -9,7 +9,7 @@ from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.device import Device
 
 _TIMED_IMPORT = "import time; t = time.perf_counter(); import rlcore; print(time.perf_counter() - t)"
-_HELP = "from rlcore.cli import main; main()"
+_HELP = "from rlcore.cli.main import main; main()"
 
 
 def _python(*arguments: str) -> str:

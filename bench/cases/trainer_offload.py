@@ -19,11 +19,11 @@ from rlcore.bench.cases.offload import Link, Moved, Way, room_of_host
 from rlcore.bench.cases.proc import proc_bytes
 from rlcore.bench.cases.timing import Measured, self_timed
 from rlcore.device import Device
-from rlcore.engines.fsdp2.sharding import local_part
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.weights.shards import local_part
 
 _HOST_SHARE = 0.8
 """The share of what the control group leaves."""

@@ -23,14 +23,14 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import offloaded
-from rlcore.engines.weight_sync.channels.peers import LocalParties, WorkerParties, call_each
-from rlcore.engines.weight_sync.endpoint import Route
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers, call_each
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.engines.weight_sync.target import Target
+from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.nn import TrainModule
 from rlcore.types import IpcHandle, SyncReport
 from rlcore.weights.view import WeightView
@@ -63,8 +63,8 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False)
 
 
-class _Model(nn.Module):
-    """The weights that the engine has."""
+class _FusedModel(nn.Module):
+    """The weights as the engine holds them."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Model(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Each weight of a checkpoint into its part."""
+        """Copy each weight of a checkpoint into its part."""
         for name, weight in weights:
             number, *rest = name.split(".")
             holder: Any = self if number == "top" else self.layers[int(number)]
@@ -105,7 +105,7 @@ class _Trainer(TrainModule):
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        self.model = _Model(sizes)
+        self.model = _FusedModel(sizes)
 
     def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
         for name in ("embed", "head"):
@@ -128,7 +128,7 @@ _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"
 
 
 class _Whole:
-    """Whatever tensor of a layer is asked for, this one."""
+    """Gives one tensor for every tensor of a layer that is asked for."""
 
     def __init__(self, whole: Tensor) -> None:
         self._whole = whole
@@ -137,14 +137,14 @@ class _Whole:
         return self._whole
 
 
-class _Target(Target):
-    def __init__(self, model: _Model, device: Device) -> None:
+class _FusedTarget(Target):
+    def __init__(self, model: _FusedModel, device: Device) -> None:
         self.device = device
         self._model = model
 
     def meta_model(self) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
-            model = _Model(self._model.sizes)
+            model = _FusedModel(self._model.sizes)
         return model, model.load_weights
 
     def tensors(self) -> dict[str, Tensor]:
@@ -154,10 +154,10 @@ class _Target(Target):
         self._model.load_weights(weights)
 
     def committed(self, version: int) -> None:
-        """Nothing is kept."""
+        """Drop nothing: nothing is kept."""
 
 
-class _Engine:
+class _EngineWorker:
     """The worker in the other process."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -165,27 +165,27 @@ class _Engine:
 
     def build(self, sizes: tuple[int, ...]) -> None:
         with torch.device(self._device.torch_device):
-            self._model = _Model(ModelSizes(*sizes))
-        self._receiver = Receiver(_Target(self._model, self._device))
+            self._model = _FusedModel(ModelSizes(*sizes))
+        self._receiver = Receiver(_FusedTarget(self._model, self._device))
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
         return call_each([self._receiver], method, calls)
 
     def take(self, name: str, handle: bytes) -> None:
-        """One tensor, as frameworks give it."""
+        """Take one tensor, as frameworks give it."""
         with self._device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
             self._model.load_weights([(name, mapping.tensor.clone())])
             self._device.synchronize()
 
     def corners(self) -> list[float]:
-        """The first value of each tensor."""
+        """Return the first value of each tensor."""
         return [float(parameter.view(-1)[0]) for parameter in self._model.parameters()]
 
     def close(self) -> None:
         self._receiver.close()
 
 
-class _Both(NamedTuple):
+class _Pair(NamedTuple):
     """A trainer here and an engine there."""
 
     trainer: _Trainer
@@ -197,57 +197,57 @@ class _Both(NamedTuple):
 
 
 @contextlib.contextmanager
-def _started(device: Device, sizes: ModelSizes) -> Iterator[_Both]:
+def _started(device: Device, sizes: ModelSizes) -> Iterator[_Pair]:
     with torch.device(device.torch_device):
         trainer = _Trainer(sizes)
     for parameter in trainer.parameters():
         parameter.fill_(0)
-    sender = Sender(ModuleHolding(trainer, 1), device)
-    group = start_workers(_Engine, "the engine", [device.name], launcher="process", timeout_s=_TIMEOUT_S)
+    sender = Sender(ModuleSourceTensors(trainer, 1), device)
+    group = start_workers(_EngineWorker, "the engine", [device.name], launcher="process", timeout_s=_TIMEOUT_S)
     try:
-        both = _Both(trainer, sender, group)
-        both.ask("build", tuple(sizes))
-        yield both
+        pair = _Pair(trainer, sender, group)
+        pair.ask("build", tuple(sizes))
+        yield pair
         group.stop()
         sender.close()
     finally:
         group.kill("the bench is over")
 
 
-class _Timed(NamedTuple):
+class _SyncTiming(NamedTuple):
     seconds: float
     first_s: float
-    """Seconds of the first round, which plans, proves and opens."""
+    """Seconds of the first round, which plans, tests the plan and opens memory."""
     corners: list[float]
     value: float
     nbytes: int
     more: Mapping[str, Quantity] = {}
-    """Besides the steady state."""
+    """Quantities besides the steady state."""
 
 
 _Once = Callable[[bool], SyncReport | None]
-"""One round; of True, one that has nothing new but the version."""
+"""Runs one round; with True one that has nothing new but the version."""
 
 
-def _timed(device: Device, sizes: ModelSizes, make: Callable[[_Both], _Once]) -> _Timed:
-    """Rounds in a steady state, the trainer's weights being changed before each."""
-    with _started(device, sizes) as both:
-        once = make(both)
-        done = [_one_round(device, both, once, number) for number in range(1, _ROUNDS + _WARM_UP + 1)]
+def _timed(device: Device, sizes: ModelSizes, make: Callable[[_Pair], _Once]) -> _SyncTiming:
+    """Time rounds in a steady state; the trainer's weights change before each."""
+    with _started(device, sizes) as pair:
+        once = make(pair)
+        done = [_one_round(device, pair, once, number) for number in range(1, _ROUNDS + _WARM_UP + 1)]
         seconds = [one for one, _ in done]
-        more = {} if done[-1][1] is None else _beside(device, both, once)
-        return _Timed(
+        more = {} if done[-1][1] is None else _beside(device, pair, once)
+        return _SyncTiming(
             seconds=statistics.median(seconds[_WARM_UP:]),
             first_s=seconds[0],
-            corners=both.ask("corners"),
-            value=float(next(both.trainer.parameters()).view(-1)[0]),
-            nbytes=sum(parameter.nbytes for parameter in both.trainer.parameters()),
+            corners=pair.ask("corners"),
+            value=float(next(pair.trainer.parameters()).view(-1)[0]),
+            nbytes=sum(parameter.nbytes for parameter in pair.trainer.parameters()),
             more=more,
         )
 
 
-def _one_round(device: Device, both: _Both, once: _Once, value: float) -> tuple[float, SyncReport | None]:
-    for parameter in both.trainer.parameters():
+def _one_round(device: Device, pair: _Pair, once: _Once, value: float) -> tuple[float, SyncReport | None]:
+    for parameter in pair.trainer.parameters():
         parameter.fill_(value)
     device.synchronize()
     started = time.perf_counter()
@@ -255,8 +255,8 @@ def _one_round(device: Device, both: _Both, once: _Once, value: float) -> tuple[
     return time.perf_counter() - started, report
 
 
-def _beside(device: Device, both: _Both, once: _Once) -> Mapping[str, Quantity]:
-    """A round with nothing new, and one after the trainer's weights have left the device and come back."""
+def _beside(device: Device, pair: _Pair, once: _Once) -> Mapping[str, Quantity]:
+    """Time a round with nothing new, and one after the trainer's weights have left the device and come back."""
     empty = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
@@ -265,33 +265,33 @@ def _beside(device: Device, both: _Both, once: _Once) -> Mapping[str, Quantity]:
     found = {"nothing_new": Quantity(statistics.median(empty), "s")}
     if device.spec.is_host:  # where what was shared cannot leave
         return found
-    both.sender.revoke()
-    with offloaded(both.trainer):
+    pair.sender.revoke()
+    with offloaded(pair.trainer):
         pass
-    seconds, report = _one_round(device, both, once, 100.0)
+    seconds, report = _one_round(device, pair, once, 100.0)
     found["after_offload"] = Quantity(seconds, "s")
     if report is not None and report.handles_opened:
         found["handles_after_offload"] = Quantity(report.handles_opened, "handle")
     return found
 
 
-def _by_route(route: Route) -> Callable[[_Both], _Once]:
-    def make(both: _Both) -> _Once:
-        rounds = Rounds(LocalParties("the trainer", [both.sender]), WorkerParties(both.group, _TIMEOUT_S))
+def _by_route(route: Route) -> Callable[[_Pair], _Once]:
+    def make(pair: _Pair) -> _Once:
+        session = SyncSession(LocalPeers("the trainer", [pair.sender]), WorkerPeers(pair.group, _TIMEOUT_S))
         options = RoundOptions(version=1, route=route, timeout_s=_TIMEOUT_S)
-        return lambda is_same: rounds.run(replace(options, is_same=is_same), contextlib.nullcontext)
+        return lambda is_same: session.run(replace(options, is_same=is_same), contextlib.nullcontext)
 
     return make
 
 
-def _per_tensor(device: Device) -> Callable[[_Both], _Once]:
-    def make(both: _Both) -> _Once:
+def _per_tensor(device: Device) -> Callable[[_Pair], _Once]:
+    def make(pair: _Pair) -> _Once:
         def loop(is_same: bool) -> None:
-            for name, weight in both.trainer.named_weights():
+            for name, weight in pair.trainer.named_weights():
                 copy = weight.clone(memory_format=torch.contiguous_format)
                 handle = device.memory.export_ipc(copy)
                 device.synchronize()
-                both.ask("take", name, handle.to_bytes())
+                pair.ask("take", name, handle.to_bytes())
                 device.memory.revoke(handle)
 
         return loop
@@ -302,10 +302,10 @@ def _per_tensor(device: Device) -> Callable[[_Both], _Once]:
 def _prepare(sizes: ModelSizes, device: Device) -> Work:
     sizes = sizes.divided(_HOST_SHRINK) if device.spec.is_host else sizes
 
-    def check(done: _Timed) -> None:
+    def check(done: _SyncTiming) -> None:
         expect(set(done.corners) == {done.value}, f"the engine holds {set(done.corners)}, not {done.value}")
 
-    def contender(name: str, make: Callable[[_Both], _Once]) -> Contender:
+    def contender(name: str, make: Callable[[_Pair], _Once]) -> Contender:
         return Contender(
             name,
             lambda: _timed(device, sizes, make),
@@ -326,7 +326,7 @@ def _prepare(sizes: ModelSizes, device: Device) -> Work:
     )
 
 
-def _quantities(done: _Timed) -> Mapping[str, Quantity]:
+def _quantities(done: _SyncTiming) -> Mapping[str, Quantity]:
     return {
         "throughput": Quantity(done.nbytes / done.seconds, "byte/s"),
         "first_round": Quantity(done.first_s, "s"),
@@ -335,11 +335,11 @@ def _quantities(done: _Timed) -> Mapping[str, Quantity]:
 
 
 def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
-    """One copy of as many bytes within the device: what no sync can be faster than."""
+    """Return one copy of as many bytes within the device: no sync can be faster."""
 
-    def run() -> _Timed:
+    def run() -> _SyncTiming:
         with torch.device("meta"):
-            nbytes = sum(parameter.nbytes for parameter in _Model(sizes).parameters())
+            nbytes = sum(parameter.nbytes for parameter in _FusedModel(sizes).parameters())
         source = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
         destination = torch.empty_like(source)
         seconds = []
@@ -349,9 +349,9 @@ def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
             destination.copy_(source)
             device.synchronize()
             seconds.append(time.perf_counter() - started)
-        return _Timed(statistics.median(seconds[_WARM_UP:]), seconds[0], [float(destination[-1])], 1.0, nbytes)
+        return _SyncTiming(statistics.median(seconds[_WARM_UP:]), seconds[0], [float(destination[-1])], 1.0, nbytes)
 
-    def check(done: _Timed) -> None:
+    def check(done: _SyncTiming) -> None:
         expect(done.corners == [1.0], "the copy is not one")
 
     return Contender("plain_copy", run, check, seconds=lambda done: float(done.seconds), quantities=_quantities)

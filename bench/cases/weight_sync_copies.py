@@ -1,7 +1,7 @@
 """The copies of a weight sync alone: all pieces of a plan on one device, as a share of a plain copy of the same bytes.
 
 Weights lie one after the other in the trainer's memory and fused in the engine's, as vLLM has them: thousands of pieces
-of a few KiB to a GB. A share of a tensor parallel engine reads columns of some.
+of a few KiB to a GB. A shard of a tensor parallel engine reads columns of some.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.tensor_data import dtype_name
 
 _ALIGNMENT = 256
@@ -29,8 +29,8 @@ _ON_HOST = 16
 """By which every width is divided where the device is the host."""
 
 
-class _Move(NamedTuple):
-    """A copy of the first ``kept`` columns of a weight [rows, columns] to rows of a fused tensor from ``offset`` on."""
+class _WeightMove(NamedTuple):
+    """The first ``kept`` columns of a weight [rows, columns], to rows of a fused tensor that begin at ``offset``."""
 
     rows: int
     columns: int
@@ -39,17 +39,17 @@ class _Move(NamedTuple):
     """In elements of the engine's memory."""
 
 
-def _moves(model: ModelSizes, size: int) -> Iterator[_Move]:
-    """All weights, to the first of ``size`` shares."""
+def _moves(model: ModelSizes, size: int) -> Iterator[_WeightMove]:
+    """Yield the moves of all weights to the first of ``size`` shards."""
     offset = 0
     for rows, columns, dim in _weights(model):
         kept_rows, kept = (rows // size, columns) if dim == 0 else (rows, columns // size)
-        yield _Move(kept_rows, columns, kept, offset)
+        yield _WeightMove(kept_rows, columns, kept, offset)
         offset += kept_rows * kept
 
 
 def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
-    """[rows, columns] in the order of the fused tensors, and along which a share is cut; norms whole."""
+    """Yield rows, columns and the dimension that shards cut, in the order of the fused tensors; norms are whole."""
     hidden = model.hidden
     yield model.vocab, hidden, 0
     yield model.vocab, hidden, 0
@@ -61,8 +61,8 @@ def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
         yield from ((1, hidden, 2), (1, hidden, 2))
 
 
-class _Sync:
-    """Both memories and the pieces between them."""
+class _CopyProblem:
+    """The memory of both sides and the pieces between them."""
 
     def __init__(self, device: Device, model: ModelSizes, dtype: torch.dtype, size: int) -> None:
         moves = [move if move.rows else move._replace(rows=1) for move in _moves(model, size)]
@@ -82,11 +82,11 @@ class _Sync:
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written."""
+        """Bytes that are read and written."""
         return self.numel * (self.trainer.dtype.itemsize + self.engine.dtype.itemsize)
 
-    def copies(self, implementation: str) -> Copies:
-        return Copies(self.pieces, self.sources, [self.engine], implementation=implementation)
+    def copies(self, implementation: str) -> StridedCopies:
+        return StridedCopies(self.pieces, self.sources, [self.engine], implementation=implementation)
 
     def check(self, run: Any) -> None:
         self.engine.fill_(9)
@@ -103,20 +103,20 @@ class _Sync:
         expect(are_written, "some of the engine's elements were not written")
 
 
-def _contender(sync: _Sync, device: Device, implementation: str) -> Contender | None:
+def _contender(problem: _CopyProblem, device: Device, implementation: str) -> Contender | None:
     try:
         choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
     except UnsupportedError:
         return None
-    copies = sync.copies(implementation)
-    return Contender(implementation, copies.run, lambda _: sync.check(copies.run))
+    copies = problem.copies(implementation)
+    return Contender(implementation, copies.run, lambda _: problem.check(copies.run))
 
 
-def _plain_copy(sync: _Sync) -> Contender:
-    """Return a contender that reads and writes as many bytes, in one piece."""
-    pattern = sync.trainer.view(torch.uint8)
-    half = min(sync.engine.nbytes, sync.moved_bytes // 2, pattern.numel())
-    to, from_ = sync.engine.view(torch.uint8)[:half], pattern[:half]
+def _plain_copy(problem: _CopyProblem) -> Contender:
+    """Return a copy of as many bytes each way, in one piece."""
+    pattern = problem.trainer.view(torch.uint8)
+    half = min(problem.engine.nbytes, problem.moved_bytes // 2, pattern.numel())
+    to, from_ = problem.engine.view(torch.uint8)[:half], pattern[:half]
 
     def run() -> Tensor:
         return to.copy_(from_)
@@ -134,12 +134,12 @@ def _for_host(model: ModelSizes) -> ModelSizes:
 
 
 def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -> Work:
-    sync = _Sync(device, _for_host(model) if device.spec.is_host else model, dtype, size)
-    found = (_contender(sync, device, implementation) for implementation in ("triton", "views"))
+    problem = _CopyProblem(device, _for_host(model) if device.spec.is_host else model, dtype, size)
+    found = (_contender(problem, device, implementation) for implementation in ("triton", "views"))
     return Work(
-        (*(contender for contender in found if contender), _plain_copy(sync)),
-        {"pieces": len(sync.pieces), "elements": sync.numel, "dtype": dtype_name(dtype)},
-        bytes=sync.moved_bytes,
+        (*(contender for contender in found if contender), _plain_copy(problem)),
+        {"pieces": len(problem.pieces), "elements": problem.numel, "dtype": dtype_name(dtype)},
+        bytes=problem.moved_bytes,
         runs_on="stream",
     )
 

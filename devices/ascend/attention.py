@@ -1,7 +1,7 @@
-"""Attention within packed sequences by the vendor's operator, as the train engine is offered it.
+"""Attention within packed sequences by the vendor's operator, registered for the train engine.
 
-Declared: the operator's schema is held against the wheels, and the call was run on a simulation of its description. On
-an NPU it is chosen only where it gives what plain torch gives (``rlcore.packed.choice`` tries it).
+Declared: the operator's schema is compared with the wheels, and the call ran on a simulation of its description. On an
+NPU it is chosen only if its results are those of plain torch (``rlcore.packed.choice`` tries it).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlcore.packed.implementations import PackedSequences
 
 _CAUSAL, _BAND = 3, 4
-"""Values of sparse_mode: both take the mask below, whatever the lengths are."""
+"""Values of sparse_mode: both take the mask below for all lengths."""
 _MASK_SIZE = 2048
 
 
@@ -35,7 +35,7 @@ def fusion_lacks(call: AttentionCall, device: torch.device) -> str | None:
 def attend_fusion(
     module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
 ) -> Tensor:
-    """[1, T, heads, D]. Lengths are the host's, so that nothing waits for the device."""
+    """Return [1, T, heads, D]. The lengths are on the host, so that nothing waits for the device."""
     from rlcore.packed.implementations import cast_alike  # imports transformers
 
     queries_TND, keys_TND, values_TND = (x[0].transpose(0, 1).contiguous() for x in cast_alike(query, key, value))
@@ -59,5 +59,5 @@ def attend_fusion(
 
 @functools.cache
 def _mask(device: torch.device) -> Tensor:
-    """True where nothing is seen, in one triangle from which the operator takes what it needs."""
+    """Return the mask, True where attention is not allowed: one triangle, of which the operator takes a part."""
     return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu(1)

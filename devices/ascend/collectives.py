@@ -12,8 +12,10 @@ from rlcore.errors import UnsupportedError
 
 @final
 class HcclCollectives(TorchCollectives):
-    """As HCCL's reference has it for the A2 and A3 series. torch_npu averages by a sum and a division of its own, and
-    sends bool as bytes; both are reduced by ``rlcore.collectives.groups`` instead, the same as on other devices.
+    """HCCL's reductions, by its reference for the A2 and A3 series.
+
+    torch_npu averages by a sum and a division of its own, and sends bool as bytes. Here ``rlcore.collectives.groups``
+    reduces both, as on other devices.
     """
 
     native_ops: ClassVar = frozenset({"sum", "product", "min", "max"})
@@ -23,7 +25,7 @@ class HcclCollectives(TorchCollectives):
     not_native: ClassVar = frozenset({("product", torch.bfloat16), ("product", torch.int16)})
 
     def _options(self, timeout_s: float, is_high_priority: bool) -> Any:
-        """torch_npu's own. When it makes a group it replaces all of them but ``hccl_config``, which is the caller's."""
+        """Return torch_npu's options. It replaces all fields but ``hccl_config`` when it makes a group."""
         if is_high_priority:
             raise UnsupportedError(
                 f"a high-priority stream of collectives on {self._device.name}",

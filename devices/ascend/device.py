@@ -1,4 +1,4 @@
-"""Huawei's Ascend NPUs, through torch_npu as it is: nothing of it or of torch is patched."""
+"""Huawei's Ascend NPUs, through torch_npu: neither torch_npu nor torch is patched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.processes import boot_id
 from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
@@ -29,8 +29,8 @@ from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulati
 class AscendDevice(GenericTorchDevice):
     """One NPU, by its index among the visible ones.
 
-    What it says of itself was never tried on an NPU: its evidence is "declared", or "simulated" where the library below
-    torch_npu says that it is a stand-in for CANN.
+    It was never tried on an NPU. So its evidence is "declared", or "simulated" where the library below torch_npu says
+    that it simulates CANN.
     """
 
     memory_class: ClassVar[type[TorchMemory]] = AscendMemory
@@ -39,7 +39,7 @@ class AscendDevice(GenericTorchDevice):
     profiler_class: ClassVar[type[TorchProfiler]] = AscendProfiler
 
     @property
-    def evidence(self) -> Evidence:  # type: ignore[override]  # a word of the class, for other devices
+    def evidence(self) -> Evidence:  # type: ignore[override]  # other devices have a class attribute
         return "simulated" if simulation.name() else "declared"
 
     @classmethod
@@ -48,7 +48,7 @@ class AscendDevice(GenericTorchDevice):
             return Probe(0, _why_not_loaded())
         if count := npu().device_count():
             return Probe(count)
-        if Launch(spec).visible_devices() == []:
+        if LaunchFacts(spec).visible_devices() == []:
             return Probe(0, f"{spec.visible_devices_variable} hides all NPUs from this process")
         return Probe(0, "torch_npu counts no NPU: there is none, or its driver is missing; see npu-smi info")
 
@@ -58,7 +58,7 @@ class AscendDevice(GenericTorchDevice):
             name=f"{found.name} ({stand_in})" if (stand_in := simulation.name()) else found.name,
             uuid=_unless_nil(str(getattr(found, "uuid", ""))) or self._made_uuid(),
             total_bytes=self.memory.info().total_bytes,
-            capability="",  # torch_npu repeats what a variable says
+            capability="",  # torch_npu only repeats a variable
             cores=int(getattr(found, "cube_core_num", 0)),
         )
 
@@ -75,10 +75,10 @@ class AscendDevice(GenericTorchDevice):
         npu().synchronize(self.index)
 
     def _made_uuid(self) -> str:
-        """Where none is told: of the device's number on this machine, as it is running now.
+        """Return a uuid made of the boot id and the device's number on this machine, for a device that has none.
 
-        The same in all processes that see the device, whatever number they know it by. Containers that count devices
-        of their own from 0 are not told apart.
+        It is the same in all processes that see the device, under any index. It does not distinguish devices of
+        containers that each count their own from 0.
         """
         return str(uuid.uuid5(uuid.UUID(boot_id()), f"npu {self.launch.physical_id(self.index)}"))
 
@@ -89,7 +89,7 @@ class AscendDevice(GenericTorchDevice):
 
 
 def _unless_nil(uuid: str) -> str:
-    """Over a CANN without ``aclrtDeviceGetUuid`` torch_npu says the nil uuid, of every device."""
+    """Return "" for the nil uuid, which torch_npu returns for every device if CANN has no ``aclrtDeviceGetUuid``."""
     return uuid if uuid.strip("0-") else ""
 
 

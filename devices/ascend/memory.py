@@ -1,4 +1,4 @@
-"""Memory of NPUs, through ``torch.npu``: ``torch.accelerator`` knows its allocator from torch 2.13 on only."""
+"""Memory of NPUs, through ``torch.npu``: ``torch.accelerator`` supports its allocator only from torch 2.13 on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability, IpcHandle, MemoryInfo, MemoryStats
 
 _ND = frozenset({-1, 2})
-"""Memory formats in which a tensor is what its strides say: none told, and ACL_FORMAT_ND."""
+"""Memory formats in which strides describe a tensor: undefined, and ACL_FORMAT_ND."""
 
 
 @final
@@ -47,7 +47,7 @@ class AscendMemory(TorchMemory):
         npu().reset_peak_memory_stats(self._device.index)
 
     def empty_cache(self) -> None:
-        npu().ipc_collect()  # blocks whose importers have let go
+        npu().ipc_collect()  # frees blocks whose importers have closed
         for pool in self._pools.values():
             pool.empty_cache()
         npu().empty_cache()
@@ -60,7 +60,7 @@ class AscendMemory(TorchMemory):
 
 
 def check_format(tensor: torch.Tensor) -> None:
-    """Refuse what lies in memory in a vendor's order (NZ, NC1HWC0, ...), which is no tensor to anybody else.
+    """Refuse a tensor in a memory format of the vendor (NZ, NC1HWC0, ...), which other processes could not read.
 
     Raises:
         UnsupportedError: names the format and the cast.

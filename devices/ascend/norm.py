@@ -1,6 +1,6 @@
-"""RMSNorm by the vendor's operator, as ``rlcore.rms_norm`` offers it to modules.
+"""RMSNorm by the vendor's operator, which ``rlcore.rms_norm`` puts into modules.
 
-Declared: the operator's schema is held against the wheels, and the call was run on a simulation of its description.
+Declared: the operator's schema is compared with the wheels, and the call ran on a simulation of its description.
 """
 
 from __future__ import annotations

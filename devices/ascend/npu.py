@@ -1,4 +1,4 @@
-"""``torch.npu``, which is there once torch_npu was loaded."""
+"""Access to ``torch.npu``, which exists once torch_npu was loaded."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def npu() -> Any:
-    """Raises RuntimeError where torch has no such device type."""
+    """Return the module. Raises RuntimeError where torch has no such device type."""
     return torch.get_device_module("npu")

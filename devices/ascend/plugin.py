@@ -1,4 +1,4 @@
-"""Registers Huawei's Ascend NPUs, and the operators that their vendor's kernels compute."""
+"""Registers Huawei's Ascend NPUs, and the operators for which the vendor has kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlcore.hookspecs import RegisterDevice, RegisterOp, hookimpl
 from rlcore.types import DeviceSpec, ProgramLimits
 
 _BUFFER_BYTES = 192 << 10
-"""Unified buffer of a core, Atlas A2. The compiler keeps two of each tile, so that one is loaded beside the other."""
+"""Unified buffer of a core, Atlas A2. The compiler keeps each tile twice, to load one while it computes the other."""
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Named phases for Huawei's own profilers as well."""
+"""Named ranges for torch's and for Huawei's profilers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlcore.devices.profiler import TorchProfiler
 class AscendProfiler(TorchProfiler):
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Mark a phase in torch's traces and, through mstx, in those of msprof."""
+        """Name a range in torch's traces and, through mstx, in those of msprof."""
         with super().range(name):
             npu().mstx.range_push(name)
             try:

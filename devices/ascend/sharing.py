@@ -1,8 +1,8 @@
-"""NPU memory that other processes open, as torch_npu sends tensors: through its reductions and ``rebuild_npu_tensor``.
+"""IPC of NPU memory by torch_npu's reductions of tensors and ``rebuild_npu_tensor``.
 
-torch_npu has a count of its own for each tensor that was sent, which starts at 1 and which one receiver takes down: it
-would keep a block for ever that nobody opened, or that two did. Here the ledger counts. The sender takes its count down
-at once, and a receiver gives another one, its own, to be taken down.
+torch_npu has a reference count for each tensor that it sends. It starts at 1, and one receiver decrements it: a block
+that nobody or two processes open would never be freed. Here the ledger counts instead. The exporter decrements its
+count at once, and an importer passes a count of its own to be decremented.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, cann, driver
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
 
 
-class _Name(msgspec.Struct, frozen=True, array_like=True):
-    """What torch_npu needs to open a storage, and the device that holds it."""
+class _NpuPayload(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of a handle: torch_npu's arguments for opening a storage, and the uuid of its device."""
 
     device_uuid: str
     handle: bytes
@@ -32,7 +32,7 @@ class _Name(msgspec.Struct, frozen=True, array_like=True):
 
 
 def why_no_ipc() -> str:
-    """Why this torch_npu, CANN and driver share no memory between processes, or ""."""
+    """Return why this torch_npu, CANN or driver cannot share memory between processes, or ""."""
     if not hasattr(torch.TypedStorage, "_share_npu_"):
         return "this torch_npu has no IPC of tensors, which came with its 7.2.0 releases"
     for what, found, floor in (("CANN", cann(), CANN_FOR_IPC), ("the driver", driver(), DRIVER_FOR_IPC)):
@@ -59,7 +59,7 @@ class AscendSharing(Sharing):
         handle, storage_bytes, offset_bytes, _, counter, counter_offset, event, is_event_needed = arguments[7:15]
         torch.TypedStorage._release_ipc_counter_npu(counter, counter_offset, device=self._device.index)  # type: ignore[attr-defined]
         uuid = self._device.properties().uuid
-        name = _Name(uuid, handle, storage_bytes, offset_bytes, event, is_event_needed)
+        name = _NpuPayload(uuid, handle, storage_bytes, offset_bytes, event, is_event_needed)
         return SharedMemory(payload=msgspec.msgpack.encode(name))
 
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
@@ -71,7 +71,7 @@ class AscendSharing(Sharing):
                 "opened on that NPU: import the handle with the device of that uuid, and copy from there"
             )
         counter, counter_offset = self._counter()
-        # The number of the device is the importer's own: the exporter may count others.
+        # The index of the device is the importer's own: the exporter may see other devices.
         tensor = _reductions().rebuild_npu_tensor(
             torch.Tensor,
             torch.Size([name.storage_bytes]),
@@ -93,26 +93,26 @@ class AscendSharing(Sharing):
         return storage
 
     def _counter(self) -> tuple[bytes, int]:
-        """Of a tensor of this process that nobody receives."""
+        """Return the count of a new tensor that is sent to nobody."""
         with npu().device(self._device.index):
             token = torch.empty(1, dtype=torch.uint8, device=self._device.torch_device)
             arguments = _sent(token)
         return arguments[11], arguments[12]
 
     def close(self, memory: SharedMemory) -> None:
-        """torch_npu unmaps it when no tensor looks at it any more."""
+        """Let torch_npu unmap memory to which no tensor refers any more."""
         npu().ipc_collect()
 
 
 def _sent(tensor: torch.Tensor) -> Any:
-    """What ``rebuild_npu_tensor`` takes."""
-    reduce_tensor: Any = torch.multiprocessing.reductions.reduce_tensor  # torch_npu's, once it was loaded
+    """Return the arguments of ``rebuild_npu_tensor`` for a tensor."""
+    reduce_tensor: Any = torch.multiprocessing.reductions.reduce_tensor  # torch_npu replaces it when it is loaded
     return reduce_tensor(tensor)[1]
 
 
-def _decoded(payload: bytes) -> _Name:
+def _decoded(payload: bytes) -> _NpuPayload:
     try:
-        return msgspec.msgpack.decode(payload, type=_Name)
+        return msgspec.msgpack.decode(payload, type=_NpuPayload)
     except msgspec.MsgspecError as error:
         raise DeviceError(f"the payload of this handle is not of an NPU's memory: {error}") from error
 

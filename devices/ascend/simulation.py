@@ -1,8 +1,8 @@
-"""Whether what is loaded as CANN is CANN.
+"""Detection of a simulated CANN below torch_npu.
 
-A stand-in says so itself: its ``libascendcl.so`` exports ``rlcore_simulation``, which returns its name, and
-``rlcore_simulation_log``, which returns the path of a file with a line for each operator, "operator NAME" or "refused
-NAME", of all processes of the run. No setting makes a stand-in real, or CANN a stand-in.
+A simulation identifies itself. Its ``libascendcl.so`` exports ``rlcore_simulation``, which returns its name, and
+``rlcore_simulation_log``, which returns the path of a file. In that file all processes of the run write a line for each
+operator, "operator NAME" or "refused NAME". No setting can hide a simulation, or present CANN as one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _LIBRARY = "libascendcl.so"
 
 
 def name() -> str:
-    """Of the stand-in below torch_npu, or ""."""
+    """Return the name of the simulation below torch_npu, or ""."""
     return _asked("rlcore_simulation")
 
 
 def found() -> Simulation | None:
-    """What the stand-in has computed and refused so far; None where there is none."""
+    """Return the operators that the simulation has computed and refused so far; None where there is none."""
     if not name():
         return None
     return counted(name(), Path(_asked("rlcore_simulation_log")).read_text().splitlines())
 
 
 def counted(name: str, log: Iterable[str]) -> Simulation:
-    """From the lines of its log, in which a name stands once for each process that used it."""
+    """Read the lines of a log, in which each process that used an operator wrote its name once."""
     names: dict[str, set[str]] = {"operator": set(), "refused": set()}
     for line in log:
         kind, _, operator = line.partition(" ")
@@ -42,7 +42,7 @@ def counted(name: str, log: Iterable[str]) -> Simulation:
 @functools.cache
 def _asked(symbol: str) -> str:
     try:
-        library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # the one that torch_npu has loaded
+        library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # the library that torch_npu has loaded
         answer = getattr(library, symbol)
     except (OSError, AttributeError):
         return ""

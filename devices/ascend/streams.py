@@ -1,4 +1,4 @@
-"""Streams and events of NPUs. An event can be waited for by another process where torch_npu has handles of it."""
+"""Streams and events of NPUs. Another process can wait for an event where torch_npu has handles of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
-from rlcore.processes import boot_id
 from rlcore.types import Capability, EventHandle
 
 
@@ -19,9 +18,9 @@ class AscendStreams(TorchStreams):
     def limits(self) -> dict[str, Capability]:
         if hasattr(npu().Event, "from_ipc_handle"):
             return {}
-        reason = "this torch_npu has no handles of events, which came with its 7.3.0 releases; synchronize instead"
-        local_only = Capability("unsupported", self._device.evidence, reason)
-        return {"export_event": local_only, "import_event": local_only}
+        return self._without_interprocess_events(
+            "this torch_npu has no handles of events, which came with its 7.3.0 releases; synchronize instead"
+        )
 
     def new(self, priority: int = 0) -> Any:
         return npu().Stream(self._device.torch_device, priority=min(priority, 0))  # 0 is lowest
@@ -33,32 +32,15 @@ class AscendStreams(TorchStreams):
         context: contextlib.AbstractContextManager[torch.Stream] = npu().stream(stream)
         return context
 
-    def event(self, timing: bool = False, interprocess: bool = False) -> Any:
-        if timing and interprocess:
-            raise InvalidInputError("an interprocess event measures no time; ask for timing=True or interprocess=True")
-        if interprocess and "export_event" in self.limits():
-            raise self.unsupported("export_event")
+    def _new_event(self, timing: bool, interprocess: bool) -> Any:
         return npu().Event(enable_timing=timing, interprocess=interprocess)
 
-    def export_event(self, event: torch.Event) -> EventHandle:
-        if "export_event" in self.limits():
-            raise self.unsupported("export_event")
+    def _event_payload(self, event: torch.Event) -> bytes:
         if not isinstance(event, npu().Event):
             raise InvalidInputError(f"export_event takes what event(interprocess=True) made, got {event!r}")
         with npu().device(self._device.index):
             payload: bytes = event.ipc_handle()
-        return EventHandle(
-            device=self._device.spec.name,
-            device_uuid=self._device.properties().uuid,
-            boot_id=boot_id(),
-            payload=payload,
-        )
+        return payload
 
-    def import_event(self, handle: EventHandle) -> Any:
-        if "import_event" in self.limits():
-            raise self.unsupported("import_event")
-        if not isinstance(handle, EventHandle) or handle.device != self._device.spec.name:
-            raise InvalidInputError(f"import_event takes an EventHandle of {self._device.spec.name}, got {handle!r}")
-        if handle.boot_id != boot_id():
-            raise InvalidInputError("this event is of another machine, or of before this one was restarted")
+    def _open_event(self, handle: EventHandle) -> Any:
         return npu().Event.from_ipc_handle(self._device.torch_device, handle.payload)

@@ -17,7 +17,7 @@ _INFO_FILES = ("*/ascend_*_install.info", "ascend_*_install.info", "version.cfg"
 
 @functools.total_ordering
 class Version:
-    """Such as 8.5.0, 8.3.RC1 or 25.3.rc1; a release candidate comes before its release."""
+    """A version such as 8.5.0, 8.3.RC1 or 25.3.rc1; a release candidate comes before its release."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -29,7 +29,7 @@ class Version:
 
     @property
     def minor(self) -> tuple[int, int]:
-        """The first two numbers."""
+        """Return the first two numbers."""
         return self._key[:2]
 
     def __eq__(self, other: object) -> bool:
@@ -46,11 +46,11 @@ class Version:
 
 
 CANN_FOR_IPC, DRIVER_FOR_IPC = Version("8.3.RC1"), Version("25.3.rc1")
-"""Below these verl uses no IPC on NPUs; torch_npu itself names no floor."""
+"""The floors below which verl uses no IPC on NPUs; torch_npu itself names none."""
 
 
 def cann_home(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where its set_env.sh says that it is; None before that was sourced."""
+    """Return the folder of CANN that its set_env.sh exports; None before that was sourced."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if environ.get(name):
             return Path(environ[name])
@@ -58,7 +58,7 @@ def cann_home(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def cann(environ: Mapping[str, str] = os.environ) -> Version | None:
-    """None where there is none, or its files do not say."""
+    """Return the version of CANN; None where there is none, or its files do not name one."""
     home = cann_home(environ)
     if home is None:
         return None
@@ -67,12 +67,12 @@ def cann(environ: Mapping[str, str] = os.environ) -> Version | None:
 
 
 def driver(path: Path = DRIVER_FILE) -> Version | None:
-    """None where there is none."""
+    """Return the version of the driver; None where there is none."""
     return _version_in(path)
 
 
 def below_torch() -> dict[str, str]:
-    """Of what lies between torch and the device; what does not tell its own is left out."""
+    """Return the versions of torch-npu, CANN and the driver; unknown ones are left out."""
     found = {"torch-npu": importlib.metadata.version("torch-npu"), "CANN": cann(), "driver": driver()}
     return {name: str(version) for name, version in found.items() if version is not None}
 

@@ -1,4 +1,4 @@
-"""Gloo: collectives over sockets, of host memory."""
+"""Gloo: collectives of host memory over sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore.devices.collectives import BITWISE_OPS, TorchCollectives
 
 @final
 class GlooCollectives(TorchCollectives):
-    """The same from torch 2.10 to 2.15. It takes bool too, and leaves bytes in it that are neither 0 nor 1."""
+    """Gloo's reductions, the same from torch 2.10 to 2.15. It accepts bool, but can leave bytes other than 0 and 1."""
 
     native_ops: ClassVar = frozenset({"sum", "avg", "product", "min", "max", *BITWISE_OPS})
     native_dtypes: ClassVar = frozenset(

@@ -1,4 +1,4 @@
-"""The host processor as a device: the same verbs, measured on process and machine memory."""
+"""The host processor as a device: the same members, over the memory of the process and the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlcore.devices.cpu.sharing import CpuSharing
 from rlcore.devices.cpu.streams import CpuStreams
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import UnsupportedError
@@ -23,7 +23,7 @@ from rlcore.types import Capability, DeviceProperties, DeviceSpec, MemoryInfo, M
 
 
 def _bytes_of(path: str, *fields: str) -> list[int]:
-    """Bytes in the "Field:  123 kB" lines of a /proc file, all of one moment."""
+    """Return bytes from the "Field:  123 kB" lines of a /proc file, all read at once."""
     if not Path(path).exists():
         raise UnsupportedError("reading memory figures of the cpu device", f"they are read from {path} of Linux")
     lines = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
@@ -40,13 +40,13 @@ def _processor_name() -> str:
 
 
 class CpuMemory(TorchMemory):
-    """The resident set of this process stands for what an allocator would hold."""
+    """Host memory; the resident set of this process takes the place of an allocator's memory."""
 
     sharing_class: ClassVar[type[Sharing] | None] = CpuSharing
 
     def limits(self) -> dict[str, Capability]:
         limits = super().limits()
-        del limits["host_alloc"], limits["copy_batch"]  # the device copies as fast from any memory
+        del limits["host_alloc"], limits["copy_batch"]  # the CPU copies at the same speed from any memory
         return limits
 
     def info(self) -> MemoryInfo:
@@ -60,15 +60,15 @@ class CpuMemory(TorchMemory):
         return MemoryStats(
             allocated_bytes=allocated,
             reserved_bytes=resident,
-            peak_allocated_bytes=max(allocated, peak - files),  # the kernel's peak has the pages of libraries in it
+            peak_allocated_bytes=max(allocated, peak - files),  # the kernel's peak includes pages of libraries
         )
 
     def reset_peak(self) -> None:
-        # "5" resets VmHWM to the present resident set: proc(5), clear_refs.
+        # "5" resets VmHWM to the current resident set: proc(5), clear_refs.
         Path("/proc/self/clear_refs").write_text("5")
 
     def empty_cache(self) -> None:
-        """glibc keeps freed pages; hand them back."""
+        """Return freed pages, which glibc keeps, to the kernel."""
         import ctypes
 
         ctypes.CDLL(None).malloc_trim(0)
@@ -82,12 +82,12 @@ class CpuMemory(TorchMemory):
         return False
 
 
-_FEWEST_SLOTS = 8  # so that what runs on eight devices can be tried on a small machine
+_FEWEST_SLOTS = 8  # so that a small machine can try programs for eight devices
 
 
 @final
 class CpuDevice(GenericTorchDevice):
-    """Host memory and processors. Its indices are slots, for a worker process each; all share the machine."""
+    """Host memory and processors. An index is a slot for one worker process; all slots share the machine."""
 
     memory_class: ClassVar[type[TorchMemory]] = CpuMemory
     streams_class: ClassVar[type[TorchStreams]] = CpuStreams
@@ -100,7 +100,7 @@ class CpuDevice(GenericTorchDevice):
     def properties(self) -> DeviceProperties:
         return DeviceProperties(
             name=_processor_name(),
-            # One per running kernel, which is what shares this memory.
+            # One uuid for each running kernel, because its processes share this memory.
             uuid=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             total_bytes=self.memory.info().total_bytes,
             capability=torch.backends.cpu.get_cpu_capability(),
@@ -108,14 +108,14 @@ class CpuDevice(GenericTorchDevice):
         )
 
     def activate(self) -> None:
-        """Tensors that name no device land on the CPU already."""
+        """Do nothing: tensors without a device are on the CPU."""
 
     def synchronize(self) -> None:
-        """Operators on the CPU return when they are done."""
+        """Do nothing: operators on the CPU return when they are done."""
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cpu")  # as tensors say it: torch.device("cpu", 0) is not equal to it
+        return torch.device("cpu")  # the device of CPU tensors; torch.device("cpu", 0) is not equal to it
 
     def _generator(self) -> torch.Generator:
         return torch.default_generator

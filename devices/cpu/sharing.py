@@ -1,4 +1,4 @@
-"""Host memory that other processes open: POSIX shared memory without a name, so that a kill leaves nothing behind."""
+"""IPC of host memory: POSIX shared memory without a name, so that a killed process leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError
 
 _FILE = re.compile(r"file </(torch_\w+)>")
@@ -24,8 +24,8 @@ class CpuSharing(Sharing):
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         try:
             descriptor, _ = storage._share_fd_cpu_()
-            return SharedMemory(descriptor=os.dup(descriptor))  # torch's own is closed when the storage is resized
-        except (RuntimeError, OSError) as error:  # torch reserves it all, so that a full /dev/shm is found here
+            return SharedMemory(descriptor=os.dup(descriptor))  # torch closes its own when the storage is resized
+        except (RuntimeError, OSError) as error:  # torch reserves all of it, so that a full /dev/shm fails here
             _remove_what_torch_leaves(str(error))
             is_open_limit = os.strerror(errno.EMFILE) in str(error)
             advice = "raise ulimit -n" if is_open_limit else "make /dev/shm larger (docker run --shm-size)"
@@ -44,10 +44,10 @@ class CpuSharing(Sharing):
         return storage
 
     def close(self, memory: SharedMemory) -> None:
-        """It is unmapped when no tensor looks at it any more."""
+        """Do nothing: torch unmaps the memory when no tensor refers to it any more."""
 
 
 def _remove_what_torch_leaves(error: str) -> None:
-    """Torch takes a file's name away once it has mapped it, and leaves the empty file where it could not."""
+    """Remove the empty file that torch leaves behind when it cannot map it."""
     if named := _FILE.search(error):
         Path("/dev/shm", named[1]).unlink(missing_ok=True)

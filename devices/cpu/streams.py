@@ -1,4 +1,4 @@
-"""Streams and events of a device whose operators are done when they return: every order holds already."""
+"""Streams and events of the CPU, whose operators are done when they return, so that any order is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANY_EVENT = Kind("an event of the CPU", lambda value: isinstance(value, CpuEven
 
 @final
 class CpuStream(Checked):
-    """What has been queued on it is done."""
+    """A stream of the CPU: queued work is already done."""
 
     accepts: ClassVar = {
         "wait_stream": {"stream": _ANY_STREAM},
@@ -51,7 +51,7 @@ class CpuStream(Checked):
 
 @final
 class CpuEvent(Checked):
-    """A moment. What was queued before it is done."""
+    """A point in time: work queued before it is already done."""
 
     accepts: ClassVar = {
         "record": {"stream": optional(_ANY_STREAM)},
@@ -76,7 +76,7 @@ class CpuEvent(Checked):
         pass
 
     def elapsed_time(self, end: CpuEvent) -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         if not (self._timing and end._timing):
             raise InvalidInputError("elapsed_time takes two events made with timing=True")
         if self._recorded_s is None or end._recorded_s is None:
@@ -105,5 +105,5 @@ class CpuStreams(TorchStreams):
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return stream  # type: ignore[no-any-return]
 
-    def _local_event(self, timing: bool) -> Any:
+    def _new_event(self, timing: bool, interprocess: bool) -> Any:
         return CpuEvent(timing=timing)

@@ -20,7 +20,7 @@ from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import DeviceError, MissingDependencyError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.types import DeviceProcess, DeviceProperties, DeviceSpec, DeviceStatus, Probe
 
 
@@ -43,13 +43,13 @@ class CudaDevice(GenericTorchDevice):
             count = torch.cuda.device_count()
         if count:
             return Probe(count)
-        if Launch(spec).visible_devices() == []:
+        if LaunchFacts(spec).visible_devices() == []:
             return Probe(0, f"{spec.visible_devices_variable} hides all GPUs from this process")
-        said = [str(warning.message) for warning in caught]  # such as that the driver is too old
+        said = [str(warning.message) for warning in caught]  # for example that the driver is too old
         return Probe(0, "; ".join(["no NVIDIA GPU or driver can be used; see nvidia-smi", *said]))
 
     def properties(self) -> DeviceProperties:
-        """Initialises CUDA in this process, but makes no context: no device memory is taken."""
+        """Return the properties. This initialises CUDA, but makes no context, so it takes no device memory."""
         found = torch.cuda.get_device_properties(self.index)
         return DeviceProperties(
             name=found.name,
@@ -66,7 +66,12 @@ class CudaDevice(GenericTorchDevice):
         return found
 
     def driver_version(self) -> str:
-        """Raises MissingDependencyError without nvidia-ml-py, DeviceError if NVML does not answer; so do the next."""
+        """Return the driver's version.
+
+        Raises:
+            MissingDependencyError: nvidia-ml-py is absent; the next two methods raise it too.
+            DeviceError: NVML does not answer; the next two methods raise it too.
+        """
         return self._nvml.driver_version()
 
     def telemetry(self) -> DeviceStatus:
@@ -77,7 +82,7 @@ class CudaDevice(GenericTorchDevice):
 
     @functools.cached_property
     def _nvml(self) -> Nvml:
-        """Open as long as the process: opening costs milliseconds."""
+        """Return a connection that stays open as long as the process, because opening costs milliseconds."""
         return Nvml()
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """The few calls of NVIDIA's driver that torch does not offer, through ctypes.
 
-Not through the package cuda-bindings: torch brings it along on some platforms only, and its lists of thousands of
-addresses cost more than the copies they describe.
+The package cuda-bindings is not used: torch depends on it on some platforms only, and converting lists of thousands of
+addresses for it costs more than the copies.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
-class _IpcHandle(ctypes.Structure):
+class _CudaIpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; its location hints matter for managed memory only."""
+    """The structure CUmemcpyAttributes; its location hints matter for managed memory only."""
 
     _fields_ = (("access_order", c_int), ("hints", c_int * 4), ("flags", c_uint))
 
@@ -37,12 +37,12 @@ class _CopyAttributes(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuIpcOpenMemHandle_v2.argtypes = [c_void_p, _IpcHandle, c_uint]
+    library.cuIpcOpenMemHandle_v2.argtypes = [c_void_p, _CudaIpcHandle, c_uint]
     return library
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """Raises DeviceError with the driver's own words."""
+    """Call a function of the driver. Raises DeviceError with the driver's error text."""
     code = getattr(_library(), function)(*arguments)
     if code:
         text = c_char_p()
@@ -53,7 +53,7 @@ def _call(function: str, *arguments: Any) -> None:
 
 @functools.cache
 def _primary_context(index: int) -> c_void_p:
-    """The one that torch uses."""
+    """Return the primary context of a device, which torch uses."""
     device, context = c_int(), c_void_p()
     _call("cuInit", c_uint(0))
     _call("cuDeviceGet", byref(device), c_int(index))
@@ -63,7 +63,7 @@ def _primary_context(index: int) -> c_void_p:
 
 @contextlib.contextmanager
 def current(index: int) -> Iterator[None]:
-    """Calls in this block are about device ``index``, in whatever thread."""
+    """Make device ``index`` the current one for driver calls of this thread."""
     _call("cuCtxPushCurrent_v2", _primary_context(index))
     try:
         yield
@@ -72,29 +72,31 @@ def current(index: int) -> Iterator[None]:
 
 
 def is_ipc_capable(address: int) -> bool:
-    """Whether the block at a device address is plain memory, of which there are IPC handles."""
+    """Return True if the block at a device address is memory for which the driver has IPC handles."""
     answer = c_uint64()
     _call("cuPointerGetAttribute", byref(answer), c_int(_IS_LEGACY_IPC_CAPABLE), c_uint64(address))
     return bool(answer.value)
 
 
 def block_at(address: int) -> tuple[int, int]:
-    """Start and bytes of the allocation that ``address`` is in."""
+    """Return start and bytes of the allocation that contains ``address``."""
     start, size = c_uint64(), c_size_t()
     _call("cuMemGetAddressRange_v2", byref(start), byref(size), c_uint64(address))
     return start.value, size.value
 
 
 def ipc_handle(start: int) -> bytes:
-    handle = _IpcHandle()
+    handle = _CudaIpcHandle()
     _call("cuIpcGetMemHandle", byref(handle), c_uint64(start))
     return bytes(handle.reserved)
 
 
 def open_ipc_handle(handle: bytes) -> int:
-    """Start of another process's block in this one."""
+    """Map another process's block; return its start in this process."""
     start = c_uint64()
-    _call("cuIpcOpenMemHandle_v2", byref(start), _IpcHandle.from_buffer_copy(handle), c_uint(_LAZY_ENABLE_PEER_ACCESS))
+    _call(
+        "cuIpcOpenMemHandle_v2", byref(start), _CudaIpcHandle.from_buffer_copy(handle), c_uint(_LAZY_ENABLE_PEER_ACCESS)
+    )
     return start.value
 
 
@@ -112,7 +114,7 @@ def unregister_host(address: int) -> None:
 
 
 def can_copy_batch() -> bool:
-    """Drivers for CUDA 12.8 and newer."""
+    """Return True for drivers of CUDA 12.8 and newer."""
     try:
         return hasattr(_library(), "cuMemcpyBatchAsync")
     except OSError:  # no driver

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from rlcore.device import HostMemory
-from rlcore.devices.copy_batch import Batch, Flags, Side
+from rlcore.devices.copy_batch import Batch, BatchSide, Flags
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
-from rlcore.devices.ipc_sharing import Sharing
+from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.types import Capability
 
@@ -78,14 +78,14 @@ class CudaMemory(TorchMemory):
         self._keep_until_done(batch, queue)
 
     def _keep_until_done(self, batch: Batch, queue: torch.cuda.Stream) -> None:
-        """torch's pinned allocator does not know of these copies: memory freed now would be used again at once."""
+        """Keep host tensors until the copies are done; torch's pinned allocator would reuse their memory at once."""
         host = [tensor for side in (batch.dst, batch.src) for tensor in side.tensors if tensor.is_cpu]
         done = queue.record_event()
         self._settle()
         self._in_flight.append((done, host))
 
     def _settle(self) -> None:
-        with self._settling:  # another thread may take away what this one has just looked at
+        with self._settling:  # another thread may remove the entry that this one has just seen
             while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
                 self._in_flight.popleft()
 
@@ -95,7 +95,7 @@ class CudaMemory(TorchMemory):
 
 
 _registered: dict[int, int] = {}
-"""First byte -> bytes of the host buffers of this process; each is pinned for every device."""
+"""Address -> bytes of the pinned host buffers of this process; each is pinned for all devices."""
 
 
 def _unregister(index: int, address: int) -> None:
@@ -105,7 +105,7 @@ def _unregister(index: int, address: int) -> None:
 
 
 def _crosses_link(batch: Batch) -> Flags:
-    """Which pairs are one plain copy between the device and pinned host memory."""
+    """Return for each pair True if it is a contiguous copy between the device and pinned host memory."""
     host = torch.device("cpu")
     is_to_host, is_from_host = batch.dst.is_on(host), batch.src.is_on(host)
     crosses: Flags = batch.dst.is_dense & batch.src.is_dense & (is_to_host != is_from_host)
@@ -114,11 +114,11 @@ def _crosses_link(batch: Batch) -> Flags:
     return crosses
 
 
-def _is_pinned(side: Side, asked: Flags) -> Flags:
-    """Asking the driver about each tensor would take as long as the copies, and is not done inside our own buffers."""
-    is_pinned = np.zeros_like(asked)
+def _is_pinned(side: BatchSide, candidates: Flags) -> Flags:
+    """Return for each tensor True if it is pinned; the slow query of the driver is skipped inside our own buffers."""
+    is_pinned = np.zeros_like(candidates)
     for address, nbytes in list(_registered.items()):
         is_pinned |= (side.start >= address) & (side.start + side.nbytes <= address + nbytes)
-    for position in np.flatnonzero(asked & ~is_pinned):
+    for position in np.flatnonzero(candidates & ~is_pinned):
         is_pinned[position] = side.tensors[position].is_pinned()
     return is_pinned

@@ -1,7 +1,7 @@
-"""What the driver's management library (NVML) tells about GPUs: identity, health, links. CUDA is not initialised.
+"""The driver's management library (NVML): identity, health and links of GPUs. CUDA is not initialised.
 
-Through nvidia-ml-py, of the extra [cuda]. NVML numbers the GPUs of the whole machine by their PCI address and heeds no
-CUDA_VISIBLE_DEVICES: a device is found here by its uuid, which ``DeviceProperties.uuid`` is too.
+It is called through nvidia-ml-py, of the extra [cuda]. NVML numbers the GPUs of the whole machine by their PCI address
+and ignores CUDA_VISIBLE_DEVICES. So a device is found here by its uuid, which is ``DeviceProperties.uuid``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rlcore.errors import DeviceError, MissingDependencyError
 from rlcore.types import DeviceProcess, DeviceStatus
 
 _PATHS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a host bridge", 40: "a NUMA node"}
-"""NVML_TOPOLOGY_*: what the PCIe paths of two GPUs have in common; beyond these, the whole machine."""
+"""NVML_TOPOLOGY_*: the common part of two GPUs' PCIe paths; for other values it is the whole machine."""
 _PEER_READ, _PEER_NVLINK = 0, 2  # NVML_P2P_CAPS_INDEX_*; nvidia-ml-py has the first as a tuple
 _NO_FUNCTION = 13
 _OLDER_NAMES = {"nvmlDeviceGetCurrentClocksEventReasons": "nvmlDeviceGetCurrentClocksThrottleReasons"}  # before 535
 _UNKNOWN = {2, 3, 4, _NO_FUNCTION}
-"""Not a question for a part of a GPU, not supported by this GPU, not permitted, not known to this driver."""
-_ELSEWHERE = {2, 6}  # no GPU has this uuid
+"""NVML's errors for: invalid for a part of a GPU, not supported, not permitted, unknown to this driver."""
+_ELSEWHERE = {2, 6}  # errors for a uuid that no GPU has
 _THROTTLE = {
     0x004: "software power cap",
     0x008: "hardware slowdown",
@@ -37,7 +37,7 @@ _THROTTLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What stays the same of a GPU."""
+    """The constant properties of a GPU."""
 
     number: int
     name: str
@@ -47,22 +47,22 @@ class Gpu:
     capability: str
     """Such as "9.0"."""
     total_bytes: int
-    """Installed, with what the driver keeps for itself."""
+    """Installed memory, with the part that the driver reserves."""
     num_nvlinks: int
-    """Those that are up."""
+    """Number of active links."""
     is_partitioned: bool
-    """In MIG mode: processes use parts of it, which have uuids of their own."""
+    """It is in MIG mode: processes use parts of it, which have their own uuids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLink:
-    """How two GPUs reach each other."""
+    """The connection of two GPUs."""
 
     first: int
     second: int
     has_nvlink: bool
     has_peer_access: bool
-    """Either reads the other's memory without the host."""
+    """Each can read the other's memory without the host."""
     pcie_path: str
     """What their PCIe paths have in common, such as "a PCIe switch"."""
 
@@ -72,7 +72,7 @@ class Nvml:
 
     Raises:
         MissingDependencyError: nvidia-ml-py is not installed.
-        DeviceError: there is no driver, or it does not answer; also of every method.
+        DeviceError: there is no driver, or it does not answer; every method may raise it.
     """
 
     def __init__(self) -> None:
@@ -96,16 +96,16 @@ class Nvml:
         return str(self._ask("nvmlSystemGetDriverVersion"))
 
     def cuda_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver supports."""
+        """Return the newest version of CUDA that the driver supports."""
         version = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return version // 1000, version % 1000 // 10
 
     def gpus(self) -> list[Gpu]:
-        """Every GPU of the machine, by number."""
+        """Return every GPU of the machine, by number."""
         return [self._gpu(number) for number in range(self._ask("nvmlDeviceGetCount"))]
 
     def status(self, uuid: str) -> DeviceStatus:
-        """Of the GPU, or of the part of one, that has this uuid."""
+        """Return the status of the GPU, or the part of a GPU, with this uuid."""
         handle = self._handle(uuid)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         figures: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class Nvml:
         return [DeviceProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in found]
 
     def links(self) -> list[GpuLink]:
-        """Every pair of GPUs."""
+        """Return the connection of every pair of GPUs."""
         numbers = range(self._ask("nvmlDeviceGetCount"))
         return [self._link(first, second) for first, second in itertools.combinations(numbers, 2)]
 
@@ -177,7 +177,7 @@ class Nvml:
         except self._library.NVMLError as error:
             if error.value not in _ELSEWHERE:
                 raise _failure("nvmlDeviceGetHandleByUUID", error) from error
-        return self._ask("nvmlDeviceGetHandleByUUID", f"MIG-{uuid}")  # parts have uuids of their own
+        return self._ask("nvmlDeviceGetHandleByUUID", f"MIG-{uuid}")  # the uuid of a part
 
     def _ask_or_none(self, function: str, *arguments: Any) -> Any:
         try:
@@ -218,7 +218,7 @@ _FIGURES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
     "busy_percent": (operator.attrgetter("gpu"), "nvmlDeviceGetUtilizationRates", None),
     "throttle_reasons": (_throttle_reasons, "nvmlDeviceGetCurrentClocksEventReasons", None),
 }
-"""Of ``DeviceStatus``: from NVML's answer, its function, and the sensor or clock that it is asked for."""
+"""Field of ``DeviceStatus`` -> conversion of NVML's answer, NVML's function, and the sensor or clock to read."""
 
 
 def _failure(function: str, error: Exception) -> DeviceError:

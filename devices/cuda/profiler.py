@@ -1,4 +1,4 @@
-"""Named phases for NVIDIA's own profilers as well."""
+"""Named ranges for torch's and for NVIDIA's profilers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlcore.devices.profiler import TorchProfiler
 class CudaProfiler(TorchProfiler):
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Mark a phase in torch's traces and, through NVTX, in those of nsys and ncu."""
+        """Name a range in torch's traces and, through NVTX, in those of nsys and ncu."""
         with super().range(name):
             torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
             try:

@@ -1,7 +1,7 @@
-"""Device memory that other processes open, through the driver's IPC handles.
+"""IPC of GPU memory by the driver's IPC handles.
 
-A handle names a whole block of torch's allocator, in which many storages lie: the block is opened once by a process
-and counted.
+A handle names a whole block of torch's allocator, which contains many storages. A process opens the block once, and
+counts its uses.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from rlcore.devices.cuda import driver
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
 
 if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
 
 _PAYLOAD = struct.Struct(f"<{driver.HANDLE_BYTES}sQ")
-"""The block's handle, and where the storage begins in it."""
+"""The handle of the block, and the offset of the storage in it."""
 
 
 @dataclass(slots=True)
-class _Block:
+class _ImportedBlock:
     start: int
     count: int = 0
 
@@ -37,7 +37,7 @@ class CudaSharing(Sharing):
     def __init__(self, device: GenericTorchDevice) -> None:
         super().__init__(device)
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _ImportedBlock] = {}
 
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         address = storage.data_ptr()
@@ -46,7 +46,7 @@ class CudaSharing(Sharing):
             return SharedMemory(payload=_PAYLOAD.pack(driver.ipc_handle(start), address - start))
 
     def blocks(self, storages: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
-        """The driver is asked once for each block: storages are many."""
+        """Group storages by block; the driver is asked once for each block, because there are many storages."""
         found: list[list[torch.UntypedStorage]] = []
         end = 0
         with driver.current(self._device.index):
@@ -61,10 +61,10 @@ class CudaSharing(Sharing):
     def open(self, memory: SharedMemory, storage_bytes: int) -> torch.UntypedStorage:
         handle, offset = _unpack(memory)
         with self._lock, driver.current(self._device.index):
-            block = self._blocks.get(handle) or _Block(driver.open_ipc_handle(handle))
+            block = self._blocks.get(handle) or _ImportedBlock(driver.open_ipc_handle(handle))
             self._blocks[handle] = block
             block.count += 1
-        # On this device even where a peer holds the memory: its kernels and copies reach it through the mapping.
+        # The tensor is on this device even if another GPU holds the memory: kernels here access it through the mapping.
         return torch._C._construct_storage_from_data_pointer(  # type: ignore[return-value]  # torch's stub is wrong
             block.start + offset, self._device.torch_device, storage_bytes
         )
@@ -80,7 +80,7 @@ class CudaSharing(Sharing):
 
 
 def _sharable_block(address: int) -> tuple[int, int]:
-    """Start and bytes; mapped virtual memory, which has none of one allocation, is refused before that is asked."""
+    """Return start and bytes of a block. Mapped virtual memory is refused first: it is not one allocation."""
     if not driver.is_ipc_capable(address):
         raise UnsupportedError(
             "export_ipc of this block of memory",

@@ -1,4 +1,4 @@
-"""Streams and events of NVIDIA GPUs. An event can be waited for by another process."""
+"""Streams and events of NVIDIA GPUs. Another process can wait for an event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
 from rlcore.probing import first_line
-from rlcore.processes import boot_id
 from rlcore.types import Capability, EventHandle
 
 
@@ -28,35 +27,24 @@ class CudaStreams(TorchStreams):
     def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[torch.Stream]:
         return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
-    def event(self, timing: bool = False, interprocess: bool = False) -> torch.cuda.Event:
-        if timing and interprocess:
-            raise InvalidInputError("an interprocess event measures no time; ask for timing=True or interprocess=True")
+    def _new_event(self, timing: bool, interprocess: bool) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timing, interprocess=interprocess)  # type: ignore[no-untyped-call]
 
-    def export_event(self, event: torch.Event) -> EventHandle:
+    def _event_payload(self, event: torch.Event) -> bytes:
         if not isinstance(event, torch.cuda.Event):
             raise InvalidInputError(f"export_event takes what event(interprocess=True) made, got {event!r}")
         try:
             with torch.cuda.device(self._device.index):
-                payload = event.ipc_handle()  # type: ignore[no-untyped-call]
+                payload: bytes = event.ipc_handle()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # an event does not tell how it was made
             raise InvalidInputError(
                 f"export_event takes what event(interprocess=True) made; the driver has no handle of {event!r}: "
                 f"{first_line(error).rstrip('. ')}. "
                 f"Make the event with {self._device.name}'s streams.event(interprocess=True)"
             ) from error
-        return EventHandle(
-            device=self._device.spec.name,
-            device_uuid=self._device.properties().uuid,
-            boot_id=boot_id(),
-            payload=payload,
-        )
+        return payload
 
-    def import_event(self, handle: EventHandle) -> torch.cuda.Event:
-        if not isinstance(handle, EventHandle) or handle.device != self._device.spec.name:
-            raise InvalidInputError(f"import_event takes an EventHandle of {self._device.spec.name}, got {handle!r}")
-        if handle.boot_id != boot_id():
-            raise InvalidInputError("this event is of another machine, or of before this one was restarted")
+    def _open_event(self, handle: EventHandle) -> torch.cuda.Event:
         try:
             event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(  # type: ignore[no-untyped-call]
                 self._device.torch_device, handle.payload

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.device import Device
 from rlcore.engines.checkpoints import checkpoint
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
@@ -74,5 +74,5 @@ def _exchanged(own: _Finding, device: Device) -> list[_Finding]:
     """Return the findings of all workers."""
     if not dist.is_initialized():
         return [own]
-    sent = exchange_bytes(msgspec.json.encode(own), device.torch_device)
+    sent = all_gather_bytes(msgspec.json.encode(own), device.torch_device)
     return [msgspec.json.decode(data, type=_Finding) for data in sent]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, file_order, host_pieces, write_tensors
-from rlcore.engines.fsdp2.sharding import is_first_copy, local_part, own_box
 from rlcore.nn import safetensors_library
+from rlcore.weights.shards import is_first_copy, local_part, own_box
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _SHAPES = "rlcore.shapes"

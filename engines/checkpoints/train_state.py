@@ -20,10 +20,10 @@ from rlcore.engines.checkpoints.manifest import NAME as MANIFEST
 from rlcore.engines.checkpoints.plain_values import tagged, untagged
 from rlcore.engines.checkpoints.random_states import random_states, random_states_of, setter_of_random_states
 from rlcore.engines.checkpoints.saved_tensor import SavedTensor
-from rlcore.engines.fsdp2.sharding import like, local_part, own_box
 from rlcore.errors import CheckpointError
 from rlcore.weights.adapters import adapter_names
 from rlcore.weights.names import mismatch
+from rlcore.weights.shards import like, local_part, own_box
 
 _GROUPS = ("weights", "optimizer", "rng")
 

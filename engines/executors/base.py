@@ -1,13 +1,13 @@
-"""What an executor's worker is: every method that an engine calls, with its contract.
+"""The contract of executors: every method that an engine calls.
 
 An executor is a class that a plugin registers by ``rlcore_register_executors``. Its instances are the workers: each is
 made with a ``WorkerContext`` on the device that it names, and lives there until ``close``. The engine calls a method on
-all workers at once, from the user's process; arguments and results must be plain data, tensors, or of the classes named
-here. The engine decides by its residency table when a method may be called: none of these is called while the tag that
-it needs is away. Moves (``onload``, ``offload``, ``meta``, ``swap``) are in `rlcore.engines.executors.worker.Worker`.
+all workers at once, from the user's process. Arguments and results must be plain data, tensors, or of the classes named
+here. The engine's residency table decides when a method may be called: none is called while a tag that it needs is not
+on the device. Moves (``onload``, ``offload``, ``meta``, ``swap``) are in `rlcore.engines.executors.worker.Worker`.
 
-What a method raises reaches the user: rlcore's own errors as they are, others as a WorkerError. An error of a worker
-leaves the engine usable unless the docstring says otherwise.
+The user gets the errors of a method: rlcore's own as they are, others as a WorkerError. An error of a worker leaves the
+engine usable unless the docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.executors.worker import Worker
-from rlcore.engines.fsdp2.micro_batch import Share
-from rlcore.engines.fsdp2.step import LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
@@ -31,35 +31,35 @@ from rlcore.nn import TrainModule
 from rlcore.weights.view import Adapters
 
 
-class _Synced(ABC):
+class _SyncEndpoint(ABC):
     """One side of a weight sync."""
 
     @abstractmethod
-    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
+    def sync_call(self, method: str, calls: list[object] | None) -> list[object]:
         """Call a method of this worker's end of a weight sync: its `Receiver`, or of a trainer its `Sender`.
 
         Args:
-            calls: the arguments for each of the ends that this worker speaks for (a replica of four devices has four);
-                None: no arguments, on all.
+            calls: the arguments for each of the ends of this worker (a replica of four devices has four); None calls
+                all without arguments.
 
         Returns:
             Each end's result, in their order.
         """
 
 
-class InferenceExecutor(Worker, _Synced):
+class InferenceExecutor(Worker, _SyncEndpoint):
     """One replica's worker: generates, and takes new weights. Tags: ``weights`` and ``kv_cache``.
 
     Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from.
     """
 
     @abstractmethod
-    def build(self, path: str | Path, /, **options: Any) -> None:
+    def build(self, path: str | Path, /, **options: object) -> None:
         """Load model and tokenizer, and fill ``_residents``. Called once, first.
 
         Args:
             path: a Hugging Face model folder with safetensors weights.
-            options: the executor's own, of ``Engine.build``.
+            options: the executor's own options of ``Engine.build``.
 
         Raises:
             CheckpointError: the folder is incomplete, damaged, or not a causal language model.
@@ -70,11 +70,18 @@ class InferenceExecutor(Worker, _Synced):
     @abstractmethod
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
-    ) -> None:
-        """Raise what ``generate`` would say of these prompts; called on all replicas before any of them begins.
+    ) -> list[Sequence[int]] | None:
+        """Refuse what ``generate`` would refuse of these prompts; called on all replicas before any of them begins.
+
+        Args:
+            numbers: what errors call each of the prompts.
+
+        Returns:
+            The token ids of each prompt, which are then sent to ``generate`` or ``submit`` in its place; None sends
+            the prompts as they are.
 
         Raises:
-            InvalidInputError: names a prompt by its own of the ``numbers``, and what is wrong with it.
+            InvalidInputError: names the prompt by its number, and what is wrong with it or its parameters.
         """
 
     @abstractmethod
@@ -86,7 +93,7 @@ class InferenceExecutor(Worker, _Synced):
         Args:
             prompts: texts, or token ids, at least one token each.
             params: one for each prompt.
-            version: of the weights in use, for ``version_spans``.
+            version: the version of the weights in use, for ``version_spans``.
 
         Returns:
             One output a prompt, in their order, with ``n`` completions by sample index.
@@ -100,7 +107,7 @@ class InferenceExecutor(Worker, _Synced):
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        """Take these requests, which ``collect`` gives under these numbers. All are taken or, with an error, none.
+        """Take these requests, whose outputs ``collect`` gives by these numbers: all of them or, with an error, none.
 
         Raises:
             UnsupportedError: this executor cannot run requests beside the program here.
@@ -108,22 +115,23 @@ class InferenceExecutor(Worker, _Synced):
 
     @abstractmethod
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
-        """Return the requests that have ended since, by number; wait for the first no longer than ``timeout_s``.
+        """Return the requests that have ended since the last call, by number; wait up to ``timeout_s`` for the first.
 
-        An executor without a background of its own runs what was submitted here, unless paused, however long it takes.
+        An executor that does not generate in the background runs the submitted requests here, unless paused, for as
+        long as they take.
         """
 
     @abstractmethod
     def abort(self, numbers: Sequence[int] | None) -> int:
-        """Give these requests up, None: all. Return how many were unfinished; they end with what they have."""
+        """Cancel these requests, or all for None. Return how many were unfinished; none of them is collected."""
 
     @abstractmethod
     def pause(self, mode: PauseMode, *, version: int) -> None:
-        """Make no further step: requests are kept as they are, or aborted, or run to their end first, by ``mode``."""
+        """Make no further step. By ``mode`` requests are kept as they are, aborted, or run to their end first."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on after ``pause``. Without one it does nothing."""
+        """Go on after ``pause``; without a pause do nothing."""
 
     @abstractmethod
     def read_weights(self, path: str | Path) -> None:
@@ -136,10 +144,10 @@ class InferenceExecutor(Worker, _Synced):
 
     @abstractmethod
     def take_weights(self, *, version: int) -> None:
-        """Overwrite the weights by those of ``read_weights``. After an error the engine counts as poisoned."""
+        """Overwrite the weights by those of ``read_weights``. After an error the engine is poisoned."""
 
 
-class TrainExecutor(Worker, _Synced):
+class TrainExecutor(Worker, _SyncEndpoint):
     """One rank's worker: owns its shards of the user's module. Tags: ``weights``, ``optimizer`` and ``grads``.
 
     All ranks are called together, so a method may use collectives of ``context.process_group()``. The user's own
@@ -150,13 +158,13 @@ class TrainExecutor(Worker, _Synced):
     module: TrainModule
 
     @abstractmethod
-    def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
+    def build(self, module: TrainModule, seed: int, /, **options: object) -> bool:
         """Shard and materialize the module, and fill ``_residents``. Called once, first.
 
         Args:
             module: on the meta device; ``module.on_weights_materialized()`` is called when its weights are there.
-            seed: of parameters that start fresh.
-            options: the executor's own, of ``Engine.build``.
+            seed: for the random numbers of parameters that the source does not have.
+            options: the executor's own options of ``Engine.build``.
 
         Returns:
             True if the module has an optimizer.
@@ -166,8 +174,8 @@ class TrainExecutor(Worker, _Synced):
         """
 
     @abstractmethod
-    def train_step(self, share: Share, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:
-        """Run one optimizer step on this rank's share of the batch: forward, backward, clip, step, zero.
+    def train_step(self, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:
+        """Run one optimizer step on this rank's part of the batch: forward, backward, clip, step, zero.
 
         Gradients are those of the loss over the whole batch, however it is cut into micro-batches and ranks.
 
@@ -176,20 +184,20 @@ class TrainExecutor(Worker, _Synced):
         """
 
     @abstractmethod
-    def evaluate(self, share: Share, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
+    def evaluate(self, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
         """Return the metrics of ``train_step`` without gradients; nothing is changed."""
 
     @abstractmethod
-    def score(self, share: Share, options: ScoreOptions) -> Tensor:
+    def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
         """Return the log-prob of each token of the whole batch, [T] float32 in host memory, the same on all ranks."""
 
     @abstractmethod
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, who call it together."""
+        """Return the bytes of all ranks, which call it together."""
 
     @abstractmethod
     def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
-        """Return whole weights in host memory by their checkpoint names; only the rank that answers has them."""
+        """Return whole weights in host memory by their checkpoint names; ranks whose answer nobody reads give none."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -200,29 +208,29 @@ class TrainExecutor(Worker, _Synced):
         """
 
     @abstractmethod
-    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
-        """Write this rank's part of a checkpoint; the state that it has at the call, whatever trains afterwards.
+    def save(self, folder: Path, extra: dict[str, object], blocking: bool, algorithm: str) -> tuple[str, float]:
+        """Write this rank's part of a checkpoint, with its state at the time of the call.
 
         Args:
             extra: the user's plain values.
-            blocking: return when the checkpoint is complete; else it is written in the background.
-            algorithm: of the digests.
+            blocking: True returns when the checkpoint is complete; False writes it in the background.
+            algorithm: name of the digests' algorithm.
 
         Returns:
-            Name of the checkpoint's data, and the seconds that training had to wait.
+            The name of the checkpoint's data, and the seconds that training had to wait.
         """
 
     @abstractmethod
     def end_save(self) -> float | None:
-        """Wait for a save in the background; return the seconds it took, None if there was none. Raises its error."""
+        """Wait for a save in the background. Return the seconds it took, None without one; raise its error."""
 
     @abstractmethod
     def is_save_over(self) -> bool:
         """Return True unless a save is being written in the background."""
 
     @abstractmethod
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Continue from a checkpoint, of any number of ranks; return the ``extra`` that was saved.
+    def load(self, folder: Path) -> dict[str, object]:
+        """Continue from a checkpoint of any number of ranks; return the ``extra`` that was saved.
 
         Raises:
             CheckpointError: missing, damaged or of another module; nothing is changed on any rank.
@@ -230,4 +238,4 @@ class TrainExecutor(Worker, _Synced):
 
     @abstractmethod
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
-        """Write a Hugging Face model folder; all ranks give what they have, one writes."""
+        """Write a Hugging Face model folder; all ranks call it together, and one writes."""

@@ -1,4 +1,4 @@
-"""Compiles the forward of a module's blocks: a graph for all of one class, which keeps little for its backward."""
+"""Compiles the forward of a module's blocks: blocks of a class share a graph, which keeps little for its backward."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ import torch
 import torch._functorch.config
 
 _MAX_GRAPHS = 64
-"""Of one code, where the compiler has 8 before it runs the rest uncompiled: blocks of two windows make 12, for training
-and scoring, for one length, any length, and a single block of flex attention's mask."""
+"""Graphs of one code. By itself the compiler makes 8, and runs the rest uncompiled. Blocks of two attention windows
+make 12: for training and scoring, for one length, any length, and a single block of flex attention's mask."""
 _COMPILE_TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 _numbers = itertools.count()
 
 
 class BlockCompiler:
-    """Of one module: to the compiler, which counts graphs by code and by its name remembers which sizes change, blocks
-    of other modules and of other classes are none of its business."""
+    """Compiles the blocks of one module apart from those of other modules and of other classes.
+
+    torch's compiler counts graphs by code object, and keeps by its name the sizes that have changed: each class of
+    blocks of each module has a code object of its own.
+    """
 
     def __init__(self) -> None:
         self._number = next(_numbers)
         self._codes: dict[type, CodeType] = {}
 
     def compiled(self, forward: Callable[..., Any], cls: type) -> Callable[..., Any]:
-        """``forward(block, ...)`` of a block of ``cls``, compiled when it is first called with such inputs."""
+        """Return ``forward(block, ...)`` of a block of ``cls``, compiled at the first call with such inputs."""
         call = _caller(forward)
         own = call.__code__.replace(co_name=f"{cls.__name__}_{self._number}")
         call.__code__ = self._codes.setdefault(cls, own)
         limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
-        if not limit:  # older torch has one for all that a process compiles
+        if not limit:  # older torch has one limit for the whole process
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
         compiled: Callable[..., Any] = torch.compile(functools.wraps(forward)(call), backend=backend, **limit)
         return compiled
@@ -47,8 +50,11 @@ def _caller(forward: Callable[..., Any]) -> Any:
 
 
 def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, which by itself keeps all that a product of the backward reads. Here what one pass over memory makes
-    again is not kept: weights in the compute dtype, norms, and the activation between two products of an MLP. Of a
-    block of Qwen2.5-1.5B 24,860 values a token are, instead of 36,892."""
+    """Compile by Inductor, keeping less for the backward than it does by itself.
+
+    By itself it keeps all that a product of the backward reads. Here values that one pass over memory makes again are
+    not kept: weights in the compute dtype, norms, and the activation between two products of an MLP. A block of
+    Qwen2.5-1.5B keeps 24,860 values a token instead of 36,892.
+    """
     with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)

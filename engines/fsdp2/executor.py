@@ -1,4 +1,4 @@
-"""The train executor: what each worker does with the user's module, sharded over them by FSDP2."""
+"""The train executor ``fsdp2``: each worker holds its shards of the user's module, by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.collectives.gather_bytes import exchange_bytes
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
 from rlcore.engines.checkpoints.loading import agreed
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.base import TrainExecutor
+from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.materialize import materialize, read_again
-from rlcore.engines.fsdp2.micro_batch import Share
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
 from rlcore.engines.fsdp2.sharding import Sharding, reshard, shard
-from rlcore.engines.fsdp2.step import LossOptions, ScoreOptions, StepOptions, evaluate, score, train_step
+from rlcore.engines.fsdp2.step import evaluate, score, train_step
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradResident, Resident, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
+from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.channels.peers import call_each
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
@@ -39,14 +40,12 @@ from rlcore.weights.view import Adapters, whole
 
 _COLLECTIVE_TIMEOUT_S = 3600.0
 """Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
+_CLOSE_S = 2.0
+"""How long receivers may take, when this worker closes, to close the memory that it shares."""
 
 
-_PARTING_S = 2.0
-"""For receivers to let go of what this worker shares, when it closes."""
-
-
-class Fsdp2Worker(TrainExecutor):
-    """Owns its shards of the module on one device."""
+class Fsdp2Executor(TrainExecutor):
+    """One rank: owns its shards of the module on one device."""
 
     runs_on_many_devices = True
     options_class = Sharding
@@ -57,18 +56,13 @@ class Fsdp2Worker(TrainExecutor):
         self._saver = Saver(self.device)
 
     def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
-        """Shard and materialize the module; True if it has an optimizer.
-
-        Args:
-            seed: of parameters that start fresh.
-            options: those of ``Sharding``.
-        """
+        """Shard and materialize the module; ``options`` are those of ``Sharding``."""
         self._sharding = sharding = Sharding(**options)
         device, context = self.device.torch_device, self._context
         source = open_weights(module, sharding.torch_dtype)
         self._class_name = type(module).__name__  # FSDP changes it
         if sharding.device_norms and not sharding.compile:
-            use_device_norms(module, device)  # before the classes are FSDP's or another's
+            use_device_norms(module, device)  # before FSDP changes the classes
         shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
         materialize(module, source, device, seed=seed)
         module.train()
@@ -76,7 +70,7 @@ class Fsdp2Worker(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
-        self._sender = Sender(ModuleHolding(module, context.world_size), self.device)
+        self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self._residents = self._make_residents()
         return bool(train_state.optimizers_of(module))
 
@@ -118,43 +112,41 @@ class Fsdp2Worker(TrainExecutor):
 
     # ------------------------------------------------------------------------------------------- training
 
-    def train_step(self, share: Share, loss_fn: Any, options: StepOptions) -> dict[str, float]:
+    def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
         reduce_each = self._sharding.reduce_each_micro_batch
-        return train_step(self.module, self.device, share, loss_fn, options=options, reduce_each=reduce_each)
+        return train_step(self.module, self.device, batch, loss_fn, options=options, reduce_each=reduce_each)
 
-    def evaluate(self, share: Share, loss_fn: Any, options: LossOptions) -> dict[str, float]:
-        return evaluate(self.module, self.device, share, loss_fn, options)
+    def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
+        return evaluate(self.module, self.device, batch, loss_fn, options)
 
-    def score(self, share: Share, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device, share, options)
+    def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
+        return score(self.module, self.device, batch, options)
 
     # ----------------------------------------------------------------------------------------- weight sync
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        """Of the sender of this rank's weights."""
+        """Call the sender of this rank's weights."""
         return call_each([self._sender], method, calls)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, who call it together."""
         self._context.process_group(_COLLECTIVE_TIMEOUT_S)
-        return exchange_bytes(data, self.device.torch_device)
+        return all_gather_bytes(data, self.device.torch_device)
 
     # ---------------------------------------------------------------------------------------------- state
 
     def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
-        """Whole weights; of several workers in processes of their own only the first has them."""
         weights = self._whole_weights(adapters)
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self._speaks}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self._answers}
 
     def _whole_weights(self, adapters: Adapters = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Gathered one at a time: all workers must take all of them."""
+        """Gather one weight after the other: all ranks must take all of them."""
         reshard(self.module)
         for name, tensor in self.module.named_weights(adapters):
             yield name, whole(tensor)
 
     @property
-    def _speaks(self) -> bool:
-        """Its user's program has no other worker to ask."""
+    def _answers(self) -> bool:
+        """True if the user's program takes results of this rank: of rank 0, or under torchrun, of each rank."""
         return self._context.rank == 0 or self._context.joins_torchrun
 
     @torch.no_grad()
@@ -200,7 +192,6 @@ class Fsdp2Worker(TrainExecutor):
         return self._saver.is_over()
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """The ``extra`` that was saved."""
         reshard(self.module)
         frozen = train_state.unsaved(self.module)
 
@@ -225,7 +216,6 @@ class Fsdp2Worker(TrainExecutor):
         return state.plain.extra
 
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
-        """The first worker writes."""
         reshard(self.module)
         writes = self._context.rank == 0
         export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=writes, algorithm=algorithm)
@@ -237,11 +227,11 @@ class Fsdp2Worker(TrainExecutor):
 
     def _close_sender(self) -> None:
         if hasattr(self, "_sender"):  # the build may have failed
-            self._sender.close(_PARTING_S)
+            self._sender.close(_CLOSE_S)
 
 
 def _check_optimizers(module: TrainModule) -> None:
-    """Of sharded parameters; torch would refuse after a whole backward, by the name of an operator."""
+    """Refuse optimizers that torch cannot run on sharded parameters: it would, after a backward, name an operator."""
     for name, optimizer in train_state.optimizers_of(module).items():
         if isinstance(optimizer, torch.optim.SGD) and any(group["fused"] for group in optimizer.param_groups):
             raise UnsupportedError(
@@ -251,5 +241,5 @@ def _check_optimizers(module: TrainModule) -> None:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # of some float8 torch cannot tell it
+    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isnan for some float8
     return bool(numbers.isnan().any())

@@ -1,8 +1,8 @@
 """Blocks that FSDP gathers together.
 
-For every exchange the host runs some hundred lines of Python, which take it as long as a GPU works on a block of 50
-million parameters: where each block is gathered alone the device waits for the host. Larger groups are fewer exchanges,
-each nearer to the rate of the link, for the memory of two groups instead of two blocks.
+For every exchange the host runs some hundred lines of Python, which takes as long as a GPU works on a block of 50
+million parameters: if each block is gathered alone, the device waits for the host. Larger groups mean fewer exchanges,
+each nearer to the rate of the link. They take the memory of two groups instead of two blocks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from rlcore.compute_dtype import ComputeDtype
 def gather_groups(
     module: nn.Module, blocks: Mapping[str, nn.Module], compute_dtype: torch.dtype, most_bytes: int
 ) -> list[list[nn.Module]]:
-    """Blocks that follow each other in a list, in groups of up to ``most_bytes``, or one block.
+    """Return neighbouring blocks of a list in groups of up to ``most_bytes``; a larger block is a group alone.
 
     Args:
         blocks: by name, the outermost first.
+        compute_dtype: dtype of the gathered parameters.
 
     Returns:
-        The innermost first: FSDP leaves to an outer module what no inner one took.
+        Groups, the innermost first: FSDP gives an outer module the parameters that no inner one took.
     """
     groups: list[list[nn.Module]] = []
     latest: dict[str, list[nn.Module]] = {}
@@ -45,8 +46,11 @@ def _num_values(modules: list[nn.Module]) -> int:
 
 
 def complete_hooks(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
-    """For a group that is sharded. torch has its backward begin at what the last block returned, which need not be in
-    the loss, as where a vision tower's last layer is not looked at: here it begins at any block."""
+    """Let the backward of a sharded group begin at any of its blocks.
+
+    torch lets it begin at the output of the last block, which need not be part of the loss, such as the unused last
+    layer of a vision tower.
+    """
     first, *others = group
     if not others:
         return
@@ -55,8 +59,8 @@ def complete_hooks(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
         block.register_forward_hook(lambda _, __, output: state._register_pre_backward_hook(output))
     if hasattr(FSDPModule, "reset_iter_state"):
         return
-    # Before torch 2.13 a group of which a block failed, so that the rest did not run, was taken to be in use for ever,
-    # and what a block takes was cast for the first alone.
+    # Before torch 2.13, a group whose block failed, so that the others did not run, counted as in use for ever, and
+    # only the inputs of the first block were cast.
     first.register_forward_pre_hook(lambda *_: state._modules_to_run_forward.clear(), prepend=True)
     inputs = ComputeDtype(compute_dtype)
     for block in others:

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
-from rlcore.engines.fsdp2.sharding import like, local_part, own_box
 from rlcore.engines.offload.storages import owned
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule
 from rlcore.weights.adapters import adapted_layers, adapter_names, base_name, fresh_adapter
+from rlcore.weights.shards import like, local_part, own_box
 from rlcore.weights.source import WeightSource
 from rlcore.weights.view import WeightPart
 
 
 def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
-    """Put real parameters in place of the meta ones, sharded as they are; tied parameters stay one.
+    """Put real parameters in place of the meta ones, with the same sharding; tied parameters stay tied.
 
     Args:
-        seed: of the random numbers that fresh parameters start from: the same on every rank, however many there are.
+        seed: for the random numbers of fresh parameters: the same on every rank, for any number of ranks.
 
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
     """
-    reader = _Reader(module, source)
+    reader = _SourceReader(module, source)
     reader.check()
     for old, names in names_by_parameter(module).items():
         local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
@@ -45,14 +45,14 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
 
 
 def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
-    """Overwrite parameters of a materialized module by what its source has."""
-    reader = _Reader(module, source)
+    """Overwrite parameters of a materialized module by the values of its source."""
+    reader = _SourceReader(module, source)
     for parameter in parameters:
         reader.read(parameter, local_part(parameter.detach()))
 
 
-class _Reader:
-    """Finds a module's tensors in a source: by the module's names, or as the weights that a checkpoint holds."""
+class _SourceReader:
+    """Finds a module's tensors in a source: by the module's names, or as the weights of a checkpoint."""
 
     def __init__(self, module: TrainModule, source: WeightSource) -> None:
         self._module = module
@@ -71,7 +71,7 @@ class _Reader:
     def read(self, parameter: Tensor, local: Tensor) -> bool:
         """Fill this rank's part of a parameter; False if the source does not have it, or not all of it."""
         source, parts = self._source, self._parts.get(id(parameter), [])
-        # crosses in the file's dtype: nothing is converted on the host
+        # copied to the device in the file's dtype: nothing is converted on the host
         if name := next((name for name in self._names[id(parameter)] if name in source), None):
             if local.numel():
                 local.copy_(source[name].read(own_box(parameter)).to(local.device))
@@ -88,7 +88,7 @@ class _Reader:
         return next((self._source[found].read(()) for found in names if found in self._source), buffer)
 
     def check(self) -> None:
-        """Raise CheckpointError, naming all of it, unless the source is that of the module."""
+        """Raise CheckpointError, with all that differs, unless the source has this module's tensors."""
         module, source = self._module, self._source
         shapes = {weight.name: weight.view.shape for weight in self._weights if weight.parts}
         missing: list[str] = []
@@ -98,7 +98,7 @@ class _Reader:
                 stored = [name for name, _ in self._parts.get(id(parameter), [])] or names[:1]
                 missing += [name for name in stored if name not in source]
         buffers = dict(module.named_buffers())
-        # what a converting loader leaves over, it has judged itself
+        # a converting loader has itself decided what to leave out
         unexpected = [] if source.is_whole else sorted(source.keys() - shapes.keys() - buffers.keys())
         if missing or unexpected:
             raise CheckpointError(
@@ -119,7 +119,7 @@ class _Reader:
 
 
 def names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter once, with every name it has."""
+    """Return each parameter once, with every name it has."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -127,7 +127,7 @@ def names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that holds a parameter or buffer, and its name there."""
+    """Return the submodule that holds a parameter or buffer, and its name there."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 
@@ -137,7 +137,8 @@ def _starts_fresh(module: TrainModule, name: str) -> bool:
 
 
 def _fresh(module: nn.Module, name: str, seed: int) -> Tensor:
-    """A whole parameter on the host, as peft starts an adapter, or as its owner's ``reset_parameters`` makes it."""
+    """Return a whole parameter on the host: of an adapter as peft starts it, else by its owner's
+    ``reset_parameters``."""
     owner, leaf = owner_of(module, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.rpartition(".")[0].encode(), seed & 0xFFFFFFFF))

@@ -1,4 +1,4 @@
-"""Which elements of a weight this rank holds, where the weight is a view of a sharded parameter."""
+"""The elements of a weight that this rank holds, where the weight is a view of a sharded parameter."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rlcore.engines.fsdp2.sharding import local_part, own_box
+from rlcore.weights.shards import local_part, own_box
 from rlcore.weights.view import Box, WeightPart, divided, whole_box
 
 
-class Piece(NamedTuple):
+class LocalPiece(NamedTuple):
     """Elements of a weight that lie in this rank's rows of a parameter."""
 
     box: Box
-    """Of the weight."""
+    """Their place in the weight."""
     tensor: Tensor
-    """The same elements in the rank's own part, as a view of it."""
+    """A view of the rank's own part that has these elements."""
 
 
-def own_pieces(view: Tensor, parameter: Tensor, local: Tensor | None = None) -> Iterator[Piece]:
-    """Cut what this rank holds of a weight into boxes; together they are all of it.
+def own_pieces(view: Tensor, parameter: Tensor, local: Tensor | None = None) -> Iterator[LocalPiece]:
+    """Cut the part of a weight that this rank holds into boxes, which together are all of it.
 
     Args:
-        view: of ``WeightView``.
-        parameter: whose rows are shared out.
-        local: stands for this rank's part; None is that of ``parameter``.
+        view: the weight as a view of the whole parameter, as in ``WeightView``.
+        parameter: the parameter, whose rows are sharded.
+        local: used in place of this rank's part of ``parameter``; None is that part.
     """
     part = local_part(parameter.detach()) if local is None else local
     if part.numel() and view.numel():
         rows = own_box(parameter)[0] if parameter.dim() else slice(0, 1)
-        yield from _pieces(view, whole_box(view), _Rows(rows.start, rows.stop, math.prod(parameter.shape[1:])), part)
+        yield from _pieces(
+            view, whole_box(view), _RowRange(rows.start, rows.stop, math.prod(parameter.shape[1:])), part
+        )
 
 
 def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Tensor:
-    """The elements of a weight that are ``box`` of the view of its part.
+    """Return the elements of a weight that are ``box`` of the view of its part.
 
     Args:
-        read: gives a box of the weight. Of a dimension that the view divides it is asked for what the box has of the
-            outermost, so that is all that is read in vain.
+        read: gives a box of the weight. Where the view divides a dimension, it is asked for the box's range of the
+            outermost part, and only there for more than is returned.
     """
     groups = divided(part.view.shape, [side.stop - side.start for side in part.box])
     assert groups is not None
@@ -54,14 +56,14 @@ def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Ten
     return read(tuple(asked)).view(shape)[tuple(within)]
 
 
-class _Rows(NamedTuple):
+class _RowRange(NamedTuple):
     start: int
     stop: int
     size: int
 
 
-def _pieces(view: Tensor, box: Box, rows: _Rows, part: Tensor) -> Iterator[Piece]:
-    """Of ``view``, which is the part ``box`` of the weight."""
+def _pieces(view: Tensor, box: Box, rows: _RowRange, part: Tensor) -> Iterator[LocalPiece]:
+    """Yield the pieces of ``view``, which is ``box`` of the weight."""
     over_rows = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and view.stride(dim) >= rows.size]
     within = sum((view.shape[dim] - 1) * view.stride(dim) for dim in range(view.dim()) if dim not in over_rows)
     first_row, column = divmod(int(view.storage_offset()), rows.size)
@@ -76,11 +78,11 @@ def _pieces(view: Tensor, box: Box, rows: _Rows, part: Tensor) -> Iterator[Piece
     if over_rows:
         view, box = _narrowed(view, box, over_rows[0], slice(start, stop))
     offset = part.storage_offset() + view.storage_offset() - rows.start * rows.size
-    yield Piece(box, part.as_strided(view.shape, view.stride(), offset))
+    yield LocalPiece(box, part.as_strided(view.shape, view.stride(), offset))
 
 
-def _one_by_one(view: Tensor, box: Box, rows: _Rows, part: Tensor) -> Iterator[Piece]:
-    """Along the dimension of the longest strides, where these elements are not parts of rows at an even distance."""
+def _one_by_one(view: Tensor, box: Box, rows: _RowRange, part: Tensor) -> Iterator[LocalPiece]:
+    """Cut along the dimension of the longest stride, for elements that are not at an even distance in rows."""
     dim = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
     for index in range(view.shape[dim]):
         yield from _pieces(*_narrowed(view, box, dim, slice(index, index + 1)), rows, part)

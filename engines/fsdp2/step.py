@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,79 +15,53 @@ from torch.optim import Optimizer
 
 from rlcore.device import Device
 from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
-from rlcore.engines.fsdp2.micro_batch import MicroBatch, Share, micro_batches, on_device
-from rlcore.engines.fsdp2.sharding import leaving_it_sharded, local_part, num_gradient_parts, sync_gradients, total_norm
-from rlcore.errors import InvalidInputError, RlcoreError, StateError
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput
+from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.fsdp2.sharding import (
+    gradient_divisor,
+    resharding_afterwards,
+    set_gradient_sync,
+    total_norm,
+)
+from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
+from rlcore.errors import RlcoreError, StateError
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
+from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
-from rlcore.nn import TrainModule
+from rlcore.nn import OutputHead, TrainModule
+from rlcore.weights.shards import local_part
 
-WEIGHT = "token_weight"
-"""Carried beside the batch's own entries: the token's share of the loss of the whole batch."""
-SCORED = "is_scored"
-"""Carried beside the batch's own entries: whether the token counts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOptions:
-    """How the loss of a batch is computed."""
-
-    max_tokens_per_micro_batch: int
-    temperature: float
-    with_entropy: bool
-
-    def __post_init__(self) -> None:
-        _check_max_tokens(self.max_tokens_per_micro_batch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions(LossOptions):
-    """How ``train_batch`` runs."""
-
-    max_grad_norm: float | None
-
-    def __post_init__(self) -> None:
-        LossOptions.__post_init__(self)  # with slots, super() is of the class before they were added
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise InvalidInputError(f"max_grad_norm must be above 0, or None for no limit, got {self.max_grad_norm!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreOptions:
-    """Which distribution ``forward_logprobs`` speaks of."""
-
-    max_tokens_per_micro_batch: int
-    temperature: float
-    top_p: float
-    top_k: int
-
-    def __post_init__(self) -> None:
-        _check_max_tokens(self.max_tokens_per_micro_batch)
-
-
-def _check_max_tokens(value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"max_tokens_per_micro_batch must be a whole number of at least 1, got {value!r}")
+_NORM_EPS = 1e-6
+"""The same as in ``torch.nn.utils.clip_grads_with_norm_``."""
+_ROWS = 1024
+"""Rows whose whole logits top-p and top-k have to see at once."""
 
 
 def train_step(
     module: TrainModule,
     device: Device,
-    share: Share,
+    batch: RankBatch,
     loss_fn: Callable[..., Any],
     *,
     options: StepOptions,
     reduce_each: bool = False,
 ) -> dict[str, float]:
-    """Gradients of the whole batch, clipping, one step of every optimizer and scheduler; then zero gradients.
+    """Compute gradients of the whole batch, clip them, step every optimizer and scheduler, then zero gradients.
 
-    All workers do this together, each on its share; gradients are exchanged after the last micro-batch, or after each.
+    All ranks call this together, each with its own part of the batch.
 
     Args:
-        device: of rlcore; its profiler marks the phases.
+        device: the rlcore device; its profiler names the phases.
+        reduce_each: exchange gradients after each micro-batch; else after the last one.
+
+    Returns:
+        ``loss``, ``grad_norm``, ``lr/<optimizer>`` and the statistics of the loss, the same on all ranks.
+
+    Raises:
+        StateError: the module has no optimizer.
+        RlcoreError: the gradient norm is not finite; no step was taken.
     """
     optimizers = optimizers_of(module)
     if not optimizers:
@@ -97,8 +71,8 @@ def train_step(
         )
     phase = device.profiler.range
     try:
-        with leaving_it_sharded(module):
-            metrics = _accumulate(module, device, share, loss_fn, options, reduce_each=reduce_each)
+        with resharding_afterwards(module):
+            metrics = _accumulate(module, device, batch, loss_fn, options, reduce_each=reduce_each)
         with phase("train_batch: clip"):
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             norm = total_norm(gradients)
@@ -123,8 +97,10 @@ def train_step(
 
 
 def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[], dict[str, float]]:
-    """Copy them to the host; what is returned waits for that alone. The optimizer's kernels, queued afterwards, run
-    while the host takes up the next batch."""
+    """Begin to copy numbers to the host; return a function that waits for this copy alone and gives them.
+
+    The optimizer's kernels, queued afterwards, run while the host takes up the next batch.
+    """
     values = torch.stack([number.float() for number in numbers.values()]).to("cpu", non_blocking=True)
     arrived = device.streams.event()
     arrived.record()
@@ -139,12 +115,14 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 def _clip_and_step(
     optimizers: Collection[Optimizer], gradients: Sequence[Tensor], norm: Tensor, max_norm: float | None
 ) -> None:
-    """Not at all where the norm is not finite. Fused optimizers scale gradients as they read them and ask the device
-    whether to step, as torch's GradScaler has them do; others take one more pass over the gradients and make the host
-    wait."""
+    """Clip gradients and step, unless the norm is not finite.
+
+    Fused optimizers scale gradients as they read them, and read on the device if they are to step, as under torch's
+    GradScaler. Others take one more pass over the gradients, and the host waits for the norm.
+    """
     is_finite = torch.isfinite(norm)
     divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
-    if not all(map(_asks_the_device, optimizers)):
+    if not all(map(_decides_on_device, optimizers)):
         if not is_finite:
             return
         if divisor is not None:
@@ -161,56 +139,51 @@ def _clip_and_step(
             del asking.grad_scale, asking.found_inf
 
 
-def _asks_the_device(optimizer: Optimizer) -> bool:
-    """SGD takes memory for its momentum as it finds it, which a first step that is not taken would leave so."""
+def _decides_on_device(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer can skip a step by a flag on the device.
+
+    SGD is left out: a skipped first step would leave its momentum as uninitialized memory.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
-
-
-_NORM_EPS = 1e-6
-"""Of ``torch.nn.utils.clip_grads_with_norm_``."""
 
 
 def _accumulate(
     module: TrainModule,
     device: Device,
-    share: Share,
+    batch: RankBatch,
     loss_fn: Callable[..., Any],
     options: StepOptions,
     *,
     reduce_each: bool,
 ) -> _Metrics:
     metrics, phase = _Metrics(), device.profiler.range
-    for number, part in enumerate(_weighted_parts(share, options, device), start=1):
-        sync_gradients(module, reduce_each or number == share.num_micro_batches)
+    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
+    for number, micro_batch in enumerate(parts, start=1):
+        set_gradient_sync(module, reduce_each or number == batch.num_micro_batches)
         with phase("train_batch: forward and loss"):
-            output, weight = _loss(module, part, loss_fn, options)
+            output, weight = _loss(module, micro_batch, loss_fn, options)
         with phase("train_batch: backward"):
-            (output.loss * num_gradient_parts(module)).backward()  # type: ignore[no-untyped-call]
+            (output.loss * gradient_divisor(module)).backward()  # type: ignore[no-untyped-call]
         metrics.add(output.loss.detach(), output.stats, weight)
     return metrics
 
 
-def _weighted_parts(share: Share, options: LossOptions, device: Device) -> Iterator[MicroBatch]:
-    scored_T = share.packed[WEIGHT] != 0
-    return micro_batches(share, scored_T, options.max_tokens_per_micro_batch, device.torch_device)
-
-
 def _loss(
-    module: TrainModule, part: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
+    module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
 ) -> tuple[LossOutput, Tensor]:
-    """And the weight of the micro-batch."""
-    per_token = dict(part.per_token)
+    """Return the loss of a micro-batch, and the sum of its token weights."""
+    per_token = dict(micro_batch.per_token)
     weight_R = per_token.pop(WEIGHT)
-    hidden_TH = module.hidden_states(part.tokens)
+    hidden_TH = module.hidden_states(micro_batch.tokens)
     head = module.output_head()  # by now gathered, if it is sharded
     output = linear_loss(
-        hidden_TH[part.rows_R],
+        hidden_TH[micro_batch.rows_R],
         head.weight,
-        part.targets_R,
+        micro_batch.targets_R,
         loss_fn,
         per_token=per_token,
         token_weight=weight_R,
-        cu_seqlens=part.cu_rows,
+        cu_seqlens=micro_batch.cu_rows,
         with_entropy=options.with_entropy,
         bias=head.bias,
         temperature=options.temperature,
@@ -222,112 +195,96 @@ def _loss(
 
 @torch.no_grad()
 def evaluate(
-    module: TrainModule, device: Device, share: Share, loss_fn: Callable[..., Any], options: LossOptions
+    module: TrainModule, device: Device, batch: RankBatch, loss_fn: Callable[..., Any], options: LossOptions
 ) -> dict[str, float]:
-    """The loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
+    """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
     metrics = _Metrics()
+    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
     with _evaluating(module):
-        for part in _weighted_parts(share, options, device):
+        for micro_batch in parts:
             with device.profiler.range("eval_batch: forward and loss"):
-                output, weight = _loss(module, part, loss_fn, options)
+                output, weight = _loss(module, micro_batch, loss_fn, options)
             metrics.add(output.loss, output.stats, weight)
     return _begin_reading(metrics.joined(), device)()
 
 
 @contextmanager
 def _evaluating(module: TrainModule) -> Iterator[None]:
-    """In evaluation mode, each part as it was afterwards, and nothing gathered."""
-    were_training = [part for part in module.modules() if part.training]
+    """Inside, the module is in evaluation mode; afterwards each submodule is as it was, and nothing is gathered."""
+    were_training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
-        with leaving_it_sharded(module):
+        with resharding_afterwards(module):
             yield
     finally:
-        for part in were_training:
-            part.training = True
+        for submodule in were_training:
+            submodule.training = True
 
 
+@dataclass(frozen=True, slots=True)
 class _Metrics:
-    """Statistics of micro-batches joined by suffix, on the device until the end: no host sync on the way."""
+    """Statistics of micro-batches, kept on the device until the end: no host sync on the way."""
 
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._stats: list[Mapping[str, Tensor]] = []
-        self._weights: list[Tensor] = []
+    rows: list[dict[str, Tensor]] = field(default_factory=list)
+    """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
 
     def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
-        self._losses.append(loss)
-        self._stats.append(stats)
-        self._weights.append(weight)
+        self.rows.append({"loss": loss, "weight": weight, **stats})
 
     def joined(self) -> dict[str, Tensor]:
-        """Of the micro-batches of all workers."""
-        names = ["loss", "weight", *self._stats[0]]
-        rows = zip(self._losses, self._weights, self._stats, strict=True)
-        table = torch.stack([torch.stack([x.float() for x in (loss, w, *stats.values())]) for loss, w, stats in rows])
-        columns = dict(zip(names, _of_all_workers(table).unbind(1), strict=True))
+        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says."""
+        table = torch.stack([torch.stack([value.float() for value in row.values()]) for row in self.rows])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            of_ranks = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, table)
+            table = torch.cat(of_ranks)
+        columns = dict(zip(self.rows[0], table.unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
-        share = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-        return {"loss": loss} | {name: _join(name, values, share) for name, values in columns.items()}
+        fraction = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+        return {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
 
 
-def _of_all_workers(rows: Tensor) -> Tensor:
-    """The rows [M, K] of every worker, one after the other."""
-    if _num_workers() == 1:
-        return rows
-    gathered = [torch.empty_like(rows) for _ in range(_num_workers())]
-    dist.all_gather(gathered, rows)
-    return torch.cat(gathered)
-
-
-def _num_workers() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _join(name: str, values: Tensor, share: Tensor) -> Tensor:
+def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
     if name.endswith("_mean"):
-        # an empty micro-batch has share 0 and an undefined mean
-        return torch.where(share > 0, values * share, 0.0).sum()
+        # an empty micro-batch has no weight and an undefined mean
+        return torch.where(fraction > 0, values * fraction, 0.0).sum()
     if name.endswith("_sum"):
         return values.sum()
     return values.max() if name.endswith("_max") else values.min()
 
 
 @torch.no_grad()
-def score(module: TrainModule, device: Device, share: Share, options: ScoreOptions) -> Tensor:
-    """Log-probability [T] float32, on the host, of every marked token of the whole batch; 0 elsewhere."""
-    place = device.torch_device
-    logprob_T = torch.zeros(share.num_tokens, device=place)
+def score(module: TrainModule, device: Device, batch: RankBatch, options: ScoreOptions) -> Tensor:
+    """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
+    target = device.torch_device
+    logprob_T = torch.zeros(batch.num_tokens, device=target)
     with _evaluating(module):
-        for part in micro_batches(share, share.packed[SCORED], options.max_tokens_per_micro_batch, place):
+        for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, target):
             with device.profiler.range("forward_logprobs: forward"):
-                (position_R,) = on_device([share.positions_T[part.positions_R]], place)
-                logprob_T[position_R] = _logprobs(module, part, options).float()
-    if _num_workers() > 1:
-        dist.all_reduce(logprob_T)  # each token is scored by one worker, and 0 on the others
+                (position_R,) = on_device([batch.positions_T[micro_batch.positions_R]], target)
+                logprob_T[position_R] = _logprobs(module, micro_batch, options).float()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
 
-def _logprobs(module: TrainModule, part: MicroBatch, options: ScoreOptions) -> Tensor:
-    hidden_RH = module.hidden_states(part.tokens)[part.rows_R]
+def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> Tensor:
+    hidden_RH = module.hidden_states(micro_batch.tokens)[micro_batch.rows_R]
     head = module.output_head()
     if options.top_p == 1 and options.top_k <= 0:
         return linear_logprob(
             hidden_RH,
             head.weight,
-            part.targets_R,
+            micro_batch.targets_R,
             bias=head.bias,
             temperature=options.temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
         ).logprob
-    return torch.cat([*_restricted(hidden_RH, part.targets_R, head, options), hidden_RH.new_zeros(0)])
+    return torch.cat([*_restricted(hidden_RH, micro_batch.targets_R, head, options), hidden_RH.new_zeros(0)])
 
 
-_ROWS = 1024  # rows whose whole logits top-p and top-k have to see at once
-
-
-def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: Any, options: ScoreOptions) -> Iterator[Tensor]:
+def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
     for hidden, targets in zip(torch.split(hidden_RH, _ROWS), torch.split(targets_R, _ROWS), strict=True):
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
         if head.softcap is not None:

@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlcore.engines.launchers.group import WorkerGroup
 
@@ -48,7 +48,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(
-        self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
+        self, worker_class: type[object], placements: Sequence[WorkerPlacement], options: LaunchOptions
     ) -> WorkerGroup:
         """Start one worker for each placement, by rank, and wait until all are ready.
 

@@ -1,4 +1,4 @@
-"""What generation returns, with vLLM's names: ``outputs[i].outputs[j].token_ids`` reads the same."""
+"""The results of generation, with vLLM's names: ``outputs[i].outputs[j].token_ids`` reads the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Completion:
     finish_reason: FinishReason
     """"stop": the last token is a stop token; "length": ``max_tokens`` were sampled."""
     version_spans: tuple[VersionSpan, ...]
-    """Which weights made which tokens, in order, covering all of ``token_ids``."""
+    """The versions of the weights that made the tokens, in order, covering all of ``token_ids``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A Hugging Face model folder: checked from its headers before any weight is read, and its tokenizer.
 
-Nothing here reaches the network or runs code from the folder.
+Nothing here uses the network or runs code from the folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ModelFolder:
 
 
 def check_model_folder(path: str | Path) -> ModelFolder:
-    """Checks that a folder has a config and whole safetensors files, reading only their headers.
+    """Check that a folder has a config and whole safetensors files, reading only their headers.
 
     Raises:
         CheckpointError: names the file, what is wrong with it, and what to do.
@@ -73,7 +73,7 @@ def check_model_folder(path: str | Path) -> ModelFolder:
     files = _check_weights(folder)
     found = ModelFolder(folder, _read_json(folder / "config.json"), tuple(files))
     largest = max((max(shape, default=0) for tensors in files.values() for shape in tensors.values()), default=0)
-    if found.vocab_size > largest:  # before anybody makes an embedding of that size
+    if found.vocab_size > largest:  # before an embedding of that size is made
         raise CheckpointError(
             f"{folder / 'config.json'} has a vocab_size of {found.vocab_size}, and no weight there has a "
             f"dimension of that size (the largest is {largest}); download config.json again"
@@ -82,10 +82,10 @@ def check_model_folder(path: str | Path) -> ModelFolder:
 
 
 def load_tokenizer(folder: ModelFolder) -> Any | None:
-    """The folder's tokenizer, or None if it has none: prompts are then token ids, and text is "".
+    """Return the folder's tokenizer, or None if it has none: prompts are then token ids, and text is "".
 
     Raises:
-        CheckpointError: it cannot be read, or knows more tokens than the model.
+        CheckpointError: the tokenizer cannot be read, or knows more tokens than the model.
         MissingDependencyError: transformers is absent.
     """
     if not any((folder.path / name).is_file() for name in _TOKENIZER_FILES):
@@ -100,7 +100,7 @@ def load_tokenizer(folder: ModelFolder) -> Any | None:
     reader: Any = PreTrainedTokenizerFast if has_file else AutoTokenizer
     try:
         tokenizer: Any = reader.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many types; the user sees the original as the cause
+    except Exception as error:  # transformers and tokenizers raise many types; the original is the cause
         raise CheckpointError(f"the tokenizer in {folder.path} cannot be loaded: {error}") from error
     if len(tokenizer) > folder.vocab_size:
         raise CheckpointError(
@@ -111,7 +111,7 @@ def load_tokenizer(folder: ModelFolder) -> Any | None:
 
 
 def _check_weights(folder: Path) -> dict[Path, dict[str, list[int]]]:
-    """The shape of every tensor in every file."""
+    """Return the shape of every tensor in every file."""
     if (folder / _INDEX).is_file():
         return _check_shards(folder)
     if not (folder / _SINGLE).is_file():
@@ -146,7 +146,10 @@ def _check_shards(folder: Path) -> dict[Path, dict[str, list[int]]]:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Of the tensors of a safetensors file whose size is what its header says: 8 bytes of length, header, data."""
+    """Return the shapes of the tensors of a safetensors file, whose size must be that of its header.
+
+    The file has 8 bytes with the length of the header, the header in JSON, and the data.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")

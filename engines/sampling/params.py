@@ -1,13 +1,13 @@
-"""How to sample: vLLM's field names and meanings, checked when made."""
+"""Sampling parameters: vLLM's field names and meanings, checked when made."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError
 
 MIN_TEMPERATURE = 0.01  # vLLM's bound too: below it, logits divided by the temperature overflow in half precision
@@ -16,14 +16,14 @@ _INT64 = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt."""
+    """The parameters of the completions of one prompt."""
 
     n: int = 1
     """Number of completions a prompt."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Sample among the fewest likeliest tokens whose probabilities reach this sum, in (0, 1]; 1 means all."""
+    """Sample among the fewest likeliest tokens whose probabilities come to this sum, in (0, 1]; 1 means all."""
     top_k: int = -1
     """Sample among this many likeliest tokens; -1 or 0 means all."""
     max_tokens: int = 16
@@ -68,15 +68,15 @@ class SamplingParams:
 
     @property
     def restricts_tokens(self) -> bool:
-        """Top-k or top-p leaves some tokens out."""
+        """True if top-k or top-p leaves some tokens out."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k > 0)
 
     @classmethod
     def of(cls, value: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Parameters from themselves, from a mapping of field names, or the defaults from None.
+        """Return parameters as they are, those of a mapping of field names, or the defaults for None.
 
         Raises:
-            InvalidInputError: on an unknown key (names the nearest), a value out of range, or a wrong type.
+            InvalidInputError: an unknown key (names the nearest), a value out of range, or a wrong type.
         """
         if isinstance(value, cls):
             return value
@@ -91,10 +91,8 @@ class SamplingParams:
         names = [field.name for field in fields(cls)]
         for key in value:
             if key not in names:
-                nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-                raise InvalidInputError(
-                    f"unknown sampling parameter {key!r}; did you mean {nearest!r}? accepted: {', '.join(names)}"
-                )
+                hint = did_you_mean(str(key), names, cutoff=0.0)
+                raise InvalidInputError(f"unknown sampling parameter {key!r}{hint} accepted: {', '.join(names)}")
         return cls(**value)
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yields ``advance(count)``; shows nothing when not ``wanted`` (None: only on a terminal)."""
+    """Yield ``advance(count)``; show nothing when not ``wanted`` (None: only on a terminal)."""
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""What every inference executor checks of a request before it runs, and how it writes the completions as text."""
+"""Prompts and parameters of requests: checked before they run, tokenised, and their completions made texts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class PromptReader:
     def read(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], numbers: Sequence[int] | None = None
     ) -> list[Sequence[int]]:
-        """Token ids of each prompt.
+        """Return the token ids of each prompt; token ids are returned as they are.
 
         Args:
-            numbers: what errors call the prompts; None counts them.
+            numbers: what errors call the prompts; None counts from 0.
 
         Raises:
             InvalidInputError: names the prompt and what is wrong with it or its parameters.
@@ -75,6 +75,7 @@ class PromptReader:
     def completion(
         self, token_ids: list[int], logprobs: list[float], *, is_stopped: bool, spans: tuple[VersionSpan, ...]
     ) -> Completion:
+        """Return sampled tokens as a ``Completion``; ``is_stopped``: the last one is a stop token."""
         reason: FinishReason = "stop" if is_stopped else "length"
         spoken = token_ids[:-1] if is_stopped else token_ids
         text = "" if self.tokenizer is None else self.tokenizer.decode(spoken, skip_special_tokens=True)
@@ -82,7 +83,7 @@ class PromptReader:
 
 
 def prompts_of(given: Any) -> list[Prompt]:
-    """A list of the prompts that a user gave; a text is one.
+    """Return the prompts that a user gave as a list; a single text is one prompt.
 
     Raises:
         InvalidInputError: names the prompt that is neither a text nor a list of token ids.
@@ -106,8 +107,8 @@ def _are_token_ids(prompt: Any) -> bool:
 
 
 def params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsLike]) -> list[SamplingParams]:
-    """Sampling parameters for each prompt, from one for all or one each."""
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
+    """Return sampling parameters for each prompt, from one for all or one each."""
+    if isinstance(params, str) or not isinstance(params, Sequence):
         return [SamplingParams.of(params)] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidInputError(
@@ -117,6 +118,6 @@ def params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsL
 
 
 def seeds_of_each(params: Sequence[SamplingParams]) -> list[int]:
-    """The seed of each prompt; where none is given, one from torch's default generator."""
+    """Return the seed of each prompt; where none is given, one from torch's default generator."""
     drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (len(params),)).tolist()
     return [one.seed if one.seed is not None else new for one, new in zip(params, drawn, strict=True)]

@@ -1,4 +1,4 @@
-"""Requests of an executor that generates only while it is asked to: they wait, and run when they are collected."""
+"""The request queue of an executor that generates only while it is called: requests run when they are collected."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_pause_mode(mode: str) -> None:
         raise InvalidInputError(f"pause() takes one of {', '.join(PAUSE_MODES)}, got {mode!r}")
 
 
-class WaitingRequests:
-    """``run(prompts, params, version)`` completes some."""
+class RequestQueue:
+    """Keeps requests until they are collected; ``run(prompts, params, version)`` completes them."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -33,7 +33,7 @@ class WaitingRequests:
         self._waiting |= dict(zip(numbers, zip(prompts, params, strict=True), strict=True))
 
     def collect(self, version: int) -> dict[int, RequestOutput]:
-        """Run what waits, unless paused; what has ended."""
+        """Run the waiting requests, unless paused; return the outputs of all that have ended, by number."""
         if not self._is_paused:
             self._finish(version)
         done, self._done = self._done, {}

@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
-from rlcore.engines.inference import InferenceEngine, poisoned
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.weight_sync.channels.peers import JoinedParties, Parties, SpmdParties, WorkerParties
+from rlcore.engines.weight_sync.channels.peers import JoinedPeers, SpmdPeers, SyncPeers, WorkerPeers
 from rlcore.engines.weight_sync.options import RoundOptions
-from rlcore.engines.weight_sync.session import Rounds
-from rlcore.errors import InvalidInputError
+from rlcore.engines.weight_sync.session import SyncSession
+from rlcore.errors import InvalidInputError, SyncError
 from rlcore.types import SyncReport
 
 
-class _Known(NamedTuple):
-    """What is kept between two rounds with the same engines."""
+class ReceivingEngine(ABC):
+    """An engine that takes the weights of a train engine; ``InferenceEngine`` is one."""
+
+    @property
+    @abstractmethod
+    def is_built(self) -> bool:
+        """The engine has workers."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Number of the weights that are served."""
+
+    @property
+    @abstractmethod
+    def contents(self) -> object | None:
+        """Another object whenever the weights are overwritten; None when there are none."""
+
+    @abstractmethod
+    def receiving_group(self) -> WorkerGroup:
+        """Return the workers that take new weights; raises StateError when theirs are not on the device."""
+
+    @abstractmethod
+    def receiving(self, *, is_staged: bool) -> AbstractContextManager[None]:
+        """Return what is entered for a round; ``is_staged`` leaves the old weights whole until its end."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Refuse to serve until ``commit``: the weights are about to be overwritten."""
+
+    @abstractmethod
+    def commit(self, version: int) -> None:
+        """Serve the weights, which are whole and of this version."""
+
+
+class _KnownSession(NamedTuple):
+    """The session with some engines, kept between two rounds."""
 
     groups: list[WorkerGroup]
-    rounds: Rounds
+    session: SyncSession
     weights: tuple[object, ...]
     """Changes of the trainer and contents of the targets when the last round ended."""
 
 
 class WeightSync:
-    """Of one train engine."""
+    """The sessions of one train engine, by their targets."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[InferenceEngine, ...], _Known] = {}
+        self._known: dict[tuple[ReceivingEngine, ...], _KnownSession] = {}
 
     def run(
         self,
         group: WorkerGroup,
-        targets: Sequence[InferenceEngine],
+        targets: Sequence[ReceivingEngine],
         num_changes: int,
         make_options: Callable[[bool], RoundOptions],
     ) -> SyncReport:
-        """One round to all targets, who commit together.
+        """Run one round to all targets, who commit together.
 
         Args:
             group: the trainer's workers.
@@ -49,13 +85,13 @@ class WeightSync:
         known = self._known.get(key)
         options = make_options(known is not None and known.weights == _weights(num_changes, targets))
         if known is None or known.groups != groups:
-            known = _Known(groups, _rounds(groups, options.timeout_s), ())
+            known = _KnownSession(groups, _session(groups, options.timeout_s), ())
         self._forget_closed()
         self._known[key] = known
         with ExitStack() as stack:
             for target in targets:
                 stack.enter_context(target.receiving(is_staged=options.is_staged))
-            report = known.rounds.run(options, lambda: poisoned(targets, options.version))
+            report = known.session.run(options, lambda: poisoned(targets, options.version))
         self._known[key] = known._replace(weights=_weights(num_changes, targets))
         return report
 
@@ -64,28 +100,45 @@ class WeightSync:
             del self._known[key]
 
 
-def _weights(num_changes: int, targets: Sequence[InferenceEngine]) -> tuple[object, ...]:
+def _weights(num_changes: int, targets: Sequence[ReceivingEngine]) -> tuple[object, ...]:
     return (num_changes, *(target.contents for target in targets))
 
 
-def _rounds(groups: Sequence[WorkerGroup], timeout_s: float) -> Rounds:
-    senders, *receivers = [WorkerParties(group, timeout_s) for group in groups]
-    joined: Parties = receivers[0] if len(receivers) == 1 else JoinedParties(receivers)
+def _session(groups: Sequence[WorkerGroup], timeout_s: float) -> SyncSession:
+    senders, *receivers = [WorkerPeers(group, timeout_s) for group in groups]
+    joined: SyncPeers = receivers[0] if len(receivers) == 1 else JoinedPeers(receivers)
     context = groups[0].workers[0].context
     if not context.joins_torchrun:
-        return Rounds(senders, joined)
+        return SyncSession(senders, joined)
 
-    def exchange(data: bytes) -> list[bytes]:
+    def all_gather(data: bytes) -> list[bytes]:
         found: list[bytes] = groups[0].call("exchange", [((data,), {})])[0]
         return found
 
-    return Rounds(SpmdParties(senders, exchange, context.rank), SpmdParties(joined, exchange, context.rank))
+    return SyncSession(SpmdPeers(senders, all_gather, context.rank), SpmdPeers(joined, all_gather, context.rank))
 
 
-def as_targets(given: InferenceEngine | Sequence[InferenceEngine]) -> list[InferenceEngine]:
-    """The engines that a sync is for; each once."""
+@contextlib.contextmanager
+def poisoned(engines: Sequence[ReceivingEngine], version: int) -> Iterator[None]:
+    """Inside, and after an error, the engines refuse to generate; a clean end commits ``version`` on all."""
+    for engine in engines:
+        engine.poison()
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0].removesuffix("; the worker was at:")
+        raise SyncError(
+            f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
+            "refuses to generate; sync again, or reload with load()"
+        ) from error
+    for engine in engines:
+        engine.commit(version)
+
+
+def as_targets(given: ReceivingEngine | Sequence[ReceivingEngine]) -> list[ReceivingEngine]:
+    """Return the engines that a sync is for; raises InvalidInputError for none, for one twice, or for another thing."""
     targets = list(given) if isinstance(given, list | tuple) else [given]
-    are_engines = all(isinstance(target, InferenceEngine) for target in targets)
+    are_engines = all(isinstance(target, ReceivingEngine) for target in targets)
     if not targets or not are_engines or len({id(target) for target in targets}) < len(targets):
         raise InvalidInputError(f"sync_weights() takes an inference engine or several different ones, got {given!r}")
     return targets  # type: ignore[return-value]  # mypy does not narrow a Sequence of engines

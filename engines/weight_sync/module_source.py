@@ -1,4 +1,4 @@
-"""What a train worker's module holds, as its sender asks for it."""
+"""The tensors of a train worker's module, as its sender asks for them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlcore.compute_dtype import stop_computing
-from rlcore.engines.weight_sync.planning.manifest import Manifest, Source, describe
+from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
 from rlcore.weights.view import WeightView, whole
 
 
-class ModuleHolding:
-    """Of one rank of a module that is sharded over ``num_ranks``.
+class ModuleSourceTensors:
+    """The ``SourceTensors`` of one rank of a module that is sharded over ``num_ranks``.
 
-    It is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+    The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
     """
 
     def __init__(self, module: TrainModule, num_ranks: int) -> None:
@@ -26,15 +26,15 @@ class ModuleHolding:
         self._num_ranks = num_ranks
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
-        self._source: Source | None = None
+        self._parameters: RankParameters | None = None
         self._parts: list[Tensor] = []
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightManifest:
         return self._described.manifest
 
     def parts(self) -> list[Tensor]:
-        source = self._look()
+        source = self._refresh()
         present = [part.data_ptr() for part in source.local_parameters()]
         if present != [part.data_ptr() for part in self._parts]:  # what was refilled in place is in the same storage
             self._parts = source.parts()
@@ -42,7 +42,7 @@ class ModuleHolding:
 
     @torch.no_grad()
     def compute(self, weights: Sequence[int]) -> list[Tensor]:
-        self._look()
+        self._refresh()
         views = [self._views[number] for number in weights]
         try:
             return list(map(_computed, views))
@@ -54,21 +54,21 @@ class ModuleHolding:
         return [part._version for part in self._parts]
 
     @property
-    def _described(self) -> Source:
-        return self._source or self._look()
+    def _described(self) -> RankParameters:
+        return self._parameters or self._refresh()
 
-    def _look(self) -> Source:
-        """Described anew when the module has other parameters."""
+    def _refresh(self) -> RankParameters:
+        """Return the description of the module, a new one when the module has other parameters."""
         present = _resharded(self._module)
-        if self._source is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
+        if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
             self._views = list(self._module.weight_views())
-            self._source = describe(self._views, self._num_ranks)
+            self._parameters = describe(self._views, self._num_ranks)
             self._known, self._parts = present, []
-        return self._source
+        return self._parameters
 
 
 def _resharded(root: nn.Module) -> list[nn.Parameter]:
-    """All parameters, after what FSDP keeps gathered behind a forward without a backward was freed."""
+    """Return all parameters, after freeing what FSDP keeps gathered after a forward without a backward."""
     stop_computing(root)
     modules = list(_modules(root))
     for module in modules:
@@ -78,19 +78,19 @@ def _resharded(root: nn.Module) -> list[nn.Parameter]:
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
-    """In some order; several times as fast as ``root.modules()``."""
-    seen, waiting = {id(root)}, [root]
-    while waiting:
-        module = waiting.pop()
+    """Yield all modules in any order; several times as fast as ``root.modules()``."""
+    seen, stack = {id(root)}, [root]
+    while stack:
+        module = stack.pop()
         yield module
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                waiting.append(child)
+                stack.append(child)
 
 
 def _computed(found: WeightView) -> Tensor:
-    """A whole weight that the manifest has no rows of."""
+    """Return a whole weight that the manifest has no rows of, contiguous."""
     if found.compute is not None:
         return found.compute().contiguous()
     assert found.parameter is not None

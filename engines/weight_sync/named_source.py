@@ -1,4 +1,4 @@
-"""What a program gives a ``WeightSender`` by name: described once, and in later rounds only looked at."""
+"""Named tensors as a program gives them to a ``WeightSender``: described once, and in later rounds only looked at."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlcore.engines.fsdp2.sharding import local_part
-from rlcore.engines.weight_sync.planning.manifest import Manifest, describe
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest, describe
 from rlcore.errors import StateError, SyncError
 from rlcore.weights.names import mismatch
+from rlcore.weights.shards import local_part
 from rlcore.weights.view import WeightView, whole
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-class NamedHolding:
-    """Named tensors of one rank, sharded or whole."""
+class NamedSourceTensors:
+    """The ``SourceTensors`` of named tensors of one rank, sharded or whole.
+
+    Args:
+        get: returns the tensors, in the same order each time.
+        num_ranks: how many ranks have a part of them.
+    """
 
     def __init__(self, get: Callable[[], NamedTensors], num_ranks: int) -> None:
         self._get = get
         self._num_ranks = num_ranks
-        self._manifest: Manifest | None = None
+        self._manifest: WeightManifest | None = None
         self._names: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._layouts: list[tuple[Any, ...]] = []
@@ -34,7 +39,7 @@ class NamedHolding:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the tensors as they are now. Those that are laid out as before are not described again.
+        """Take the tensors as they are now. They are described again only where their layout has changed.
 
         Raises:
             SyncError: they are not those of the first time.
@@ -63,7 +68,7 @@ class NamedHolding:
         self._tensors, self._addresses, self._parts = {}, [], []
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightManifest:
         if self._manifest is None:
             raise StateError("the sender has no tensors yet; call send()")
         return self._manifest
@@ -81,12 +86,12 @@ class NamedHolding:
 
 
 def _view(name: str, tensor: Tensor) -> WeightView:
-    """As a parameter of its own, also where one tensor has two names."""
+    """Return a tensor as a parameter of its own, also where one tensor has two names."""
     return WeightView(name, tensor.detach(), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor that a manifest depends on."""
+    """Return all of a tensor that a manifest depends on."""
     plain = tensor.dtype, tensor.shape, tensor.stride()
     if not isinstance(tensor, DTensor):
         return plain

@@ -1,6 +1,6 @@
-"""The receiving side of a weight sync: one worker's share of an inference engine, written by plan and by version.
+"""The receiving side of a weight sync: it writes one worker's shard of an inference engine, by plan and by version.
 
-Its methods take and give plain data, so that they can be called over any channel. Nothing here knows of workers.
+Its methods take and return plain data, so that they can be called over any channel. Nothing here knows of workers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlcore.engines.weight_sync.endpoint import Place, decoded, place_of
-from rlcore.engines.weight_sync.planning.execution import Planned, Summary
-from rlcore.engines.weight_sync.planning.manifest import Manifest, dtype_of
+from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
+from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
+from rlcore.engines.weight_sync.planning.execution import PlanExecution
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
-from rlcore.engines.weight_sync.sender import Packing
 from rlcore.engines.weight_sync.target import Target
-from rlcore.engines.weight_sync.transports.events import Marks
-from rlcore.engines.weight_sync.transports.ipc_memory import Reach
-from rlcore.engines.weight_sync.transports.process_group import Meeting
-from rlcore.engines.weight_sync.transports.slabs import Bucket, check, check_slot_bytes, views
+from rlcore.engines.weight_sync.transports.buckets import Bucket
+from rlcore.engines.weight_sync.transports.events import SlotEvents
+from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
+from rlcore.engines.weight_sync.transports.process_group import SyncGroup
+from rlcore.engines.weight_sync.transports.staging_buffers import check, check_slot_bytes, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
 
 
@@ -34,45 +35,46 @@ class Receiver:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._device = target.device
-        self._place = place_of(self._device)
-        self._reach = Reach(self._device)
-        self._marks = Marks(self._device)
+        self._info = endpoint_info(self._device)
+        self._imported = ImportedMemory(self._device)
+        self._events = SlotEvents(self._device)
         self._trainer = ""
-        """Whose slabs and tensors are open."""
+        """The trainer whose staging buffers and tensors are open."""
         self._planner: Planner | None = None
-        self._plans: dict[str, Planned] = {}
-        self._loads: dict[tuple[int, ...], Planned] = {}
-        """Of ``plan_load``, by its weights."""
+        self._plans: dict[str, PlanExecution] = {}
+        self._loads: dict[tuple[int, ...], PlanExecution] = {}
+        """Plans of ``plan_load``, by its weights."""
         self._scratch: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
         """The target's tensors, until something may put others in their place."""
-        self._staging: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
+        """The new weights of a staged round, until its commit."""
         self._is_staged = False
         self._round_id = 0
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
         self._buffer: Tensor | None = None
-        self._meeting: Meeting | None = None
+        self._group: SyncGroup | None = None
         self.is_whole = True
-        """What the target holds is of one version: it may be used."""
+        """The target's weights are of one version: it may be used."""
         self.why_abandoned = ""
 
     # ---------------------------------------------------------------------------------------------- agree
 
     def describe(self) -> bytes:
-        """The ``Place``."""
-        return msgspec.msgpack.encode(self._place)
+        """Return the ``EndpointInfo``, encoded."""
+        return msgspec.msgpack.encode(self._info)
 
     def begin(self, round_id: int, trainer: str, manifest: str, is_same: bool, is_staged: bool) -> list[Any]:
-        """A new round; what is left of an earlier one, or is open to another trainer, is dropped.
+        """Begin a new round; what is left of an earlier one, or is open of another trainer, is dropped.
 
         Args:
             trainer: a name that no other trainer has.
 
         Returns:
-            place, whether this trainer's last call of ``prepare`` was for this manifest, and ``is_same`` for all ranks
-            to see.
+            The endpoint info, True if this trainer's last call of ``prepare`` was for this manifest, and ``is_same``
+            for all ranks to see.
         """
         self._drop_round()
         is_prepared = trainer == self._trainer and self._planning().manifest.digest == manifest
@@ -82,28 +84,28 @@ class Receiver:
         return [self.describe(), is_prepared, is_same]
 
     def prepare(self, trainer: str, manifest: bytes, senders: list[bytes], number: int) -> bytes:
-        """Plan for this trainer, as receiver ``number`` of all; the ``Summary``. Writes nothing.
+        """Plan for this trainer, as receiver ``number`` of all; returns the ``PlanSummary``. Writes nothing.
 
         Raises:
             SyncError: the trainer's model is not this engine's.
         """
-        described = Manifest.from_bytes(manifest)
-        places = [decoded(place, Place, "place") for place in senders]
-        if self._planner is None or not self._planner.serves(described, places, number):
-            self._planner = Planner(self._target, described, places, self._place, number)
+        described = WeightManifest.from_bytes(manifest)
+        ranks = [decoded(one, EndpointInfo, "endpoint info") for one in senders]
+        if self._planner is None or not self._planner.serves(described, ranks, number):
+            self._planner = Planner(self._target, described, ranks, self._info, number)
         self._trainer = trainer
-        return self._planned()
+        return self._summary()
 
-    def prove(self) -> bytes:
-        """Try the plan on known values, in the live weights; what it gets wrong is left to the engine's own loader."""
+    def self_test(self) -> bytes:
+        """Run the plan on known values, in the live weights; what it gets wrong is left to the engine's own loader."""
         self.is_whole = False
-        self._planning().prove()
+        self._planning().run_self_test()
         self._live = {}
-        return self._planned()
+        return self._summary()
 
-    def _planned(self) -> bytes:
+    def _summary(self) -> bytes:
         planner = self._planning()
-        plan = Planned(
+        plan = PlanExecution(
             planner.plan.digest,
             planner.pieces(),
             self._destinations,
@@ -112,21 +114,21 @@ class Receiver:
         )
         self._plans, self._loads = {plan.digest: plan}, {}
         return msgspec.msgpack.encode(
-            Summary(
+            PlanSummary(
                 digest=plan.digest,
                 needed_bytes=planner.needed_bytes(),
                 fallback=planner.fallback,
-                is_proven=planner.is_proven,
+                is_tested=planner.is_tested,
             )
         )
 
     def plan_load(self, weights: list[int]) -> str:
-        """Plan to have whole weights in scratch memory, by their numbers in the manifest; the plan's digest."""
+        """Plan to have whole weights in scratch memory, by their numbers in the manifest; returns the plan's digest."""
         planner = self._planning()
         found = [planner.manifest.weights[number] for number in weights]
         if tuple(weights) not in self._loads:
             pieces = planner.whole(weights)
-            self._loads[tuple(weights)] = Planned(
+            self._loads[tuple(weights)] = PlanExecution(
                 f"load:{hashlib.sha256(msgspec.msgpack.encode(pieces)).hexdigest()}",
                 pieces,
                 lambda: self._scratch,
@@ -152,9 +154,9 @@ class Receiver:
             self._live = self._target.tensors()
         if not self._is_staged:
             return self._live
-        if not self._staging:
-            self._staging = self._stage({name: self._live[name] for name in self._planning().destination_names})
-        return self._staging
+        if not self._staged:
+            self._staged = self._stage({name: self._live[name] for name in self._planning().destination_names})
+        return self._staged
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
@@ -162,13 +164,13 @@ class Receiver:
             raise UnsupportedError(
                 f"staged=True on {self._device.name}", f"a second copy takes {needed} bytes, and {free} are free"
             )
-        # What no weight reaches stays as it is.
+        # Elements that no weight is written to stay as they are.
         return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------ local, direct
 
     def open_offers(self, offers: list[bytes], timeout_s: float = 30.0) -> int:
-        """Reach the tensors of all senders; the handles that had to be opened.
+        """Open the tensors of all senders; returns how many handles had to be opened.
 
         Args:
             timeout_s: for each sender to answer.
@@ -176,29 +178,29 @@ class Receiver:
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
-        return self._reach.open_offers(offers, timeout_s)
+        return self._imported.open_offers(offers, timeout_s)
 
     def pull(self, round_id: int, digest: str, is_last: bool) -> list[int]:
-        """Copy a whole plan from the senders' tensors. Done on the device when this returns.
+        """Copy a whole plan from the senders' tensors. The device is done when this returns.
 
         Returns:
-            its bytes, and, if nothing else is to come in this round, what ``ready`` returns.
+            The plan's bytes, and, if nothing else comes in this round, what ``ready`` returns.
         """
         plan = self._writing(round_id, digest)
-        with self._reach.using():
-            plan.whole().run(self._reach.sources(), plan.destinations())
+        with self._imported.using():
+            plan.whole().run(self._imported.sources(), plan.destinations())
             self._device.synchronize()
         plan.is_pulled = True
         return [plan.read_bytes, self.ready(round_id)] if is_last else [plan.read_bytes]
 
-    def _plan(self, round_id: int, digest: str) -> Planned:
+    def _plan(self, round_id: int, digest: str) -> PlanExecution:
         self._check_round(round_id)
         if digest not in self._plans:
             raise SyncError(f"plan {digest} is not this receiver's, which has {', '.join(self._plans) or 'none'}")
         return self._plans[digest]
 
-    def _writing(self, round_id: int, digest: str) -> Planned:
-        """A plan whose destinations are about to be written."""
+    def _writing(self, round_id: int, digest: str) -> PlanExecution:
+        """Return a plan whose destinations are about to be written."""
         plan = self._plan(round_id, digest)
         self.is_whole = self.is_whole and (self._is_staged or plan.is_scratch)
         return plan
@@ -210,53 +212,56 @@ class Receiver:
     # ------------------------------------------------------------------------------------- packed, collective
 
     def pieces(self, digest: str | None) -> list[bytes]:
-        """What a plan wants from each sender; nothing for None."""
+        """Return what a plan wants from each sender; nothing for None."""
         return [] if digest is None else [msgspec.msgpack.encode(own) for own in self._plans[digest].pieces]
 
-    def open_slabs(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
-        """Reach the slabs of all senders, as ``open_offers`` does; the handles that had to be opened."""
-        return self._reach.open_slabs(handles, timeout_s)
+    def open_staging_buffers(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
+        """Open the staging buffers of all senders, as ``open_offers`` does; returns how many handles were opened."""
+        return self._imported.open_staging_buffers(handles, timeout_s)
 
     def unpack(self, packings: bytes) -> int:
-        """Empty slots, as a list of ``Packing`` says; the payload's bytes. Done when this returns, unless marked."""
+        """Unpack slots, as a list of ``Packing`` says; returns the payload's bytes.
+
+        The device is done when this returns, unless it waits by events.
+        """
         orders = decoded(packings, list[Packing], "list of Packing")
         moved = 0
-        with self._reach.using():
+        with self._imported.using():
             for order in orders:
-                if order.is_marked:
-                    self._marks.wait(order.slot, order.sender)
+                if order.waits_by_event:
+                    self._events.wait(order.slot, order.sender)
                 nbytes = self._bucket(order).nbytes
-                moved += self._take(order, self._reach.received(order.sender, order.slot, nbytes))
-            for slot in {order.slot for order in orders if order.is_marked}:
-                self._marks.set(slot)
-            if not all(order.is_marked for order in orders):
+                moved += self._take(order, self._imported.received(order.sender, order.slot, nbytes))
+            for slot in {order.slot for order in orders if order.waits_by_event}:
+                self._events.record(slot)
+            if not all(order.waits_by_event for order in orders):
                 self._device.synchronize()
         return moved
 
-    def open_marks(self, senders: list[list[Any]]) -> list[bytes]:
-        """Take the senders' marks, and give this receiver's; none where devices cannot wait for each other.
+    def open_events(self, senders: list[list[Any]]) -> list[bytes]:
+        """Open the senders' events, and return this receiver's; none where devices cannot wait for each other.
 
         A process does not open its own events.
         """
-        is_own = any(process == self._place.process for process, _ in senders)
-        if is_own or not self._marks.know([handles for _, handles in senders]):
+        is_own = any(process == self._info.process for process, _ in senders)
+        if is_own or not self._events.import_([handles for _, handles in senders]):
             return []
-        return self._marks.make()
+        return self._events.export()
 
-    def join(self, meeting: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form the group of the route "collective", through a folder; all senders and receivers together."""
+    def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
+        """Form the process group of the route "collective", through a folder; all senders and receivers together."""
         self.leave()
-        self._meeting = Meeting(self._device, meeting, rank, world_size, timeout_s)
+        self._group = SyncGroup(self._device, rendezvous, rank, world_size, timeout_s)
 
     def leave(self) -> None:
-        """Leave the group."""
-        meeting, self._meeting, self._buffer = self._meeting, None, None
-        if meeting is not None:
-            meeting.leave()
+        """Leave the process group, if there is one."""
+        group, self._group, self._buffer = self._group, None, None
+        if group is not None:
+            group.leave()
 
     def receive(self, packings: bytes) -> int:
-        """Receive and unpack bucket after bucket; the payload's bytes."""
-        if self._meeting is None:
+        """Receive and unpack bucket after bucket; returns the payload's bytes."""
+        if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         moved = 0
         for order in decoded(packings, list[Packing], "list of Packing"):
@@ -264,7 +269,7 @@ class Receiver:
                 check_slot_bytes(order.slot_bytes)
                 self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
             bucket = self._bucket(order)
-            self._meeting.receive(self._buffer[: bucket.nbytes], order.sender)
+            self._group.receive(self._buffer[: bucket.nbytes], order.sender)
             moved += self._take(order, self._buffer)
         self._device.synchronize()
         return moved
@@ -284,7 +289,7 @@ class Receiver:
     # --------------------------------------------------------------------------------------- load and verify
 
     def load(self, round_id: int, weights: list[int]) -> None:
-        """Give what a plan of ``plan_load`` brought to the engine's own loader."""
+        """Give the weights that a plan of ``plan_load`` brought to the engine's own loader."""
         self._check_round(round_id)
         self.is_whole = False
         if not self._is_reloading:
@@ -297,12 +302,12 @@ class Receiver:
         self._scratch, self._live = {}, {}
 
     def remember(self, round_id: int) -> None:
-        """The sum of each tensor, to compare with what is there later."""
+        """Keep the sum of each tensor, to compare it with a later one."""
         self._finish_writing(round_id)
         self._remembered = self._sums()
 
     def compare(self, round_id: int) -> list[str]:
-        """The tensors that are not what ``remember`` saw."""
+        """Return the names of tensors whose sum is not the one that ``remember`` kept."""
         self._finish_writing(round_id)
         now, self._remembered, before = self._sums(), {}, self._remembered
         return sorted(name for name, total in now.items() if before[name] != total)
@@ -324,24 +329,24 @@ class Receiver:
     # ------------------------------------------------------------------------------------------ vote, commit
 
     def ready(self, round_id: int) -> int:
-        """The buckets that have not come: 0 is this receiver's vote for the new weights."""
+        """Return how many buckets have not come: 0 is this receiver's vote for the new weights."""
         self._finish_writing(round_id)
         return sum(plan.missing() for plan in self._plans.values())
 
     def commit(self, round_id: int, version: int) -> None:
-        """The new weights are what is served."""
+        """Serve the new weights from now on."""
         self._check_round(round_id)
-        if self._staging:
+        if self._staged:
             self.is_whole = False
             live = self._target.tensors()
-            torch._foreach_copy_([live[name] for name in self._staging], list(self._staging.values()))
+            torch._foreach_copy_([live[name] for name in self._staged], list(self._staged.values()))
             self._device.synchronize()
         self._target.committed(version)
         self.is_whole = True
         self._drop_round()
 
-    def abandon(self, meeting: str = "", why: str = "") -> None:
-        """A round has failed: what it held is given up, with the group ``meeting``. What was written stays."""
+    def abandon(self, rendezvous: str = "", why: str = "") -> None:
+        """Release what a round held that has failed, with the group ``rendezvous``. What was written stays."""
         self.why_abandoned = why
         self._drop_round()
         self._let_go_of_trainer()
@@ -349,11 +354,11 @@ class Receiver:
     def _let_go_of_trainer(self) -> None:
         self._trainer = ""
         self.leave()
-        self._reach.close()
-        self._marks.drop()
+        self._imported.close()
+        self._events.drop()
 
     def reloaded(self) -> None:
-        """The target was loaded whole from elsewhere, such as from disk."""
+        """Take the target for whole: it was loaded from elsewhere, such as from disk."""
         self._drop_round()
         self.is_whole = True
 
@@ -361,13 +366,13 @@ class Receiver:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
         self._round_id, self._is_staged = 0, False
-        self._scratch, self._staging, self._live, self._remembered = {}, {}, {}, {}
+        self._scratch, self._staged, self._live, self._remembered = {}, {}, {}, {}
         for plan in self._plans.values():
             plan.forget_round()
         for plan in self._loads.values():
             plan.let_go()
 
     def close(self) -> None:
-        """Let go of everything of others."""
+        """Close all memory of others."""
         self.abandon()
         self._planner, self._plans, self._loads = None, {}, {}

@@ -1,7 +1,7 @@
-"""A weight sync: agree, move, vote, commit.
+"""The rounds of a weight sync between the same senders and receivers: agree, move, vote, commit.
 
 Until the first byte is written an error leaves the receivers serving what they had. From then until all have committed
-they are poisoned: only a complete round, or a reload, ends that. A staged round is not poisoned before its vote.
+they are poisoned, which only a complete round or a reload ends. In a staged round they are poisoned after the vote.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlcore.engines.weight_sync.channels.peers import LateError, Parties, TimedParties
-from rlcore.engines.weight_sync.endpoint import Place, decoded, is_unwise, refusal
+from rlcore.engines.weight_sync.channels.peers import LateError, SyncPeers, TimedPeers
+from rlcore.engines.weight_sync.endpoint import EndpointInfo
+from rlcore.engines.weight_sync.messages import PlanSummary, decoded
 from rlcore.engines.weight_sync.options import Clock, RoundOptions
-from rlcore.engines.weight_sync.planning.execution import Summary
-from rlcore.engines.weight_sync.planning.manifest import Manifest
-from rlcore.engines.weight_sync.transports.routes import PATHS, Direct, Local, Packed, PackedOnHost, Path
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest
+from rlcore.engines.weight_sync.transports.base import Transport
+from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
+from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
+from rlcore.engines.weight_sync.transports.staged import PackedOnHostTransport, PackedTransport
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError
 from rlcore.types import SyncReport
 
-_SLAB_BYTES, _HOST_SLAB_BYTES = 256 << 20, 8 << 20
-"""Of each of a sender's two slots; containers often limit a host's shared memory to 64 MiB."""
-_SMALLEST_SLAB_BYTES = 1 << 16
+_STAGING_BYTES, _HOST_STAGING_BYTES = 256 << 20, 8 << 20
+"""The largest staging buffer that is chosen: containers often limit a host's shared memory to 64 MiB."""
+_SMALLEST_STAGING_BYTES = 1 << 16
 _GRACE_S = 10.0
-"""For giving up what a failed round holds."""
+"""Time for both sides to release what a failed round holds."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What these very senders and receivers know of each other."""
+    """The facts that both sides of a session know of each other; void once a sender or a receiver is another one."""
 
     key: tuple[Any, ...]
-    manifest: Manifest
-    senders: list[Place]
-    receivers: list[Place]
-    summaries: list[Summary]
+    manifest: WeightManifest
+    senders: list[EndpointInfo]
+    receivers: list[EndpointInfo]
+    summaries: list[PlanSummary]
 
     @property
-    def is_proven(self) -> bool:
-        return all(summary.is_proven for summary in self.summaries)
+    def is_tested(self) -> bool:
+        return all(summary.is_tested for summary in self.summaries)
 
     @property
     def digests(self) -> list[str]:
@@ -52,18 +55,19 @@ class Agreement:
 
     @functools.cached_property
     def fallback(self) -> list[int]:
-        """Weights that some receiver leaves to its engine's own loader, by their numbers."""
+        """Numbers of the weights that some receiver leaves to its engine's own loader."""
         names = {name for summary in self.summaries for name in summary.fallback}
         return [number for number, weight in enumerate(self.manifest.weights) if weight.name in names]
 
     def nbytes(self, weights: Sequence[int]) -> int:
         return sum(self.manifest.weights[number].nbytes for number in weights)
 
-    def slab_bytes(self, is_on_host: bool) -> int:
+    def staging_bytes(self, is_on_host: bool) -> int:
+        """Return the size of a staging buffer: a power of two up to twice what one sender gives."""
         most = max(self._of_sender(sender) for sender in range(len(self.senders)))
-        is_on_host |= any(place.is_host for place in self.senders)
-        largest = _HOST_SLAB_BYTES if is_on_host else _SLAB_BYTES
-        size = _SMALLEST_SLAB_BYTES
+        is_on_host |= any(one.is_host for one in self.senders)
+        largest = _HOST_STAGING_BYTES if is_on_host else _STAGING_BYTES
+        size = _SMALLEST_STAGING_BYTES
         while size < min(2 * most, largest):
             size *= 2
         return size
@@ -72,30 +76,35 @@ class Agreement:
         return sum(summary.needed_bytes[sender] for summary in self.summaries)
 
 
-class Rounds:
-    """Between the same senders and receivers; what they agreed on and opened is kept from round to round."""
+class SyncSession:
+    """Runs the rounds; what the two sides agreed on and opened is kept from round to round.
 
-    def __init__(self, senders: Parties, receivers: Parties) -> None:
+    Args:
+        senders: all ranks of the trainer.
+        receivers: all workers of all engines, which commit together.
+    """
+
+    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
         self.senders = senders
         self.receivers = receivers
         self.calls_s: Counter[str] = Counter()
-        """Of the last round."""
-        self.timed = TimedParties(senders, self.calls_s), TimedParties(receivers, self.calls_s)
+        """Seconds of each call of the last round, by its method."""
+        self.timed = TimedPeers(senders, self.calls_s), TimedPeers(receivers, self.calls_s)
         self.name = uuid.uuid4().hex
-        """By which receivers know these senders from others."""
+        """The name by which receivers tell these senders from others."""
         self.agreement: Agreement | None = None
-        self.paths: dict[type[Path], Path] = {}
-        self.kind: type[Path] = Local
-        """Of the path that was chosen."""
+        self.transports: dict[type[Transport], Transport] = {}
+        self.kind: type[Transport] = LocalTransport
+        """The kind of transport that was chosen last."""
         self.unshared = ""
-        """Why it had to be ``PackedOnHost``, when it was chosen."""
+        """Why it had to be ``PackedOnHostTransport``, when that was chosen."""
         self.scattered = ""
-        """Why it is not ``Direct``, once its memory was seen to move and to be too much to open again."""
+        """Why it is not ``DirectTransport``: the senders' memory has moved, and is too much to open again; or ""."""
         self.last: list[Any] = []
-        """What the senders' in-place changes had come to when the receivers were given the weights they have."""
+        """What the senders said of in-place changes (``Sender.begin``) when the receivers got their present weights."""
 
     def run(self, options: RoundOptions, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
-        """One round.
+        """Run one round.
 
         Args:
             poisoned: entered before the first byte is written, and left without an error when all have committed.
@@ -117,26 +126,28 @@ class Rounds:
             raise error
 
     def _abandon(self, why: str) -> None:
-        """Both sides give up what they hold for a round, if they still live; the next one opens its route anew."""
-        meeting = "".join(path.meeting for path in self.paths.values())
-        self.paths, self.last = {}, []
-        for side, told in ((self.receivers, (meeting, why)), (self.senders, (meeting,))):
+        """Have both sides release what they hold for a round, if they live; the next one opens its transport anew."""
+        rendezvous = "".join(transport.rendezvous for transport in self.transports.values())
+        self.transports, self.last = {}, []
+        for side, arguments in ((self.receivers, (rendezvous, why)), (self.senders, (rendezvous,))):
             with contextlib.suppress(RlcoreError):
-                side.call("abandon", [told] * len(side), _GRACE_S)
-        if meeting:
-            shutil.rmtree(meeting, ignore_errors=True)
+                side.call("abandon", [arguments] * len(side), _GRACE_S)
+        if rendezvous:
+            shutil.rmtree(rendezvous, ignore_errors=True)
 
 
 class _Round:
-    def __init__(self, rounds: Rounds, options: RoundOptions) -> None:
-        self._rounds = rounds
-        self._senders, self._receivers = rounds.timed
+    """One round of a session."""
+
+    def __init__(self, session: SyncSession, options: RoundOptions) -> None:
+        self._session = session
+        self._senders, self._receivers = session.timed
         self._options = options
         self._clock = Clock(options.timeout_s)
         self.is_agreed = False
         self.is_under_way = False
         """Something may have been moved, so that the two sides may be at different steps."""
-        self._opened = 0
+        self._num_opened = 0
         self._moved = 0
         self._loaded = 0
 
@@ -149,36 +160,37 @@ class _Round:
             else:
                 stack.enter_context(poisoned())
             self._all_receivers("commit", self._id, self._options.version)
-        self._rounds.last = self._changes
+        self._session.last = self._changes
         return SyncReport(
             version=self._options.version,
-            route=self._rounds.kind.route,
-            why_on_host=self._rounds.unshared if self._rounds.kind is PackedOnHost else "",
+            route=self._session.kind.route,
+            why_on_host=self._session.unshared if self._session.kind is PackedOnHostTransport else "",
             moved_bytes=self._moved,
             needed_bytes=self._needed_bytes if self._moved else 0,
             fallback_bytes=self._loaded,
-            handles_opened=self._opened,
-            slabs_wait_by=self._slabs_wait_by(),
-            calls_s=dict(self._rounds.calls_s),
+            handles_opened=self._num_opened,
+            slabs_wait_by=self._staging_waits_by(),
+            calls_s=dict(self._session.calls_s),
             seconds=self._clock.seconds,
         )
 
-    def _slabs_wait_by(self) -> str:
-        if not self._moved or not issubclass(self._rounds.kind, Packed):
+    def _staging_waits_by(self) -> str:
+        """Return ``SyncReport.slabs_wait_by``."""
+        if not self._moved or not issubclass(self._session.kind, PackedTransport):
             return ""
-        return "event" if self._rounds.paths[self._rounds.kind].is_marked else "host"
+        return "event" if self._session.transports[self._session.kind].waits_by_event else "host"
 
     def _renew(self, poison: Callable[[], object]) -> None:
-        """All that a round does between agreement and commit."""
-        is_staged, is_proven = self._options.is_staged, self._agreed.is_proven
+        """Do all that a round does between agreement and commit."""
+        is_staged, is_tested = self._options.is_staged, self._agreed.is_tested
         if is_staged:
             self._check_can_stage()
-        self._choose_path()
+        self._choose_transport()
         self.is_under_way = True
         if not is_staged:
             poison()
-        if not is_proven:  # the proof overwrites what is there
-            self._prove()
+        if not is_tested:  # the test overwrites what is there
+            self._test_plans()
         self._check_votes(self._move())
         if is_staged:
             poison()
@@ -186,53 +198,51 @@ class _Round:
     # ---------------------------------------------------------------------------------------------- agree
 
     def _begin(self) -> bool:
-        """Whether the receivers have these very weights."""
+        """Return True if the receivers have the senders' present weights already."""
         begun = self._all_senders("begin", self._options.is_same)
-        places, digests, self._changes, generations, nonces, same = (
-            list(column) for column in zip(*begun, strict=True)
-        )
+        infos, digests, self._changes, generations, nonces, same = (list(column) for column in zip(*begun, strict=True))
         if len(set(digests)) > 1:
             raise SyncError(f"the ranks of {self._senders.label} hold different models: their manifests are {digests}")
         self._generation = sum(generations)
         self._id: int = sum(nonces) % (1 << 62)
         staged = self._options.is_staged
-        answers = self._all_receivers("begin", self._id, self._rounds.name, digests[0], self._options.is_same, staged)
-        key = (tuple(places), tuple(place for place, _, _ in answers), digests[0])
-        is_known = self._rounds.agreement is not None and self._rounds.agreement.key == key
+        answers = self._all_receivers("begin", self._id, self._session.name, digests[0], self._options.is_same, staged)
+        key = (tuple(infos), tuple(one for one, _, _ in answers), digests[0])
+        is_known = self._session.agreement is not None and self._session.agreement.key == key
         if not is_known or not all(is_prepared for _, is_prepared, _ in answers):
             self._agree(key)
             return False
         is_told_same = all(same) and all(is_same for *_, is_same in answers)
-        return is_told_same and all(self._changes) and self._changes == self._rounds.last
+        return is_told_same and all(self._changes) and self._changes == self._session.last
 
     def _agree(self, key: tuple[Any, ...]) -> None:
-        self._rounds.paths, self._rounds.scattered = {}, ""
+        self._session.transports, self._session.scattered = {}, ""
         senders, receivers, _ = key
         manifest: bytes = self._all_senders("manifest")[0]
-        calls = [(self._rounds.name, manifest, list(senders), number) for number in range(len(self._receivers))]
+        calls = [(self._session.name, manifest, list(senders), number) for number in range(len(self._receivers))]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
-        self._rounds.agreement = Agreement(
+        self._session.agreement = Agreement(
             key,
-            decoded(manifest, Manifest, "manifest"),
-            [decoded(place, Place, "place") for place in senders],
-            [decoded(place, Place, "place") for place in receivers],
-            [decoded(summary, Summary, "summary") for summary in summaries],
+            decoded(manifest, WeightManifest, "manifest"),
+            [decoded(one, EndpointInfo, "endpoint info") for one in senders],
+            [decoded(one, EndpointInfo, "endpoint info") for one in receivers],
+            [decoded(summary, PlanSummary, "summary") for summary in summaries],
         )
 
     @property
     def _agreed(self) -> Agreement:
-        assert self._rounds.agreement is not None
-        return self._rounds.agreement
+        assert self._session.agreement is not None
+        return self._session.agreement
 
     @property
     def _needed_bytes(self) -> int:
         planned = sum(sum(summary.needed_bytes) for summary in self._agreed.summaries)
         return planned + self._loaded
 
-    def _prove(self) -> None:
-        summaries = self._all_receivers("prove")
-        found = [decoded(summary, Summary, "summary") for summary in summaries]
-        self._rounds.agreement = replace(self._agreed, summaries=found)
+    def _test_plans(self) -> None:
+        summaries = self._all_receivers("self_test")
+        found = [decoded(summary, PlanSummary, "summary") for summary in summaries]
+        self._session.agreement = replace(self._agreed, summaries=found)
 
     def _check_can_stage(self) -> None:
         if fallback := self._agreed.fallback:
@@ -242,7 +252,7 @@ class _Round:
                 f"{len(fallback)} weights go through the engine's own loader, such as {first!r}, which "
                 "writes into the weights that are served",
             )
-        if not self._agreed.is_proven:
+        if not self._agreed.is_tested:
             raise UnsupportedError(
                 "staged=True in the first round to an engine",
                 "its plan is proven by loading into the weights that are served; do one round without staged",
@@ -250,55 +260,56 @@ class _Round:
 
     # ---------------------------------------------------------------------------------------------- route
 
-    def _choose_path(self) -> None:
-        """Open the route that was asked for, or the first that can be had."""
-        reasons: dict[type[Path], str] = {}
-        for kind in PATHS:
+    def _choose_transport(self) -> None:
+        """Open the transport of the route that was asked for, or the first that can be had."""
+        reasons: dict[type[Transport], str] = {}
+        for kind in TRANSPORTS:
             if self._options.route not in (None, kind.route):
                 continue
             why_not = self._try(kind)
             if not why_not:
-                self._rounds.kind = kind
-                if kind is PackedOnHost:
-                    self._rounds.unshared = reasons[Packed]
+                self._session.kind = kind
+                if kind is PackedOnHostTransport:
+                    self._session.unshared = reasons[PackedTransport]
                 return
             reasons[kind] = why_not
-        told = "; ".join(f"{kind.route}{' on the host' * kind.is_on_host}: {why}" for kind, why in reasons.items())
+        refusals = "; ".join(f"{kind.route}{' on the host' * kind.is_on_host}: {why}" for kind, why in reasons.items())
         asked = f"route={self._options.route!r}" if self._options.route else "every route"
-        raise UnsupportedError(f"{asked} from {self._senders.label} to {self._receivers.label}", told)
+        raise UnsupportedError(f"{asked} from {self._senders.label} to {self._receivers.label}", refusals)
 
-    def _try(self, kind: type[Path]) -> str:
-        """Why it cannot be taken, or ""."""
-        if kind is Packed and PackedOnHost in self._rounds.paths:  # whose slabs would be given up for another try
-            return self._rounds.unshared
+    def _try(self, kind: type[Transport]) -> str:
+        """Open a transport; returns why it cannot be taken, or ""."""
+        if kind is PackedTransport and PackedOnHostTransport in self._session.transports:
+            # Another try would drop the staging buffers on the host.
+            return self._session.unshared
         reason = refusal(kind.route, kind.is_on_host, self._agreed.senders, self._agreed.receivers)
         if not reason and self._options.route is None:
-            reason = is_unwise(kind.route, self._agreed.senders) or self._rounds.scattered * (kind is Direct)
+            reason = is_unwise(kind.route, self._agreed.senders) or self._session.scattered * (kind is DirectTransport)
         if reason:
             return reason
-        self._slab_bytes = self._options.slab_bytes or self._agreed.slab_bytes(kind.is_on_host)
+        self._staging_bytes = self._options.staging_bytes or self._agreed.staging_bytes(kind.is_on_host)
         try:
             self._open(kind, self._agreed.digests)
         except (UnsupportedError, DeviceError) as error:
             reason = str(error).partition("\n")[0]
-            if self._rounds.paths.pop(kind).is_scattered:
-                self._rounds.scattered = reason
+            if self._session.transports.pop(kind).is_scattered:
+                self._session.scattered = reason
         return reason
 
-    def _open(self, kind: type[Path], digests: Sequence[str]) -> Path:
-        path = self._rounds.paths.setdefault(kind, kind(self._senders, self._receivers))
-        path.is_asked = self._options.route is not None
-        self._opened += path.open(digests, self._slab_bytes, self._generation, self._clock.left)
-        return path
+    def _open(self, kind: type[Transport], digests: Sequence[str]) -> Transport:
+        transport = self._session.transports.setdefault(kind, kind(self._senders, self._receivers))
+        transport.is_asked = self._options.route is not None
+        self._num_opened += transport.open(digests, self._staging_bytes, self._generation, self._clock.left)
+        return transport
 
     # ----------------------------------------------------------------------------------------------- move
 
     def _move(self) -> list[int]:
-        """All that this round moves; what each receiver lacks then."""
-        digests, kind = self._agreed.digests, self._rounds.kind
+        """Move all that this round moves; returns what each receiver lacks then."""
+        digests, kind = self._agreed.digests, self._session.kind
         if not self._agreed.fallback and not self._options.is_verified:
-            path = self._open(kind, digests)
-            self._moved, missing = path.move_last(self._id, digests, self._options.is_checked, self._clock.left)
+            transport = self._open(kind, digests)
+            self._moved, missing = transport.move_last(self._id, digests, self._options.is_checked, self._clock.left)
             return missing
         self._moved = self._transfer(digests, kind)
         self._load(self._agreed.fallback)
@@ -307,18 +318,18 @@ class _Round:
             self._verify()
         return self._all_receivers("ready", self._id)
 
-    def _transfer(self, digests: Sequence[str], kind: type[Path]) -> int:
-        path = self._open(kind, digests)
-        return path.move(self._id, digests, self._options.is_checked, self._clock.left)
+    def _transfer(self, digests: Sequence[str], kind: type[Transport]) -> int:
+        transport = self._open(kind, digests)
+        return transport.move(self._id, digests, self._options.is_checked, self._clock.left)
 
     def _load(self, weights: Sequence[int]) -> None:
-        """Through the engine's own loader, so many weights at a time as fit into a slab."""
+        """Have the engine's own loader load weights, as many at a time as fit into a staging buffer."""
         for group in self._groups(weights):
             computed = [number for number in group if self._agreed.manifest.weights[number].parameter is None]
             digests = self._all_receivers("plan_load", group)
             self._all_senders("compute", computed)
-            is_offered = not computed or self._rounds.kind is not Direct  # only parameters are exported
-            self._moved += self._transfer(digests, self._rounds.kind if is_offered else Packed)
+            is_offered = not computed or self._session.kind is not DirectTransport  # only parameters are exported
+            self._moved += self._transfer(digests, self._session.kind if is_offered else PackedTransport)
             self._all_receivers("load", self._id, group)
 
     def _groups(self, weights: Sequence[int]) -> Iterator[list[int]]:
@@ -326,7 +337,7 @@ class _Round:
         group_bytes = 0
         for number in weights:
             nbytes = self._agreed.nbytes([number])
-            if group and group_bytes + nbytes > self._slab_bytes:
+            if group and group_bytes + nbytes > self._staging_bytes:
                 yield group
                 group, group_bytes = [], 0
             group.append(number)
@@ -340,20 +351,20 @@ class _Round:
         self._all_receivers("remember", self._id)
         self._load(range(len(self._agreed.manifest.weights)))
         self._moved = moved
-        for place, wrong in zip(self._agreed.receivers, self._all_receivers("compare", self._id), strict=True):
+        for one, wrong in zip(self._agreed.receivers, self._all_receivers("compare", self._id), strict=True):
             if wrong:
                 raise SyncError(
-                    f"verify=True: {len(wrong)} tensors on {place.device_name} are not what the engine's own loader "
+                    f"verify=True: {len(wrong)} tensors on {one.device_name} are not what the engine's own loader "
                     f"makes of the same weights, such as {wrong[0]!r}; this is a defect of the plan, please report it"
                 )
 
     # ----------------------------------------------------------------------------------------------- vote
 
     def _check_votes(self, missing: Sequence[int]) -> None:
-        """All have all of it, and it has not changed on the way."""
-        for place, count in zip(self._agreed.receivers, missing, strict=True):
+        """Raise SyncError unless all receivers have all of it, and it has not changed on the way."""
+        for one, count in zip(self._agreed.receivers, missing, strict=True):
             if count:
-                raise SyncError(f"{count} buckets did not reach the receiver on {place.device_name}")
+                raise SyncError(f"{count} buckets did not reach the receiver on {one.device_name}")
         if self._all_senders("end") != self._changes:
             raise SyncError("the trainer's weights were changed while they were sent; sync between two steps")
 

@@ -1,4 +1,4 @@
-"""What a receiver writes into: the weights of one worker of an inference engine, as that engine holds them.
+"""The target of a receiver: the weights of one worker of an inference engine, as that engine holds them.
 
 An executor's worker implements ``Target``; a module whose parameters have the checkpoint's names has ``ModuleTarget``.
 """
@@ -9,7 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,57 +20,58 @@ from rlcore.weights.catalog import named_tensors, stored_tensors
 from rlcore.weights.names import mismatch
 
 Weights = Iterable[tuple[str, Tensor]]
-LoadWeights = Callable[[Weights], Any]
+LoadWeights = Callable[[Weights], object]
 
 
 class Target(ABC):
-    """One full or tensor-parallel share of an engine's weights. Its methods are called in the process that holds it."""
+    """All of an engine's weights, or a tensor-parallel shard; its methods are called in the process that holds them."""
 
     device: Device
     """The rlcore device of ``tensors()``."""
     is_plain: ClassVar[bool] = False
-    """The loader copies and does nothing else, now or later: plans need no proof."""
+    """The loader copies and does nothing else, now or later: plans need no self-test."""
 
     @abstractmethod
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
-        """A second instance of the engine's model on the meta device, and the engine's own loader of it.
+        """Return a second instance of the engine's model on the meta device, and the engine's own loader of it.
 
-        The loader is called once, with all weights on meta. What it copies where is recorded; nothing live is touched.
+        The loader is called once, with all weights on meta, to see what it copies where; nothing live is touched.
         """
 
     def checkpoint(self) -> Mapping[str, Tensor] | None:
-        """The weights that the engine was made from, on meta, by the names that its loader knows; None: not known.
+        """Return the weights that the engine was made from, on meta, by the names that its loader knows.
 
-        Asked for where a trainer's weights fill a tensor in part: what these leave too is padding.
+        None says that they are not known. They are asked for where a trainer's weights fill a tensor in part: what
+        these leave unwritten too is padding.
         """
         return None
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The live parameters and buffers, by their names in the meta model.
+        """Return the live parameters and buffers, by their names in the meta model.
 
         One that is missing, or of another shape, dtype or stride than there, is written by ``reload`` only.
         """
 
     @abstractmethod
     def reload(self, weights: Weights) -> None:
-        """The engine's own load into the live model, with what it does after loading.
+        """Load into the live model by the engine's own load, with what it does after loading.
 
-        Called with all weights, or with those alone that cannot be copied by a plan; inside ``reloading()`` with one
-        part of them after the other.
+        It is called with all weights, or with those alone that no plan can copy; inside ``reloading()`` with one part
+        of them after the other.
         """
 
     def reloading(self) -> AbstractContextManager[None]:
-        """Entered before the first part is given to ``reload``, and left after the last."""
+        """Return what is entered before the first part is given to ``reload``, and left after the last."""
         return nullcontext()
 
     @abstractmethod
     def committed(self, version: int) -> None:
-        """The weights are whole, and of this version: drop what comes from earlier ones, such as prefix caches."""
+        """Drop what comes from earlier weights, such as prefix caches: the weights are whole, and of this version."""
 
 
 class ModuleTarget(Target):
-    """A module that takes each weight as it is, by the parameter's own name or that in checkpoints."""
+    """A module that takes each weight as it is, by the parameter's own name or by the name in checkpoints."""
 
     is_plain = True
 
@@ -103,13 +104,13 @@ class ModuleTarget(Target):
         return stored_tensors(self._module) | self.tensors()
 
     def committed(self, version: int) -> None:
-        """Nothing is kept from earlier weights."""
+        """Drop nothing: a module keeps nothing of earlier weights."""
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers are on meta; tied ones stay tied, nothing is copied."""
+    """Return a copy of a module with parameters and buffers on meta; tied ones stay tied, and no values are copied."""
     tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    memo: dict[int, object] = {id(tensor): _on_meta(tensor) for tensor in tensors}
     return copy.deepcopy(module, memo)
 
 

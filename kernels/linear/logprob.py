@@ -3,99 +3,44 @@
     z = logit_scale * softcap(h W^T + b)      s = z / temperature
     logprob = s_y - logsumexp(s)              entropy = -sum_v p_v ln p_v,  p = softmax(s)
 
-h is a hidden state, W the output weight, y the target; the softcap is c tanh(u / c). Rows are not shifted:
-row t of ``hidden`` scores ``targets[t]``. Gradients: see ``rows`` and ``linear_head``. Four products of T V
-H: logits, logits again in the backward, and one for each gradient.
+h is a hidden state, W the output weight, y the target; the softcap is c tanh(u / c). Rows are not shifted: row t of
+``hidden`` scores ``targets[t]``. Gradients: see ``softmax_rows`` and ``head``. Four matrix products of T V H: logits,
+logits again in the backward, and one for each gradient.
 
 Letters: T rows, H hidden size, V vocabulary.
-Order of this file: reference, chunked implementation, public operator.
+Order of this file: public operator, reference, chunked implementation, the operator in compiled code. ``rows``,
+``tiled`` and ``vocab_parallel`` have the other implementations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlcore.kernels.autograd.compiled import HeadCall, graph_break, linear_logprob_compiled, split_temperature
-from rlcore.kernels.autograd.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.autograd.compiled import CompiledOperator, graph_break, split_temperature
+from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.dispatch import choose
+from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
-from rlcore.kernels.linear.problem import HeadInputs, HeadTask, head_inputs, head_task
+from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
 from rlcore.kernels.operands import unlowered
-from rlcore.kernels.softmax_rows import Logprobs, RowStatistics, exponentials_, gradient_, statistics_, wide_dtype
+from rlcore.kernels.softmax_rows import (
+    NO_ROWS,
+    Logprobs,
+    RowStatistics,
+    exponentials_,
+    gradient_,
+    statistics_,
+    wide_dtype,
+)
 from rlcore.kernels.token.logprob import token_logprob_reference
-from rlcore.kernels.token.problem import LogitTask
+from rlcore.kernels.token.problem import LogitsProblem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def linear_logprob_reference(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask) -> Logprobs:
-    """The definition."""
-    wide = wide_dtype(hidden_TH.dtype)
-    logits_TV = task.rows.known(hidden_TH.to(wide)) @ weight_VH.to(wide).T
-    if bias_V is not None:
-        logits_TV = logits_TV + bias_V.to(wide)
-    if task.softcap is not None:
-        logits_TV = task.softcap * torch.tanh(logits_TV / task.softcap)
-    return token_logprob_reference(logits_TV, LogitTask(task.rows, with_entropy=task.with_entropy))
-
-
-def _forward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
-) -> Scores:
-    """Four numbers a row are all that is kept; the logits are computed again in the backward."""
-    head = LinearHead(weight_VH, bias_V, task.softcap)
-    logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
-        rows = task.rows.at(chunk)
-        found = statistics_(head.logits(rows.known(hidden_TH[chunk])), rows, with_entropy=task.with_entropy)
-        logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
-        if found.entropy is not None:
-            entropy_T[chunk] = found.entropy
-    logprob_T.masked_fill_(task.rows.is_ignored, 0.0)
-    entropy_T.masked_fill_(task.rows.is_ignored, 0.0)
-    return Scores(logprob_T, entropy_T if task.with_entropy else None, (peak_T, total_T))
-
-
-def recomputing_backward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    task: HeadTask,
-    *,
-    needs: Sequence[bool],
-    scores: Scores,
-    upstream: Upstream,
-) -> Gradients:
-    """From the peak and the total of each row."""
-    head = LinearHead(weight_VH, bias_V, task.softcap)
-    gradients = HeadGradients(head, Needs(*needs), len(hidden_TH), task.shard)
-    upstream = Upstream(*(task.rows.known_vector(g_T) for g_T in upstream))
-    saved = (scores.logprob, scores.entropy, *scores.residuals)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
-        rows = task.rows.at(chunk)
-        known_TH = rows.known(hidden_TH[chunk])
-        logits_TV = head.logits(known_TH)
-        slope_TV = head.softcap_slope(logits_TV)
-        statistics = RowStatistics(*(None if values_T is None else values_T[chunk] for values_T in saved))  # type: ignore[arg-type]
-        exp_TV = exponentials_(logits_TV, statistics.peak, rows.sharpness)
-        g_T, g_bar_T = (None if g is None else g[chunk] for g in upstream)
-        gradients.add(chunk, gradient_(exp_TV, rows, statistics, g_T, g_bar_T), slope_TV, known_TH)
-    return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
-
-
-def chunk_rows(hidden_TH: Tensor, weight_VH: Tensor, task: HeadTask) -> int:
-    count = rows_per_chunk if task.shard is None else task.shard.rows_per_chunk
-    return count(len(hidden_TH), len(weight_VH), wide_dtype(weight_VH.dtype).itemsize, task.memory_budget_bytes)
-
-
-linear_logprob_chunked = Scorer(_forward, recomputing_backward, num_residuals=2)
-"""Plain torch in chunks of rows, on any device."""
 
 
 def linear_logprob(
@@ -113,7 +58,7 @@ def linear_logprob(
     memory_budget_bytes: int | None = None,
     implementation: str | None = None,
 ) -> Logprobs:
-    """Log-probability of ``targets[t]`` given ``hidden[t]``, and the entropy, without ``[T, V]`` logits.
+    """Return the log-probability of ``targets[t]`` given ``hidden[t]``, and the entropy, without ``[T, V]`` logits.
 
     Args:
         hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
@@ -126,8 +71,8 @@ def linear_logprob(
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever they hold.
         group: a process group over which the vocabulary is split.
-        memory_budget_bytes: limit for temporaries of the logits and of their statistics, also for those kept for the
-            backward, to spare it making them again; None is ``chunks.DEFAULT_BUDGET_BYTES``.
+        memory_budget_bytes: limit for temporaries of the logits and of their statistics, and for what of these is saved
+            so that the backward need not compute it again; None is ``chunks.DEFAULT_BUDGET_BYTES``.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -142,7 +87,7 @@ def linear_logprob(
     inputs = head_inputs(hidden, weight, bias, targets, group)
     if torch.compiler.is_compiling() and group is None:
         return linear_logprob_compiled(
-            HeadCall(
+            LinearLogprobCall(
                 *inputs,
                 targets,
                 *split_temperature(temperature),
@@ -170,9 +115,125 @@ def linear_logprob(
 
 @graph_break("linear_logprob with group= exchanges statistics with other ranks")
 def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
-    task = head_task(inputs, targets, **options)
-    inputs = task.whole(inputs)
-    run = choose("linear_logprob", task.query(inputs), implementation).fn
+    problem = linear_head_problem(inputs, targets, **options)
+    inputs = problem.whole(inputs)
+    run = choose("linear_logprob", problem.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
-        result: Logprobs = run(*inputs, task)
+        result: Logprobs = run(*inputs, problem)
     return result
+
+
+def linear_logprob_reference(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem
+) -> Logprobs:
+    """Compute the definition."""
+    wide = wide_dtype(hidden_TH.dtype)
+    logits_TV = problem.rows.zero_ignored_rows(hidden_TH.to(wide)) @ weight_VH.to(wide).T
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V.to(wide)
+    if problem.softcap is not None:
+        logits_TV = problem.softcap * torch.tanh(logits_TV / problem.softcap)
+    return token_logprob_reference(logits_TV, LogitsProblem(problem.rows, with_entropy=problem.with_entropy))
+
+
+def _forward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, *, for_backward: bool
+) -> LogprobOutput:
+    """Save four numbers a row; the backward computes the logits again."""
+    head = LinearHead(weight_VH, bias_V, problem.softcap)
+    logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+        rows = problem.rows.at(chunk)
+        found = statistics_(
+            head.logits(rows.zero_ignored_rows(hidden_TH[chunk])), rows, with_entropy=problem.with_entropy
+        )
+        logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
+        if found.entropy is not None:
+            entropy_T[chunk] = found.entropy
+    logprob_T.masked_fill_(problem.rows.ignored, 0.0)
+    entropy_T.masked_fill_(problem.rows.ignored, 0.0)
+    return LogprobOutput(logprob_T, entropy_T if problem.with_entropy else None, (peak_T, total_T))
+
+
+def recomputing_backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    problem: LinearHeadProblem,
+    *,
+    needs: Sequence[bool],
+    output: LogprobOutput,
+    grad_output: GradOutput,
+) -> Gradients:
+    """Compute the gradients from the peak and the total of each row, and the logits again."""
+    head = LinearHead(weight_VH, bias_V, problem.softcap)
+    gradients = HeadGradients(head, Needs(*needs), len(hidden_TH), problem.shard)
+    grad_output = GradOutput(*(problem.rows.zero_ignored(g_T) for g_T in grad_output))
+    saved = (output.logprob, output.entropy, *output.residuals)
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+        rows = problem.rows.at(chunk)
+        masked_TH = rows.zero_ignored_rows(hidden_TH[chunk])
+        logits_TV = head.logits(masked_TH)
+        derivative_TV = head.softcap_derivative(logits_TV)
+        statistics = RowStatistics(*(None if values_T is None else values_T[chunk] for values_T in saved))  # type: ignore[arg-type]
+        exp_TV = exponentials_(logits_TV, statistics.peak, rows.inverse_temperature)
+        g_T, g_bar_T = (None if g is None else g[chunk] for g in grad_output)
+        gradients.add(chunk, gradient_(exp_TV, rows, statistics, g_T, g_bar_T), derivative_TV, masked_TH)
+    return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
+
+
+def chunk_rows(hidden_TH: Tensor, weight_VH: Tensor, problem: LinearHeadProblem) -> int:
+    """Return the rows of a chunk."""
+    count = rows_per_chunk if problem.shard is None else problem.shard.rows_per_chunk
+    return count(len(hidden_TH), len(weight_VH), wide_dtype(weight_VH.dtype).itemsize, problem.memory_budget_bytes)
+
+
+linear_logprob_chunked = ForwardBackward(_forward, recomputing_backward, num_residuals=2)
+"""Plain torch in chunks of rows, on any device."""
+
+
+class LinearLogprobCall(NamedTuple):
+    """The arguments of the operator in compiled code."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    temperature: float
+    temperatures: Tensor | None
+    """One for each target; None: ``temperature`` is that of all."""
+    softcap: float | None
+    logit_scale: float
+    with_entropy: bool
+    ignore_index: int
+    memory_budget_bytes: int | None
+    implementation: str | None
+
+    def query(self) -> Query:
+        problem = LinearHeadProblem(NO_ROWS, self.softcap, self.with_entropy, self.memory_budget_bytes)
+        return problem.query(HeadInputs(self.hidden, self.weight, self.bias))
+
+    def prepared(self) -> tuple[Sequence[Tensor | None], LinearHeadProblem]:
+        inputs = HeadInputs(self.hidden, self.weight, self.bias)
+        problem = linear_head_problem(
+            inputs,
+            self.targets,
+            temperature=self.temperature if self.temperatures is None else self.temperatures,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            with_entropy=self.with_entropy,
+            ignore_index=self.ignore_index,
+            group=None,
+            memory_budget_bytes=self.memory_budget_bytes,
+        )
+        return inputs, problem
+
+
+linear_logprob_compiled = CompiledOperator(
+    "linear_logprob",
+    LinearLogprobCall,
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float temperature, Tensor? temperatures, "
+    "float? softcap, float logit_scale, bool with_entropy, int ignore_index, int? memory_budget_bytes, "
+    "str? implementation",
+    num_tensors=3,
+)

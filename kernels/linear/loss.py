@@ -1,15 +1,16 @@
-"""Any loss of log-probabilities, from hidden states, with its gradients formed in the forward pass.
+"""Any loss of log-probabilities, from hidden states, with its gradients computed in the forward pass.
 
     loss = sum_t token_weight[t] * value[t]      value, stats = loss_fn(logprob, entropy, per_token)
 
-logprob and entropy as in ``linear_logprob``. Chunk by chunk: logits, their statistics, the loss on [t]
-vectors and its two small gradients by autograd, the gradient of the logits in their place, and from it those
-of hidden states, weight and bias. Three products of T V H instead of the four of a log-probability whose
-gradient is not known in advance; the backward only multiplies by the upstream scalar. A loss of sequences takes
-those four where one is longer than a chunk, in two passes (``scored_loss``).
+logprob and entropy are those of ``linear_logprob``. Each chunk has these steps: its logits and their statistics; the
+loss on [t] vectors and its two small gradients by autograd; the gradient of the logits, in place; from it the gradients
+of hidden states, weight and bias. These are three matrix products of T V H. A log-probability whose gradient is not
+known in advance takes four. The backward only multiplies by the gradient of the loss. A loss of sequences takes four
+where one sequence is longer than a chunk (``loss_in_two_passes``).
 
 Letters: T rows, H hidden size, V vocabulary.
-Order of this file: reference, chunked implementation, public operator.
+Order of this file: public operator, reference, chunked implementation. ``rows``, ``tiled`` and ``vocab_parallel`` have
+the other implementations.
 """
 
 from __future__ import annotations
@@ -22,92 +23,27 @@ from torch import Tensor
 from rlcore.arguments import WHOLE, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.autograd.compiled import graph_break
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks, sequence_entries
-from rlcore.kernels.autograd.scorer import Scorer
+from rlcore.kernels.autograd.forward_backward import ForwardBackward
 from rlcore.kernels.dispatch import choose
-from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs
 from rlcore.kernels.linear.logprob import chunk_rows, linear_logprob_chunked, linear_logprob_reference
-from rlcore.kernels.linear.problem import HeadInputs, HeadTask, head_inputs, head_task
-from rlcore.kernels.linear.scored_loss import scored_loss
-from rlcore.kernels.linear.vocab_shard import partial_statistics_
-from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens
-from rlcore.kernels.losses.interface import LOSS, LossFn, checked_edges, sequence_level
-from rlcore.kernels.losses.mixing import refusing_mixtures
-from rlcore.kernels.operands import (
-    TENSOR,
-    TENSORS,
-    check_no_nan,
-    is_debugging,
-    unlowered,
+from rlcore.kernels.linear.loss_in_chunks import (
+    LossProblem,
+    SummingWork,
+    loss_in_chunks,
+    loss_in_two_passes,
+    sequence_entries,
 )
-from rlcore.kernels.softmax_rows import Rows, RowStatistics, gradient_, statistics_, wide_dtype
-from rlcore.kernels.token.loss import loss_of_scores
+from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
+from rlcore.kernels.linear.vocab_shard import partial_statistics_
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
+from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
+from rlcore.kernels.losses.mixing import refusing_mixtures
+from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, is_debugging, unlowered
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, gradient_, statistics_, wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def linear_loss_reference(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
-) -> LossOutput:
-    """The definition."""
-    scores = linear_logprob_reference(hidden_TH, weight_VH, bias_V, task)
-    extra = sequence_entries(loss.cu_seqlens, loss.tokens)
-    return loss_of_scores(loss.loss_fn, *scores, loss.tokens, extra)
-
-
-class _HeadWork(SummingWork):
-    """Plain torch, on any device."""
-
-    def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:
-        self.head, needs = LinearHead(inputs.weight, inputs.bias, task.softcap), Needs.of(*inputs)
-        self.dtype = self.head.wide
-        self._hidden_TH, self._task = inputs.hidden.detach(), task
-        self._gradients = HeadGradients(self.head, needs, len(inputs.hidden), task.shard) if any(needs) else None
-        self._last: tuple[slice, Rows, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
-
-    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        self._last = None  # room for this chunk
-        rows = self._task.rows.at(chunk)
-        known_TH = rows.known(self._hidden_TH[chunk])
-        logits_TV = self.head.logits(known_TH)
-        slope_TV = None if self._gradients is None else self.head.softcap_slope(logits_TV)
-        found = self._statistics_(logits_TV, rows)
-        self._last = (chunk, rows, known_TH, logits_TV, slope_TV, found)
-        return rows.known_vector(found.logprob), rows.known_vector(found.entropy)
-
-    def _statistics_(self, logits_TV: Tensor, rows: Rows) -> RowStatistics:
-        if self._task.shard is None:
-            return statistics_(logits_TV, rows, with_entropy=self._task.with_entropy)
-        return self._task.shard.merged(partial_statistics_(logits_TV, rows, with_entropy=self._task.with_entropy), rows)
-
-    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
-        assert self._last is not None and self._gradients is not None
-        chunk, rows, known_TH, exp_TV, slope_TV, found = self._last
-        g_logprob_T, g_entropy_T = rows.known_vector(g_logprob_T), rows.known_vector(g_entropy_T)
-        dlogits_TV = gradient_(exp_TV, rows, found, g_logprob_T, g_entropy_T)
-        self._gradients.add(chunk, dlogits_TV, slope_TV, known_TH)
-
-    def totals(self) -> Totals:
-        assert self._gradients is not None
-        return self._gradients.totals()
-
-
-def linear_loss_chunked(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    task: HeadTask,
-    loss: LossTask,
-    *,
-    scorer: Scorer = linear_logprob_chunked,
-) -> LossOutput:
-    """Plain torch in chunks of rows, or of whole sequences, on any device; longer ones by ``scorer``."""
-    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
-    rows = chunk_rows(hidden_TH, weight_VH, task)
-    if loss.exceeds(rows):
-        return scored_loss(scorer, inputs, task, loss)
-    return loss_in_chunks(_HeadWork(inputs, task), inputs, loss, rows)
 
 
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
@@ -134,7 +70,7 @@ def linear_loss(
     memory_budget_bytes: int | None = None,
     implementation: str | None = None,
 ) -> LossOutput:
-    """``sum_t token_weight[t] * loss_fn(logprob, entropy, per_token)[t]`` without ``[T, V]`` logits.
+    """Compute ``sum_t token_weight[t] * loss_fn(logprob, entropy, per_token)[t]`` without ``[T, V]`` logits.
 
     A token counts unless its target is ``ignore_index`` or its weight is 0. Others contribute exactly
     nothing, to the loss and to every gradient, whatever they hold, NaN included.
@@ -156,11 +92,11 @@ def linear_loss(
         temperature: the sampler's; > 0, a float or [T].
         softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
         logit_scale: > 0; multiplies the logits.
-        ignore_index: marks targets that do not count.
+        ignore_index: the target of rows that do not count.
         group: a process group over which the vocabulary is split.
         memory_budget_bytes: limit of memory beyond the gradients and their float32 accumulators; None is
             ``chunks.DEFAULT_BUDGET_BYTES``. Where a sequence-level loss has a longer sequence than it
-            allows, all log-probabilities come first, and the logits once more for the gradients.
+            allows, all log-probabilities come first, and the logits are computed again for the gradients.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -176,7 +112,7 @@ def linear_loss(
     check_tokens("targets", targets, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
     check_no_nan("token_weight", token_weight)
-    task = head_task(
+    problem = linear_head_problem(
         inputs,
         targets,
         temperature=temperature,
@@ -187,22 +123,22 @@ def linear_loss(
         group=group,
         memory_budget_bytes=memory_budget_bytes,
     )
-    inputs = task.whole(inputs)
+    inputs = problem.whole(inputs)
     is_sequence_level = isinstance(loss_fn, sequence_level)
-    loss = LossTask(
+    loss = LossProblem(
         refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
-        TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~task.rows.is_ignored),
+        TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~problem.rows.ignored),
         _sequence_edges(cu_seqlens, per_token, len(targets)) if is_sequence_level else None,
     )
-    query = task.query(inputs, *(["sequence_level"] if is_sequence_level else []))
+    query = problem.query(inputs, *(["sequence_level"] if is_sequence_level else []))
     run = choose("linear_loss", query, implementation).fn
     with unlowered(hidden.device.type):
-        result: LossOutput = run(*inputs, task, loss)
+        result: LossOutput = run(*inputs, problem, loss)
     return result
 
 
 def _counted(weight_T: Tensor, target_T: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Tokens of weight 0 become ignored, and ignored tokens get weight 0."""
+    """Return weights and targets: tokens of weight 0 become ignored, and ignored tokens get weight 0."""
     is_left_out_T = (target_T == ignore_index) | (weight_T == 0)
     return weight_T.masked_fill(is_left_out_T, 0.0), target_T.masked_fill(is_left_out_T, ignore_index)
 
@@ -212,3 +148,64 @@ def _sequence_edges(cu_seqlens: Tensor | None, per_token: Mapping[str, Tensor], 
     if edges[0] != 0 or edges[-1] != num_rows or edges != sorted(edges):
         raise InvalidInputError(f"cu_seqlens must rise from 0 to the {num_rows} rows of hidden; got {edges}")
     return edges
+
+
+def linear_loss_reference(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, loss: LossProblem
+) -> LossOutput:
+    """Compute the definition."""
+    logprobs = linear_logprob_reference(hidden_TH, weight_VH, bias_V, problem)
+    extra = sequence_entries(loss.cu_seqlens, loss.tokens)
+    return loss_of_tokens(loss.loss_fn, *logprobs, loss.tokens, extra)
+
+
+class _HeadWork(SummingWork):
+    """Plain torch, on any device."""
+
+    def __init__(self, inputs: HeadInputs, problem: LinearHeadProblem) -> None:
+        self.head, needs = LinearHead(inputs.weight, inputs.bias, problem.softcap), Needs.of(*inputs)
+        self.dtype = self.head.wide
+        self._hidden_TH, self._problem = inputs.hidden.detach(), problem
+        self._gradients = HeadGradients(self.head, needs, len(inputs.hidden), problem.shard) if any(needs) else None
+        self._last: tuple[slice, ScaledRows, Tensor, Tensor, Tensor | None, RowStatistics] | None = None
+
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        self._last = None  # frees the memory of the chunk before
+        rows = self._problem.rows.at(chunk)
+        masked_TH = rows.zero_ignored_rows(self._hidden_TH[chunk])
+        logits_TV = self.head.logits(masked_TH)
+        derivative_TV = None if self._gradients is None else self.head.softcap_derivative(logits_TV)
+        found = self._statistics_(logits_TV, rows)
+        self._last = (chunk, rows, masked_TH, logits_TV, derivative_TV, found)
+        return rows.zero_ignored(found.logprob), rows.zero_ignored(found.entropy)
+
+    def _statistics_(self, logits_TV: Tensor, rows: ScaledRows) -> RowStatistics:
+        if self._problem.shard is None:
+            return statistics_(logits_TV, rows, with_entropy=self._problem.with_entropy)
+        return self._problem.shard.merged(
+            partial_statistics_(logits_TV, rows, with_entropy=self._problem.with_entropy), rows
+        )
+
+    def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
+        assert self._last is not None and self._gradients is not None
+        chunk, rows, masked_TH, exp_TV, derivative_TV, found = self._last
+        g_logprob_T, g_entropy_T = rows.zero_ignored(g_logprob_T), rows.zero_ignored(g_entropy_T)
+        dlogits_TV = gradient_(exp_TV, rows, found, g_logprob_T, g_entropy_T)
+        self._gradients.add(chunk, dlogits_TV, derivative_TV, masked_TH)
+
+
+def linear_loss_chunked(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    problem: LinearHeadProblem,
+    loss: LossProblem,
+    *,
+    logprob: ForwardBackward = linear_logprob_chunked,
+) -> LossOutput:
+    """Compute the loss in chunks of rows or whole sequences, on any device. ``logprob`` scores longer sequences."""
+    inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
+    rows = chunk_rows(hidden_TH, weight_VH, problem)
+    if loss.exceeds(rows):
+        return loss_in_two_passes(logprob, inputs, problem, loss)
+    return loss_in_chunks(_HeadWork(inputs, problem), inputs, loss, rows)

@@ -1,4 +1,4 @@
-"""What the operators that start from hidden states are given: three tensors that may get gradients, and a task.
+"""The checked arguments of the operators on hidden states: three tensors that may get gradients, and a problem.
 
 Letters: T rows, H hidden size, V vocabulary.
 """
@@ -26,7 +26,7 @@ from rlcore.kernels.operands import (
     checked_targets,
     checked_temperature,
 )
-from rlcore.kernels.softmax_rows import Rows, wide_dtype
+from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
 
 
 class HeadInputs(NamedTuple):
@@ -41,22 +41,22 @@ class HeadInputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTask:
-    """Everything else. Made, and checked, by the public operators."""
+class LinearHeadProblem:
+    """All other arguments. The public operators make and check it."""
 
-    rows: Rows
+    rows: ScaledRows
     softcap: float | None = None
     with_entropy: bool = False
     memory_budget_bytes: int | None = None
     shard: VocabularyShard | None = None
-    """The weight is this rank's part of the vocabulary."""
+    """Given where the weight is this rank's part of the vocabulary."""
 
     def whole(self, inputs: HeadInputs) -> HeadInputs:
-        """With the rows of all ranks, where each has a part of them."""
+        """Return the inputs with the rows of all ranks, where each rank has a part of them."""
         return inputs if self.shard is None else inputs._replace(hidden=self.shard.all_rows(inputs.hidden))
 
     def query(self, inputs: HeadInputs, *options: str) -> Query:
-        """For the dispatcher; ``options`` are features in use besides the task's own."""
+        """Return what the dispatcher decides on; ``options`` are features in use besides the problem's own."""
         flags = {
             "bias": inputs.bias is not None,
             "entropy": self.with_entropy,
@@ -72,7 +72,7 @@ class HeadTask:
 def head_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup | None
 ) -> HeadInputs:
-    """What is multiplied: whole tensors, as ``torch.nn.functional.linear`` would lower them under autocast.
+    """Return the checked tensors: DTensors gathered, in the dtype of ``torch.nn.functional.linear`` under autocast.
 
     Raises:
         InvalidInputError: a shape, dtype or device does not fit.
@@ -108,7 +108,7 @@ def head_inputs(
 
 
 def _is_split(hidden: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Each rank has an equal part of the rows: the lengths alone say so, on every rank."""
+    """Return True if each rank has an equal part of the rows. The lengths alone decide, so all ranks agree."""
     return group is not None and targets.dim() == 1 and len(targets) == len(hidden) * group.size() != len(hidden)
 
 
@@ -125,7 +125,7 @@ def _lowered(inputs: HeadInputs) -> HeadInputs:
 
 
 def _whole(name: str, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In ``dtype`` (None keeps its own), gathered if it is a DTensor."""
+    """Return ``x`` in ``dtype`` (None keeps its own), gathered if it is a DTensor."""
     if not _is_dtensor(x):
         return x if dtype is None else x.to(dtype)
     from rlcore.kernels.linear.sharded_weight import gathered
@@ -141,7 +141,7 @@ def _is_dtensor(x: Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def head_task(
+def linear_head_problem(
     inputs: HeadInputs,
     targets: Tensor,
     *,
@@ -152,8 +152,8 @@ def head_task(
     ignore_index: int,
     group: dist.ProcessGroup | None,
     memory_budget_bytes: int | None,
-) -> HeadTask:
-    """The task of scoring ``targets``.
+) -> LinearHeadProblem:
+    """Return the problem of scoring ``targets``.
 
     Raises:
         InvalidInputError: a value is outside of what ``linear_logprob`` accepts.
@@ -169,9 +169,9 @@ def head_task(
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
     vocab_size = len(inputs.weight)
     if group is None:
-        rows = Rows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
-        return HeadTask(rows, softcap, with_entropy, memory_budget_bytes)
+        rows = ScaledRows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
+        return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes)
     is_split = _is_split(inputs.hidden, targets, group)
     shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden), is_split=is_split)
-    rows = Rows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
-    return HeadTask(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)
+    rows = ScaledRows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
+    return LinearHeadProblem(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

@@ -1,8 +1,8 @@
 """``linear_logprob`` and ``linear_loss`` of float32 logits, a chunk of rows at a time, read by ``triton_rows``.
 
-The products are the device's own; the kernels read the logits once for the statistics and once for the gradient,
-which they write in the dtype that is multiplied next. For every dtype but float64, with or without a softcap, on
-every device that Triton builds for.
+The matrix products are those of the device's library. The kernels read the logits once for the statistics and once for
+the gradient, which they write in the dtype of the next product. They serve every dtype but float64, with or without a
+softcap, on every device that Triton builds for.
 
 Letters: T rows, H hidden size, V vocabulary.
 """
@@ -14,112 +14,110 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput, LossTask, SummingWork, loss_in_chunks
-from rlcore.kernels.autograd.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals, rounded
-from rlcore.kernels.linear.problem import HeadInputs, HeadTask
-from rlcore.kernels.linear.scored_loss import scored_loss
-from rlcore.kernels.softmax_rows import Rows, RowStatistics
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
+from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
+from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
+from rlcore.kernels.losses.interface import LossOutput
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows
 from rlcore.kernels.token.triton_rows import row_gradient, row_statistics
 
 _ITEM_BYTES = 2
-"""``rows_per_chunk`` counts three: a float32 logit, and a gradient of half its size where that is a copy."""
+"""``rows_per_chunk`` counts it three times: a float32 logit, and a gradient of half its size where that is a copy."""
 
 
 def _forward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
-) -> Scores:
-    """Keeps four numbers a row."""
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, *, for_backward: bool
+) -> LogprobOutput:
+    """Save four numbers a row; the backward computes the logits again."""
     head = LinearHead(weight_VH, bias_V, None)
     parts = []
-    for chunk in _chunks(hidden_TH, weight_VH, task):
-        rows = task.rows.at(chunk)
-        logits_TV = head.logits(rows.known(hidden_TH[chunk]))
-        parts.append(row_statistics(logits_TV, rows, with_entropy=task.with_entropy, softcap=task.softcap))
+    for chunk in _chunks(hidden_TH, weight_VH, problem):
+        rows = problem.rows.at(chunk)
+        logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
+        parts.append(row_statistics(logits_TV, rows, with_entropy=problem.with_entropy, softcap=problem.softcap))
     logprob_T, peak_T, total_T = (torch.cat([getattr(x, name) for x in parts]) for name in ("logprob", "peak", "total"))
     entropies = [x.entropy for x in parts if x.entropy is not None]
-    return Scores(logprob_T, torch.cat(entropies) if entropies else None, (peak_T, total_T))
+    return LogprobOutput(logprob_T, torch.cat(entropies) if entropies else None, (peak_T, total_T))
 
 
 def _backward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    task: HeadTask,
+    problem: LinearHeadProblem,
     *,
     needs: Sequence[bool],
-    scores: Scores,
-    upstream: Upstream,
+    output: LogprobOutput,
+    grad_output: GradOutput,
 ) -> Gradients:
     head = LinearHead(weight_VH, bias_V, None)
     gradients = HeadGradients(head, Needs(*needs), len(hidden_TH))
-    saved = (scores.logprob, scores.entropy, *scores.residuals)
-    for chunk in _chunks(hidden_TH, weight_VH, task):
-        rows = task.rows.at(chunk)
-        known_TH = rows.known(hidden_TH[chunk])
-        logits_TV = head.logits(known_TH)
+    saved = (output.logprob, output.entropy, *output.residuals)
+    for chunk in _chunks(hidden_TH, weight_VH, problem):
+        rows = problem.rows.at(chunk)
+        masked_TH = rows.zero_ignored_rows(hidden_TH[chunk])
+        logits_TV = head.logits(masked_TH)
         statistics = RowStatistics(*(None if values_T is None else values_T[chunk] for values_T in saved))  # type: ignore[arg-type]
-        here = (None if g_T is None else g_T[chunk] for g_T in upstream)
-        out = row_gradient(logits_TV, rows, statistics, *here, out=_room(head, logits_TV), softcap=task.softcap)
-        gradients.add(chunk, out, None, known_TH)
+        here = (None if g_T is None else g_T[chunk] for g_T in grad_output)
+        out = row_gradient(
+            logits_TV, rows, statistics, *here, out=_gradient_buffer(head, logits_TV), softcap=problem.softcap
+        )
+        gradients.add(chunk, out, None, masked_TH)
     return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
 
 
-linear_logprob_rows = Scorer(_forward, _backward, num_residuals=2)
-"""Logits in float32 in chunks of rows, made again in the backward."""
+linear_logprob_rows = ForwardBackward(_forward, _backward, num_residuals=2)
+"""Logits in float32 in chunks of rows, computed again in the backward."""
 
 
-def _chunks(hidden_TH: Tensor, weight_VH: Tensor, task: HeadTask) -> Iterator[slice]:
-    return row_chunks(len(hidden_TH), _rows_within(hidden_TH, weight_VH, task))
+def _chunks(hidden_TH: Tensor, weight_VH: Tensor, problem: LinearHeadProblem) -> Iterator[slice]:
+    return row_chunks(len(hidden_TH), _rows_within(hidden_TH, weight_VH, problem))
 
 
-def _rows_within(hidden_TH: Tensor, weight_VH: Tensor, task: HeadTask) -> int:
-    return rows_per_chunk(len(hidden_TH), len(weight_VH), _ITEM_BYTES, task.memory_budget_bytes)
+def _rows_within(hidden_TH: Tensor, weight_VH: Tensor, problem: LinearHeadProblem) -> int:
+    return rows_per_chunk(len(hidden_TH), len(weight_VH), _ITEM_BYTES, problem.memory_budget_bytes)
 
 
-def _room(head: LinearHead, logits_TV: Tensor) -> Tensor:
-    """For the gradient, in the dtype that ``head`` multiplies; in place of the logits where that is theirs."""
+def _gradient_buffer(head: LinearHead, logits_TV: Tensor) -> Tensor:
+    """Return memory for the gradient in the dtype that ``head`` multiplies: the logits' own if it fits."""
     return logits_TV if logits_TV.dtype == head.operand else torch.empty_like(logits_TV, dtype=head.operand)
 
 
 class _RowWork(SummingWork):
-    """A chunk's logits, until its gradients are known."""
+    """The logits of a chunk, kept until its gradients are known."""
 
     dtype = torch.float32
 
-    def __init__(self, inputs: HeadInputs, task: HeadTask) -> None:
+    def __init__(self, inputs: HeadInputs, problem: LinearHeadProblem) -> None:
         self._head, needs = LinearHead(inputs.weight, inputs.bias, None), Needs.of(*inputs)
-        self._hidden_TH, self._task = inputs.hidden.detach(), task
+        self._hidden_TH, self._problem = inputs.hidden.detach(), problem
         self._gradients = HeadGradients(self._head, needs, len(inputs.hidden)) if any(needs) else None
-        self._last: tuple[slice, Rows, Tensor, Tensor, RowStatistics] | None = None
+        self._last: tuple[slice, ScaledRows, Tensor, Tensor, RowStatistics] | None = None
 
     def statistics(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        self._last = None  # room for this chunk
-        rows = self._task.rows.at(chunk)
-        known_TH = rows.known(self._hidden_TH[chunk])
-        logits_TV = self._head.logits(known_TH)
-        found = row_statistics(logits_TV, rows, with_entropy=self._task.with_entropy, softcap=self._task.softcap)
-        self._last = (chunk, rows, known_TH, logits_TV, found)
+        self._last = None  # frees the memory of the chunk before
+        rows = self._problem.rows.at(chunk)
+        masked_TH = rows.zero_ignored_rows(self._hidden_TH[chunk])
+        logits_TV = self._head.logits(masked_TH)
+        found = row_statistics(logits_TV, rows, with_entropy=self._problem.with_entropy, softcap=self._problem.softcap)
+        self._last = (chunk, rows, masked_TH, logits_TV, found)
         return found.logprob, found.entropy
 
     def add_gradients(self, g_logprob_T: Tensor | None, g_entropy_T: Tensor | None) -> None:
         assert self._last is not None and self._gradients is not None
-        chunk, rows, known_TH, logits_TV, found = self._last
-        out = _room(self._head, logits_TV)
-        row_gradient(logits_TV, rows, found, g_logprob_T, g_entropy_T, out=out, softcap=self._task.softcap)
-        self._gradients.add(chunk, out, None, known_TH)
-
-    def totals(self) -> Totals:
-        assert self._gradients is not None
-        return self._gradients.totals()
+        chunk, rows, masked_TH, logits_TV, found = self._last
+        out = _gradient_buffer(self._head, logits_TV)
+        row_gradient(logits_TV, rows, found, g_logprob_T, g_entropy_T, out=out, softcap=self._problem.softcap)
+        self._gradients.add(chunk, out, None, masked_TH)
 
 
 def linear_loss_rows(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, loss: LossTask
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, loss: LossProblem
 ) -> LossOutput:
-    """Chunks of rows, or of whole sequences, whose logits the memory budget holds."""
-    inputs, rows = HeadInputs(hidden_TH, weight_VH, bias_V), _rows_within(hidden_TH, weight_VH, task)
+    """Compute the loss in chunks of rows, or of whole sequences, whose logits fit in the memory budget."""
+    inputs, rows = HeadInputs(hidden_TH, weight_VH, bias_V), _rows_within(hidden_TH, weight_VH, problem)
     if loss.exceeds(rows):
-        return scored_loss(linear_logprob_rows, inputs, task, loss)
-    return loss_in_chunks(_RowWork(inputs, task), inputs, loss, rows)
+        return loss_in_two_passes(linear_logprob_rows, inputs, problem, loss)
+    return loss_in_chunks(_RowWork(inputs, problem), inputs, loss, rows)

@@ -1,4 +1,4 @@
-"""A weight that is a DTensor, such as a parameter that FSDP2 sharded: whole for the call, its gradient sharded again.
+"""A weight that is a DTensor, such as a parameter of FSDP2: gathered for the call, its gradient sharded again.
 
 Every rank scores its own rows, so its gradient of the weight is one term of a sum over the ranks of the mesh:
 ``Partial``. The sum goes back to the parameter's placements: reduce-scattered where it is sharded, all-reduced where
@@ -18,7 +18,7 @@ from rlcore.errors import InvalidInputError
 
 
 def gathered(name: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of ``shard`` in ``dtype``, on every rank of its mesh; its gradient is summed in the shard's own dtype.
+    """Return the whole of ``shard`` in ``dtype`` on every rank of its mesh; its gradient is summed in its own.
 
     Raises:
         InvalidInputError: its values are still to be summed.

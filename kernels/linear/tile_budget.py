@@ -1,4 +1,4 @@
-"""What a memory budget holds of a head's exponentials, two bytes each, and of the statistics of their tiles.
+"""The exponentials of logits, two bytes each, and the statistics of their tiles, that a memory budget holds.
 
 Letters: T rows, V vocabulary.
 """
@@ -12,30 +12,32 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.linear.triton_tiles import TILE_T, TILE_V
 
 _ITEM_BYTES = 2
-"""Of an exponential, float16, and of a logit's gradient, bfloat16."""
+"""Bytes of an exponential, float16, and of a logit's gradient, bfloat16."""
 _STATISTICS_BYTES = 12
-"""Of a tile's row: three, while they are merged."""
+"""Bytes for one row of a tile: three statistics, until they are merged."""
 _PEAK_BYTES = 4
-"""Of a tile's row: the one of them that stays with the exponentials."""
+"""Bytes for one row of a tile: the statistic that is kept with the exponentials."""
 _STATISTICS_SHARE = 8
-"""Of a budget that does not hold all exponentials, one part in so many is for statistics: more rows at once are no
+"""Where a budget does not hold all exponentials, one part in so many is for statistics. More rows at once are no
 faster, and columns that are not kept are computed again."""
 _ROUND_ROWS = 1024
-"""Products of so many rows leave few cores idle: 8192 x 4096 x 151936 takes 45.6 ms on one H200 in chunks of 3072 rows,
+"""A product of so many rows leaves few cores idle: 8192 x 4096 x 151936 takes 45.6 ms on one H200 in chunks of 3072,
 46.6 in three even ones of 2816, 47.6 in four of 2048. Where they do not fit, chunks in multiples of a tile are as good:
 65536 x 2048 x 151936 takes 201.5 ms in chunks of 3328, 196.5 in those of 5120, 195.5 in those of 6144; with 32768 rows
 of 896 it is 53.2 in chunks of 3328, 52.4 in those of 4096, and 57.4 in those of 4224."""
 
 
 class Strip(NamedTuple):
+    """The first columns of the vocabulary, and the rows of each pass over it."""
+
     num_columns: int
-    """Whose exponentials are there for all rows at once: all of the vocabulary, or whole tiles."""
+    """Columns whose exponentials are kept of all rows at once: all of the vocabulary, or whole tiles."""
     num_rows: int
-    """Whose statistics of tiles are there at once."""
+    """Rows whose statistics of tiles are in memory at once."""
 
 
 def rows_fitting(budget_bytes: int, vocab_size: int, beside: int = 0) -> int:
-    """Rows whose exponentials the budget holds, or it and bytes ``beside`` it that are free meanwhile.
+    """Return the number of rows whose exponentials fit in the budget and in ``beside``, bytes that are free meanwhile.
 
     Raises:
         InvalidInputError: the budget does not hold one row.
@@ -49,7 +51,7 @@ def rows_fitting(budget_bytes: int, vocab_size: int, beside: int = 0) -> int:
 
 
 def rows_of_chunks(num_rows: int, fitting: int) -> int:
-    """Rows of chunks of nearly equal size, in round numbers if possible."""
+    """Return the rows of chunks of nearly equal size, a round number if possible."""
     if num_rows <= fitting:
         return max(num_rows, 1)
     even = math.ceil(num_rows / math.ceil(num_rows / fitting))
@@ -61,7 +63,7 @@ def rows_of_chunks(num_rows: int, fitting: int) -> int:
 
 
 def strip_fitting(num_rows: int, vocab_size: int, budget_bytes: int) -> Strip:
-    """The columns whose exponentials are kept of all rows.
+    """Return the columns whose exponentials are kept of all rows, and the rows that are scored at once.
 
     Raises:
         InvalidInputError: the budget does not hold a tile of them and the statistics of a tile's rows.
@@ -69,22 +71,22 @@ def strip_fitting(num_rows: int, vocab_size: int, budget_bytes: int) -> Strip:
     num_rows, row_bytes = max(num_rows, 1), _STATISTICS_BYTES * _num_tiles(vocab_size)
     if num_rows * _row_bytes(vocab_size) <= budget_bytes:
         return Strip(vocab_size, num_rows)
-    column_bytes = num_rows * (_ITEM_BYTES * TILE_V + _PEAK_BYTES)  # of tiles
+    column_bytes = num_rows * (_ITEM_BYTES * TILE_V + _PEAK_BYTES)  # of a tile
     least = column_bytes + min(num_rows, TILE_T) * row_bytes
     if budget_bytes < least:
         raise InvalidInputError(
             f"memory_budget_bytes={budget_bytes} does not hold a strip of {TILE_V} logits of each of {num_rows} rows; "
             f"the least is {least}. implementation='chunked' needs less"
         )
-    spare = min(budget_bytes // _STATISTICS_SHARE, budget_bytes - column_bytes)
-    rows = rows_of_chunks(num_rows, max(spare // row_bytes, TILE_T))
+    statistics_bytes = min(budget_bytes // _STATISTICS_SHARE, budget_bytes - column_bytes)
+    rows = rows_of_chunks(num_rows, max(statistics_bytes // row_bytes, TILE_T))
     num_tiles = (budget_bytes - rows * row_bytes) // column_bytes
     return Strip(min(num_tiles * TILE_V, vocab_size), rows)
 
 
 def rows_scored_at_once(num_rows: int, vocab_size: int, budget_bytes: int) -> int:
-    """Where no exponentials are kept."""
-    rows_fitting(budget_bytes, vocab_size)  # the same least as where they are
+    """Return the rows that are scored at once where no exponentials are kept."""
+    rows_fitting(budget_bytes, vocab_size)  # raises as where they are kept
     return rows_of_chunks(num_rows, budget_bytes // (_STATISTICS_BYTES * _num_tiles(vocab_size)))
 
 

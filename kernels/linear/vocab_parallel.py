@@ -1,7 +1,7 @@
-"""``linear_logprob`` and ``linear_loss`` where each rank holds a part of the vocabulary: see ``vocab_shard``.
+"""``linear_logprob`` and ``linear_loss`` where each rank has a part of the vocabulary: see ``vocab_shard``.
 
-The gradient of the weight needs nothing from other ranks. That of the hidden states is the sum over them, in float32:
-a chunk's is on its way while the chunk's gradient of the weight is computed (``HeadGradients``).
+The gradient of the weight needs nothing from other ranks. That of the hidden states is the sum over them, in float32.
+The sum of a chunk runs while the chunk's gradient of the weight is computed (``HeadGradients``).
 
 Letters: T rows, H hidden size, V vocabulary of this rank, S statistics.
 """
@@ -12,35 +12,35 @@ import functools
 
 from torch import Tensor
 
-from rlcore.kernels.autograd.scorer import Scorer, Scores
+from rlcore.kernels.autograd.forward_backward import ForwardBackward, LogprobOutput
 from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.linear.head import LinearHead
 from rlcore.kernels.linear.logprob import chunk_rows, recomputing_backward
 from rlcore.kernels.linear.loss import linear_loss_chunked
-from rlcore.kernels.linear.problem import HeadTask
+from rlcore.kernels.linear.problem import LinearHeadProblem
 from rlcore.kernels.linear.vocab_shard import partial_statistics_
 
 
 def _forward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, task: HeadTask, *, for_backward: bool
-) -> Scores:
-    """One exchange, of [T, S] float32 statistics."""
-    assert task.shard is not None
-    head = LinearHead(weight_VH, bias_V, task.softcap)
-    parts_TS = hidden_TH.new_empty((len(hidden_TH), 3 + task.with_entropy), dtype=head.wide)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, task)):
-        rows = task.rows.at(chunk)
-        logits_TV = head.logits(rows.known(hidden_TH[chunk]))
-        parts_TS[chunk] = partial_statistics_(logits_TV, rows, with_entropy=task.with_entropy)
-    found = task.shard.merged(parts_TS, task.rows)
-    return Scores(
-        task.rows.known_vector(found.logprob), task.rows.known_vector(found.entropy), (found.peak, found.total)
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, *, for_backward: bool
+) -> LogprobOutput:
+    """Score with one all-gather, of [T, S] float32 statistics."""
+    assert problem.shard is not None
+    head = LinearHead(weight_VH, bias_V, problem.softcap)
+    parts_TS = hidden_TH.new_empty((len(hidden_TH), 3 + problem.with_entropy), dtype=head.wide)
+    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+        rows = problem.rows.at(chunk)
+        logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
+        parts_TS[chunk] = partial_statistics_(logits_TV, rows, with_entropy=problem.with_entropy)
+    found = problem.shard.merged(parts_TS, problem.rows)
+    return LogprobOutput(
+        problem.rows.zero_ignored(found.logprob), problem.rows.zero_ignored(found.entropy), (found.peak, found.total)
     )
 
 
-linear_logprob_vocab_parallel = Scorer(_forward, recomputing_backward, num_residuals=2)
+linear_logprob_vocab_parallel = ForwardBackward(_forward, recomputing_backward, num_residuals=2)
 """Plain torch in chunks of rows, on any device with collectives."""
 
 
-linear_loss_vocab_parallel = functools.partial(linear_loss_chunked, scorer=linear_logprob_vocab_parallel)
-"""One exchange a chunk, of [t, S] float32 statistics; every rank runs the loss function on the same numbers."""
+linear_loss_vocab_parallel = functools.partial(linear_loss_chunked, logprob=linear_logprob_vocab_parallel)
+"""One all-gather a chunk, of [t, S] float32 statistics. Every rank runs the loss function on the same numbers."""

@@ -1,15 +1,15 @@
-"""A vocabulary of which each rank of a process group holds a part: what the ranks tell each other about their rows.
+"""A vocabulary split over a process group: the statistics that the ranks gather, and how they merge them.
 
-The ranks have the same rows of hidden states, or each an equal part of them, and each its own rows of the weight: any
-number of them, in the order of the ranks. Of its part r of the logits z a rank finds, c = sharpness (z - m_r) and y the
-target,
+The ranks have the same rows of hidden states, or each an equal part of them. Each has its own rows of the weight, any
+number of them, in the order of the ranks. s is the inverse temperature and y the target. From its part r of the logits
+z a rank computes, with c = s (z - m_r),
 
     m_r = max z      a_r = sum exp(c)      z_y, or -inf if the target is elsewhere      d_r = sum exp(c) c
 
-All ranks gather these, and merge them in the same order, so that all get the same numbers:
+All ranks gather these and merge them in the same order, so that all get the same numbers:
 
-    m = max_r m_r      s_r = sharpness (m_r - m)      a = sum_r exp(s_r) a_r      d = sum_r exp(s_r) (d_r + s_r a_r)
-    logprob = sharpness (z_y - m) - ln a      entropy = ln a - d / a      p_v = exp(c_v) / (exp(-s_r) a)
+    m = max_r m_r      f_r = s (m_r - m)      a = sum_r exp(f_r) a_r      d = sum_r exp(f_r) (d_r + f_r a_r)
+    logprob = s (z_y - m) - ln a      entropy = ln a - d / a      p_v = exp(c_v) / (exp(-f_r) a)
 
 Letters: T rows, V vocabulary of this rank, G ranks, S statistics.
 """
@@ -28,29 +28,29 @@ from torch.autograd.function import once_differentiable
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import even_rows, fitting_rows
 from rlcore.kernels.operands import is_checked_on_device
-from rlcore.kernels.softmax_rows import Rows, RowStatistics, exponentials_
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, exponentials_
 
 _ROWS = 1024
-"""Of a chunk, where no memory budget is named: chunks are the same on all ranks, whatever their part is."""
+"""Rows of a chunk where the caller gives no memory budget: the same on all ranks, whatever their part is."""
 _IGNORED = -1
-"""The caller's own mark may be the id of a token, so that a row of this rank's weight would be taken for it."""
+"""The caller's own ``ignore_index`` cannot be kept: here it may be the number of a row of this rank's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """This rank's part. Its numbers stay on the device, so that nothing waits for them."""
+    """This rank's part of the vocabulary. Its numbers stay on the device, so that nothing waits for them."""
 
     group: dist.ProcessGroup
     first: Tensor
-    """Id of the part's first token."""
+    """[] id of the part's first token."""
     vocab_size: Tensor
-    """Of all parts."""
+    """[] number of tokens of all parts."""
     own_rows: slice | None = None
-    """Of the hidden states, this rank's, where they are split (sequence parallelism)."""
+    """This rank's rows of the hidden states where they are split (sequence parallelism)."""
 
     @staticmethod
     def of(group: dist.ProcessGroup, weight_VH: Tensor, num_rows: int, *, is_split: bool) -> VocabularyShard:
-        """Every rank calls it.
+        """Make the shard; all ranks call it together.
 
         Args:
             num_rows: of this rank's hidden states.
@@ -70,15 +70,15 @@ class VocabularyShard:
         own_rows = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows) if is_split else None
         return VocabularyShard(group, sizes_G2[: group.rank(), 0].sum(), sizes_G2[:, 0].sum(), own_rows)
 
-    def rows(self, rows: Rows, vocab_size: int) -> Rows:
-        """With targets as rows of this rank's weight."""
+    def rows(self, rows: ScaledRows, vocab_size: int) -> ScaledRows:
+        """Return ``rows`` with targets that are rows of this rank's weight."""
         target_T = rows.target - self.first
         is_elsewhere_T = (target_T < 0) | (target_T >= vocab_size)
-        marked_T = target_T.masked_fill(is_elsewhere_T, 0).masked_fill(rows.is_ignored, _IGNORED)
-        return replace(rows, marked=marked_T, ignore_index=_IGNORED, is_elsewhere=is_elsewhere_T)
+        labels_T = target_T.masked_fill(is_elsewhere_T, 0).masked_fill(rows.ignored, _IGNORED)
+        return replace(rows, labels=labels_T, ignore_index=_IGNORED, is_elsewhere=is_elsewhere_T)
 
     def rows_per_chunk(self, num_rows: int, vocab_size: int, itemsize: int, budget_bytes: int | None) -> int:
-        """Rows of a chunk, the same on every rank. A budget is met by all, which takes waiting for the device.
+        """Return the rows of a chunk, the same on every rank. With a budget, this waits for the device.
 
         Raises:
             InvalidInputError: on every rank, if the budget does not hold one row on one of them.
@@ -94,16 +94,19 @@ class VocabularyShard:
             )
         return even_rows(num_rows, int(fitting))
 
-    def merged(self, parts_TS: Tensor, rows: Rows) -> RowStatistics:
-        """Of whole rows, from this rank's ``partial_statistics_``; ``total`` and ``peak`` suit its exponentials."""
+    def merged(self, parts_TS: Tensor, rows: ScaledRows) -> RowStatistics:
+        """Return the statistics of whole rows from this rank's ``partial_statistics_``.
+
+        ``total`` and ``peak`` are those that belong to this rank's exponentials.
+        """
         parts_GTS = _gathered(parts_TS, self.group)
         peak_GT, total_GT, chosen_GT, *moment_GT = parts_GTS.unbind(2)
         peak_T = peak_GT.amax(0)
-        shift_GT = (peak_GT - peak_T) * rows.sharpness
+        shift_GT = (peak_GT - peak_T) * rows.inverse_temperature
         scale_GT = shift_GT.exp()
         total_T = (scale_GT * total_GT).sum(0)
         log_total_T = total_T.log()
-        logprob_T = (chosen_GT.amax(0) - peak_T) * rows.sharpness - log_total_T
+        logprob_T = (chosen_GT.amax(0) - peak_T) * rows.inverse_temperature - log_total_T
         entropy_T = None
         if moment_GT:
             # A part whose columns are all -inf has no weight, and an infinite shift.
@@ -113,16 +116,19 @@ class VocabularyShard:
         return RowStatistics(logprob_T, entropy_T, _reference(peak_GT[here]), total_T / scale_GT[here])
 
     def all_rows(self, hidden_TH: Tensor) -> Tensor:
-        """The hidden states of all ranks, where each has a part of them. Their gradient is whole in its own part."""
+        """Return the hidden states of all ranks, where each has a part of them.
+
+        The gradient of the result must be complete in this rank's own part.
+        """
         if self.own_rows is None:
             return hidden_TH
         whole: Tensor = _AllRows.apply(hidden_TH, self)  # type: ignore[no-untyped-call]
         return whole
 
-    def sums_begun(self, partial_TH: Tensor, rows: slice) -> list[dist.Work]:
-        """Sums over the ranks in the place of ``rows`` of ``partial_TH``, dense; wait for them before reading.
+    def start_sums(self, partial_TH: Tensor, rows: slice) -> list[dist.Work]:
+        """Start to sum ``rows`` of ``partial_TH``, dense, over the ranks, in place; wait for the work before reading.
 
-        Where the rows are split each sum goes to the rank that has them, as a reduce-scatter of all would send it.
+        Where the rows are split, each sum goes only to the rank that has them, as in a reduce-scatter.
         """
         if self.own_rows is None:
             return [dist.all_reduce(partial_TH[rows], group=self.group, async_op=True)]
@@ -144,11 +150,11 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TH: Tensor) -> tuple[Tensor, None]:
-        return g_TH[ctx.own_rows].clone(), None  # a view would hold the other ranks' rows
+        return g_TH[ctx.own_rows].clone(), None  # a view would keep the memory of the other ranks' rows
 
 
-def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) -> Tensor:
-    """[T, S] of m, a, z_y, and with entropy d, of this rank's logits, which are overwritten with exp(c)."""
+def partial_statistics_(logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool) -> Tensor:
+    """Return [T, S]: m, a, z_y and, with entropy, d of this rank's logits. Overwrite the logits with exp(c)."""
     if not logits_TV.shape[1]:
         nothing = (-math.inf, 0.0, -math.inf, 0.0)[: 3 + with_entropy]
         return torch.stack([logits_TV.new_full((len(logits_TV),), value) for value in nothing], 1)
@@ -156,7 +162,7 @@ def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) ->
     chosen_T = logits_TV.gather(1, rows.target[:, None]).squeeze(1)
     if rows.is_elsewhere is not None:
         chosen_T = chosen_T.masked_fill(rows.is_elsewhere, -math.inf)
-    exp_TV = exponentials_(logits_TV, _reference(peak_T), rows.sharpness)
+    exp_TV = exponentials_(logits_TV, _reference(peak_T), rows.inverse_temperature)
     parts = [peak_T, exp_TV.sum(1), chosen_T]
     if with_entropy:
         parts.append(torch.xlogy(exp_TV, exp_TV).sum(1))
@@ -164,12 +170,12 @@ def partial_statistics_(logits_TV: Tensor, rows: Rows, *, with_entropy: bool) ->
 
 
 def _reference(peak_T: Tensor) -> Tensor:
-    """What exponentials are taken to: -inf minus -inf would be NaN."""
+    """Return what is subtracted from logits: a peak of -inf becomes 0, as -inf minus -inf would be NaN."""
     return peak_T.masked_fill(peak_T == -math.inf, 0.0)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[G, ...] of every rank's ``x``."""
+    """Return [G, ...]: ``x`` of every rank."""
     parts = x.new_empty((group.size(), *x.shape))
     dist.all_gather([*parts.unbind()], x.contiguous(), group=group)
     return parts

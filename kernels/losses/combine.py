@@ -9,7 +9,7 @@ from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, TermOutput, 
 
 
 def combine(*terms: LossFn) -> LossFn:
-    """A loss whose value is the sum of the terms' values, with all their statistics.
+    """Return a loss whose value is the sum of the terms' values, with all their statistics.
 
     It is sequence level if one of the terms is.
 

@@ -25,7 +25,7 @@ _MOST_DRIFT = 2.0  # of r - 1, as in the authors' recipe in siiRL and LightRFT
 
 @takes("cpgd", clip_low=NUMBER, clip_high=NUMBER, drift_coef=NUMBER)
 def cpgd(*, clip_low: float = 0.2, clip_high: float = 0.28, drift_coef: float = 0.0) -> LossFn:
-    """The clipped policy gradient with drift; reads ``old_logprobs`` and ``advantages``.
+    """Return the clipped policy gradient with drift; it reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: in [0, 1]; a negative advantage acts until the ratio is below 1 - clip_low.

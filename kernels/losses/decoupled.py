@@ -32,15 +32,15 @@ def decoupled_ppo(
     outside: Literal["mask", "clamp"] = "mask",
     level: Level = "token",
 ) -> LossFn:
-    """PPO clip around ``old_logprobs`` on samples of ``rollout_logprobs``; reads ``advantages`` too.
+    """Return PPO clip around ``old_logprobs`` on samples of ``rollout_logprobs``; it reads ``advantages`` too.
 
     Args:
         clip_low: as ``ppo_clip``.
         clip_high: as ``ppo_clip``.
         dual_clip: as ``ppo_clip``.
-        weight_low: >= 0; the lowest w that is kept as it is.
+        weight_low: >= 0; the lowest w that is used unchanged.
         weight_high: the highest.
-        outside: what happens to tokens with another w: "mask" leaves them out, "clamp" clamps w.
+        outside: the treatment of tokens with another w: "mask" leaves them out, "clamp" clamps w.
         level: "sequence" uses the geometric mean of w over the sequence, and is sequence level.
 
     Statistics: those of ``ppo_clip``, and of ``tis`` named ``decoupled_ppo_...``.

@@ -1,6 +1,6 @@
-"""DPPO (arXiv 2602.04879): a bound of how far the token's probability moved, in the place of one of its ratio.
+"""DPPO (arXiv 2602.04879): it bounds the distance that a token's probability moved, not the ratio.
 
-With p and q the new and old probability of the token, and everything but its other outcomes lumped together:
+With p and q the new and old probability of the token, and all other tokens taken as one outcome:
 
     tv   |p - q|
     kl   q ln(q / p) + (1 - q) ln((1 - q) / (1 - p))
@@ -48,8 +48,9 @@ def dppo(
     delta_high: float = 0.15,
     max_ratio: float = 20.0,
 ) -> LossFn:
-    """The policy gradient within a trust region; reads ``old_logprobs`` and ``advantages``. The paper anchors the
-    region at the sampler, so ``old_logprobs`` should be the sampler's.
+    """Return the policy gradient within a trust region; it reads ``old_logprobs`` and ``advantages``.
+
+    The paper anchors the region at the sampler, so ``old_logprobs`` should be the sampler's.
 
     Args:
         kind: see above.

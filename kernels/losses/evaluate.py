@@ -1,9 +1,9 @@
-"""Run a loss function on some tokens: its value, its gradients and its statistics.
+"""Evaluation of a loss function on tokens: its value, its gradients and its statistics.
 
     loss = sum_t weight[t] * value[t]
 
-over the tokens that count. The others are kept out by selection, never by multiplication with 0, so that NaN
-in them cannot matter.
+over the tokens that count. The others are left out by selection, never by multiplication with 0, so that NaN in them
+has no effect.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, TermOutput, sequence_level
+from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, sequence_level
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor, is_debugging
 
 
 class TokenInputs(NamedTuple):
-    """What a loss reads besides log-probabilities, and which tokens count."""
+    """The tensors that a loss reads besides log-probabilities, and which tokens count."""
 
     per_token: Mapping[str, Tensor]
-    """Copies, so that the loss function may write into them; 0 for tokens that do not count"""
+    """Copies, so that the loss function may write to them; 0 for tokens that do not count."""
     weight: Tensor
-    """0 for tokens that do not count"""
+    """[T]; 0 for tokens that do not count."""
     is_counted: Tensor
+    """[T] bool."""
 
     @staticmethod
     def of(per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor) -> TokenInputs:
@@ -53,7 +54,9 @@ def token_values(
     tokens: TokenInputs,
     extra: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, before weighting, and its statistics; anything for tokens that do not count.
+    """Return the loss of each token, before weighting, and its statistics.
+
+    Those of tokens that do not count may hold any value.
 
     Raises:
         InvalidInputError: the loss function returned something else than [t] vectors.
@@ -79,7 +82,7 @@ def values_and_gradients(
     tokens: TokenInputs,
     extra: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None, Tensor | None]:
-    """Also the gradients of the weighted sum for log-probability and entropy: None if unused."""
+    """Return also the gradients of the weighted sum for log-probability and entropy: None if unused."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (logprob_T, entropy_T) if x is not None]
         value_T, stats = token_values(loss_fn, inputs[0], (*inputs, None)[1], tokens, extra)
@@ -90,7 +93,7 @@ def values_and_gradients(
             )
         if is_debugging():
             _check_leaves(value_T, inputs, loss_fn)
-        # The sum itself waits for all chunks: its and its gradient's kernels would keep the products waiting.
+        # The sum itself is computed after all chunks: its kernels and those of its gradient would delay the products.
         found = torch.autograd.grad(value_T, inputs, tokens.weight.to(value_T.dtype), allow_unused=True)
     return value_T.detach(), stats, found[0], (*found, None)[1]
 
@@ -106,7 +109,7 @@ def _check_leaves(value_T: Tensor, inputs: list[Tensor], loss_fn: LossFn) -> Non
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Whose ``.grad`` a backward of ``value`` would add to."""
+    """Yield the tensors to whose ``.grad`` a backward of ``value`` would add."""
     waiting, seen = [get_gradient_edge(value).node], set()
     while waiting:
         node = waiting.pop()
@@ -120,8 +123,18 @@ def weighted_sum(value_T: Tensor, tokens: TokenInputs) -> Tensor:
     return (torch.where(tokens.is_counted, value_T, 0.0) * tokens.weight).sum()
 
 
+def loss_of_tokens(
+    loss_fn: LossFn, logprob_T: Tensor, entropy_T: Tensor | None, tokens: TokenInputs, extra: Mapping[str, Tensor]
+) -> LossOutput:
+    """Compute the loss of all tokens at once, differentiable by autograd."""
+    value_T, stats = token_values(loss_fn, logprob_T, entropy_T, tokens, extra)
+    statistics = Statistics()
+    statistics.add(stats)
+    return LossOutput(weighted_sum(value_T, tokens), statistics.result(tokens))
+
+
 class Statistics:
-    """Collects statistics of tokens, and reduces them once, by the ending of their names, without waiting."""
+    """The statistics of tokens, reduced once at the end by the ending of their names. Nothing waits for the device."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
@@ -131,7 +144,7 @@ class Statistics:
             self._values.setdefault(name, []).append(values_T.detach())
 
     def result(self, tokens: TokenInputs) -> dict[str, Tensor]:
-        """Scalars by name, of all ``tokens``. Of none a sum is 0, a mean NaN, a minimum inf and a maximum -inf."""
+        """Return scalars by name, of all ``tokens``. Of none: sum 0, mean NaN, minimum inf, maximum -inf."""
         values = {name: torch.cat(parts).to(tokens.weight.dtype) for name, parts in self._values.items()}
         found: dict[str, Tensor] = {}
         for ending, reduced in _REDUCTIONS.items():
@@ -170,10 +183,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor, TokenInputs], Tensor]] = {
 
 
 def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor) -> None:
-    """``rows``, of that name, are what the tokens' log-probabilities are or are made of.
+    """Check the arguments of a loss. ``rows``, called ``name`` in messages, has one entry for each token.
 
     Raises:
-        InvalidInputError: other numbers of tokens, devices or dtypes, or what would silently get no gradient.
+        InvalidInputError: numbers of tokens, devices or dtypes differ, or a tensor would silently get no gradient.
     """
     check_float("token_weight", token_weight)
     if token_weight.shape != rows.shape[:1]:
@@ -194,7 +207,7 @@ def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token
 
 
 def checked_output(found: object, logprob_T: Tensor, loss_fn: LossFn) -> TermOutput:
-    """What a loss function returned, its value and statistics vectors like ``logprob``."""
+    """Check that a loss function returned a value and statistics that are vectors like ``logprob``; return them."""
     if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
         types = [type(x).__name__ for x in found] if isinstance(found, tuple | list) else type(found).__name__
         raise InvalidInputError(

@@ -21,7 +21,7 @@ from rlcore.kernels.losses.sequences import sequence_mean
 
 @takes("gmpo", clip_low=NUMBER, clip_high=NUMBER)
 def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
-    """The geometric-mean surrogate; sequence level; reads ``old_logprobs`` and ``advantages``.
+    """Return the geometric-mean surrogate; sequence level. It reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: >= 0; a token's log-ratio may fall to -clip_low. Both defaults are the paper's.

@@ -28,7 +28,9 @@ FORMS = ("sequence", "token")
 
 @takes("gspo", clip_low=NUMBER, clip_high=NUMBER)
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, form: Literal["sequence", "token"] = "sequence") -> LossFn:
-    """The clipped surrogate of the sequence ratio; sequence level; reads ``old_logprobs`` and ``advantages``.
+    """Return the clipped surrogate of the sequence ratio; sequence level.
+
+    It reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: in [0, 1]. Both defaults are the paper's: a mean over tokens moves little.

@@ -1,4 +1,4 @@
-"""Weights for samples of another policy than the one that is trained.
+"""Importance weights for samples of another policy than the one that is trained.
 
 A sampler computes probabilities that differ from the trainer's (other kernels, older weights). With w =
 exp(old_logprob - rollout_logprob), of the token or the geometric mean of its sequence, and without gradient, each
@@ -44,13 +44,13 @@ Weigh = Callable[[Tensor], Tensor]
 
 @takes("tis", term=LOSS, cap=NUMBER, floor=NUMBER)
 def tis(term: LossFn, *, cap: float = 2.0, floor: float = 0.0, level: Level = "token") -> LossFn:
-    """``term`` weighted by the clamped ratio; reads ``old_logprobs`` and ``rollout_logprobs`` too.
+    """Return ``term`` weighted by the clamped ratio; it reads ``old_logprobs`` and ``rollout_logprobs`` too.
 
     Args:
         term: a loss term.
         cap: the highest weight; infinity leaves it unbounded (the ratio still is within e^-20 and e^20).
         floor: the lowest weight.
-        level: "sequence" weights all tokens of a sequence by their geometric mean, and is sequence level.
+        level: "sequence" weights all tokens of a sequence by their geometric mean; the term is then sequence level.
 
     Statistics: the term's, and ``tis_ratio_min tis_ratio_max`` of w, ``tis_weight_mean tis_weight_square_mean`` of
     the weight, ``tis_cut_mean``: the share of tokens whose weight is not w.
@@ -60,8 +60,9 @@ def tis(term: LossFn, *, cap: float = 2.0, floor: float = 0.0, level: Level = "t
 
 @takes("icepop", term=LOSS, low=NUMBER, high=NUMBER)
 def icepop(term: LossFn, *, low: float = 0.5, high: float = 5.0, level: Level = "token") -> LossFn:
-    """``term`` weighted by the ratio, or left out where that is not in [low, high]; reads ``old_logprobs`` and
-    ``rollout_logprobs`` too.
+    """Return ``term`` weighted by the ratio, or left out where that is not in [low, high].
+
+    It reads ``old_logprobs`` and ``rollout_logprobs`` too.
 
     Args:
         term: a loss term.
@@ -76,8 +77,9 @@ def icepop(term: LossFn, *, low: float = 0.5, high: float = 5.0, level: Level = 
 
 @takes("sequence_mask", term=LOSS, low=NUMBER, high=NUMBER)
 def sequence_mask(term: LossFn, *, low: float, high: float) -> LossFn:
-    """``term`` without the sequences whose geometric-mean ratio is not in [low, high]; sequence level; reads
-    ``old_logprobs`` and ``rollout_logprobs`` too.
+    """Return ``term`` without the sequences whose geometric-mean ratio is not in [low, high]; sequence level.
+
+    It reads ``old_logprobs`` and ``rollout_logprobs`` too.
 
     Args:
         term: a loss term.

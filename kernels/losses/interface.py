@@ -1,12 +1,12 @@
-"""What a loss is: any plain PyTorch function of log-probabilities, for ``linear_loss`` and ``token_loss``.
+"""The interface of a loss: any plain PyTorch function of log-probabilities, for ``linear_loss`` and ``token_loss``.
 
     value, stats = loss_fn(logprob, entropy, per_token)
 
-All are [t] vectors, t the tokens of one chunk: ``logprob`` and ``entropy`` (None if not computed),
-``per_token`` what the caller passed (old log-probabilities, advantages, ...), ``value`` the loss of each
-token before weighting, and ``stats`` vectors to report, reduced over all tokens by the ending of their name:
-``_mean`` (weighted like the loss), ``_sum``, ``_min``, ``_max``. A masked token's entries are 0, and whatever
-is computed from them is left out.
+All are [t] vectors, t the tokens of one chunk. ``entropy`` is None if it is not computed. ``per_token`` holds what the
+caller passed (old log-probabilities, advantages, ...). ``value`` is the loss of each token before weighting, and
+``stats`` holds vectors to report. They are reduced over all tokens by the ending of their name: ``_mean`` (weighted
+like the loss), ``_sum``, ``_min``, ``_max``. The entries of a masked token are 0, and what is computed from
+them is left out.
 
 The entries that the terms of this folder read, all natural logarithms and without gradient:
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -47,10 +47,19 @@ TermOutput = tuple[Tensor, dict[str, Tensor]]
 LossFn = Callable[[Tensor, Tensor | None, PerToken], TermOutput]
 
 
+class LossOutput(NamedTuple):
+    """The result of ``linear_loss``, ``token_loss`` and ``value_loss``."""
+
+    loss: Tensor
+    """Scalar, float32 (float64 for float64 inputs), differentiable."""
+    stats: dict[str, Tensor]
+    """Scalars on the device, without gradient: the loss function's statistics, and ``entropy_mean`` if it has one."""
+
+
 @final
 @dataclass(frozen=True)
 class sequence_level:  # noqa: N801 (a decorator)
-    """Marks a loss that needs whole sequences: ``@sequence_level``.
+    """A loss that needs whole sequences; the decorator ``@sequence_level`` makes one.
 
     Its chunks end where sequences end, and ``per_token`` also holds ``cu_seqlens`` [n + 1] int64, the
     boundaries of the n sequences in the chunk, and ``token_mask`` [t] bool, False for tokens that do not
@@ -66,13 +75,13 @@ class sequence_level:  # noqa: N801 (a decorator)
 def _takes_three(function: object) -> bool:
     if not callable(function):
         return False
-    if torch.compiler.is_compiling():  # a function that was made in compiled code has no signature to ask
+    if torch.compiler.is_compiling():  # a function that was made in compiled code has no signature
         return True
     try:
         inspect.signature(function).bind(None, None, None)
     except TypeError:
         return False
-    except ValueError:  # it has no signature to ask
+    except ValueError:  # it has no signature
         pass
     return True
 
@@ -81,19 +90,19 @@ LOSS = Kind("a function of (logprob, entropy, per_token), such as ppo_clip(),", 
 
 
 def as_level_of(function: LossFn, *terms: LossFn) -> LossFn:
-    """``function``, sequence level if one of the terms that it calls is."""
+    """Return ``function``, as sequence level if one of the terms that it calls is."""
     return sequence_level(function) if any(isinstance(term, sequence_level) for term in terms) else function
 
 
 def needed(per_token: PerToken, name: str, loss: str) -> Tensor:
-    """``per_token[name]``, or an error that says which loss wants it."""
+    """Return ``per_token[name]``, or raise an error that says which loss needs it."""
     if name not in per_token:
         raise InvalidInputError(f"{loss} needs per_token[{name!r}]; got {sorted(per_token) or 'nothing'}")
     return per_token[name]
 
 
 def checked_edges(cu_seqlens: Tensor | None, per_token: PerToken, operator: str, rows: str) -> Tensor:
-    """``cu_seqlens``, but for its values, of ``operator``'s sequence-level loss over ``rows``.
+    """Return the ``cu_seqlens`` of ``operator``'s sequence-level loss over ``rows``, checked but for their values.
 
     Raises:
         InvalidInputError: there are none, they are no [N + 1] integers, or ``per_token`` has what ``operator`` sets.

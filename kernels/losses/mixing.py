@@ -1,8 +1,8 @@
-"""A loss must not mix what chunks keep apart: tokens, or with ``@sequence_level`` sequences.
+"""The check that a loss does not mix what chunks separate: tokens, or with ``@sequence_level`` sequences.
 
-``linear_loss`` runs a loss function chunk by chunk, and where chunks end depends on memory. A function that looks
-beyond, such as one that normalises advantages or sums over the batch, would give other numbers on another device, and
-nobody would see why. ``RLCORE_DEBUG=1`` runs each chunk's halves alone too, and compares.
+``linear_loss`` runs a loss function chunk by chunk, and the memory budget decides where chunks end. A function that
+reads other tokens, such as one that normalises advantages or sums over the batch, would give other numbers on another
+device, and nobody would see why. ``RLCORE_DEBUG=1`` also runs the two halves of each chunk alone, and compares.
 
 Letters: T tokens.
 """
@@ -30,8 +30,8 @@ _OF_SEQUENCES = (
 
 
 def refusing_mixtures(loss_fn: LossFn) -> LossFn:
-    """``loss_fn``, which raises InvalidInputError where a value or statistic changes with the company of its token or
-    sequence.
+    """Return ``loss_fn`` with a check: it raises InvalidInputError where the value or a statistic of a token (or of a
+    sequence) depends on the others in the chunk.
 
     It runs twice. What changes gradients alone, such as ``x * (x.mean() / x.mean().detach())``, is not found.
     """
@@ -61,7 +61,7 @@ def _vectors(value: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _halves(
     per_token: PerToken, num_tokens: int, is_sequence_level: bool
 ) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
-    """Those that are not empty, and not all."""
+    """Yield the rows and the entries of each half, unless it is empty or has all tokens."""
     if not is_sequence_level:
         cut = num_tokens // 2
         for half in (slice(0, cut), slice(cut, num_tokens)):

@@ -1,4 +1,4 @@
-"""Terms that keep a policy near a reference, or random.
+"""Penalty terms: the KL divergence from a reference, and the entropy.
 
 Estimators of KL(policy || reference) from the policy's own samples (Schulman, "Approximating KL divergence",
 2020), with d = ref_logprob - logprob:
@@ -30,7 +30,7 @@ from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
 from rlcore.kernels.losses.ratio import bounded, log_ratio_to_old
 from rlcore.kernels.operands import check_finite
 
-Kind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "r*k3"]
+KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "r*k3"]
 
 
 def _k1(d: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _k3(d: Tensor) -> Tensor:
 
 
 def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
-    """The value of one with the gradient of the other."""
+    """Return ``value`` with the gradient of ``slope``."""
     return value.detach() + (slope - slope.detach())
 
 
@@ -63,9 +63,10 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @takes("kl", kind=TEXT, coef=NUMBER)
-def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
-    """``coef`` times an estimate of the divergence from the reference; reads ``ref_logprobs``, and "r*k3" reads
-    ``old_logprobs`` too.
+def kl(*, kind: KLKind = "k3", coef: float) -> LossFn:
+    """Return ``coef`` times an estimate of the divergence from the reference.
+
+    It reads ``ref_logprobs``, and "r*k3" reads ``old_logprobs`` too.
 
     Statistics: ``kl_mean``, the estimate without ``coef``.
     """
@@ -85,8 +86,7 @@ def kl(*, kind: Kind = "k3", coef: float) -> LossFn:
 
 @takes("entropy_bonus", coef=NUMBER)
 def entropy_bonus(*, coef: float) -> LossFn:
-    """``-coef * entropy``; the operator reports ``entropy_mean``."""
-
+    """Return ``-coef * entropy``; the operator reports ``entropy_mean``."""
     check_finite("entropy_bonus: coef", coef)
 
     def entropy_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:

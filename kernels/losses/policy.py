@@ -21,7 +21,7 @@ from rlcore.kernels.losses.ratio import check_clip, log_ratio_to_old, ratio_stat
 
 @takes("ppo_clip", clip_low=NUMBER, clip_high=NUMBER, dual_clip=optional(NUMBER))
 def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> LossFn:
-    """The clipped surrogate; reads ``old_logprobs`` and ``advantages``.
+    """Return the clipped surrogate; it reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: in [0, 1]; the ratio may fall to 1 - clip_low.

@@ -1,4 +1,4 @@
-"""The ratio of a policy to the one before it, d = logprob - old_logprob and r = e^d, and what is reported of it.
+"""The ratio of a policy to the one before it, d = logprob - old_logprob and r = e^d, and its statistics.
 
 d is clamped to +-20, beyond which no gradient flows: e^20 is far outside any clip range, and beyond e^88 the
 gradient of a clipped token would be 0 * inf.
@@ -25,15 +25,17 @@ def log_ratio_to_old(logprob: Tensor, per_token: PerToken, loss: str) -> Tensor:
 
 
 def ratio_statistics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """``ratio_mean ratio_min ratio_max`` and ``approx_kl_mean``: r - 1 - ln r, which estimates KL(old || new)."""
+    """Return ``ratio_mean ratio_min ratio_max`` and ``approx_kl_mean``, r - 1 - ln r, an estimate of KL(old || new)."""
     log_ratio = log_ratio.detach()
     ratio = log_ratio.exp()
     return {"ratio_mean": ratio, "ratio_min": ratio, "ratio_max": ratio, "approx_kl_mean": ratio - 1 - log_ratio}
 
 
 def stopped_statistics(is_low: Tensor, is_high: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """``clip_low_mean clip_high_mean``: the share of tokens that the lower and the upper bound stopped. A bound
-    stops a token that is beyond it and that its advantage would drive further."""
+    """Return ``clip_low_mean clip_high_mean``: the share of tokens that the lower and the upper bound stopped.
+
+    A bound stops a token that is beyond it and whose advantage would move it further.
+    """
     return {"clip_low_mean": (advantage < 0) & is_low, "clip_high_mean": (advantage > 0) & is_high}
 
 

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992) and what weights it by a ratio through which no gradient flows.
+"""REINFORCE (Williams 1992), and CISPO: REINFORCE weighted by a ratio through which no gradient flows.
 
     reinforce        value = -A logprob
     cispo            value = -clip(r, 1 - clip_low, 1 + clip_high) A logprob
@@ -22,7 +22,7 @@ from rlcore.kernels.losses.ratio import check_clip, log_ratio_to_old, ratio_stat
 
 
 def reinforce() -> LossFn:
-    """The policy gradient itself; reads ``advantages``. Weight it with ``tis`` or ``icepop``."""
+    """Return the policy gradient itself; it reads ``advantages``. Weight it with ``tis`` or ``icepop``."""
 
     def reinforce_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         return -needed(per_token, "advantages", "reinforce") * logprob, {}
@@ -32,7 +32,7 @@ def reinforce() -> LossFn:
 
 @takes("cispo", clip_low=NUMBER, clip_high=NUMBER)
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> LossFn:
-    """CISPO with bounds measured from 1; reads ``old_logprobs`` and ``advantages``.
+    """Return CISPO with bounds measured from 1; it reads ``old_logprobs`` and ``advantages``.
 
     Args:
         clip_low: in [0, 1]; the weight is at least 1 - clip_low. 1 leaves it unbounded from below.
@@ -47,7 +47,7 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> LossFn:
 
 @takes("cispo_absolute", max_ratio=NUMBER)
 def cispo_absolute(*, max_ratio: float = 5.0) -> LossFn:
-    """CISPO with one bound of the ratio itself; reads ``old_logprobs`` and ``advantages``.
+    """Return CISPO with one bound of the ratio itself; it reads ``old_logprobs`` and ``advantages``.
 
     Args:
         max_ratio: >= 1; the weight is at most this.

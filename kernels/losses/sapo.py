@@ -19,7 +19,7 @@ from rlcore.kernels.operands import check_positive
 
 @takes("sapo", temperature_positive=NUMBER, temperature_negative=NUMBER)
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> LossFn:
-    """The gated surrogate; reads ``old_logprobs`` and ``advantages``.
+    """Return the gated surrogate; it reads ``old_logprobs`` and ``advantages``.
 
     Args:
         temperature_positive: > 0; tau where A > 0. Higher lets a token move less. Both defaults are the paper's.

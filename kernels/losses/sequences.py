@@ -9,9 +9,9 @@ from rlcore.kernels.losses.interface import PerToken, needed
 
 
 def sequence_mean(values: Tensor, per_token: PerToken) -> Tensor:
-    """[t] -> [t]: on each token the mean over those tokens of its sequence that count; 0 if none does.
+    """Return [t]: at each token the mean of ``values`` [t] over the tokens of its sequence that count; 0 if none does.
 
-    Differentiable; what tokens that do not count hold has no influence, NaN included.
+    Differentiable. The values of tokens that do not count have no influence, NaN included.
 
     Raises:
         InvalidInputError: ``per_token`` without ``cu_seqlens`` or ``token_mask``, which ``linear_loss`` sets for

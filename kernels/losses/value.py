@@ -1,5 +1,5 @@
 """The critic's loss (Schulman et al. 2017, with the clip of the OpenAI baselines). With v the new value, v_old the
-one at the step's beginning, R the return:
+value before the step, R the return:
 
     value = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2      loss = sum_t weight[t] * value[t]
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.losses.evaluate import Statistics, TokenInputs
+from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.operands import check_constant, check_float, check_positive, check_same_device, check_shape
 from rlcore.kernels.softmax_rows import wide_dtype
 
@@ -26,7 +26,7 @@ def value_loss(
     old_values: Tensor | None = None,
     clip: float | None = None,
 ) -> LossOutput:
-    """Half the squared error of a critic, clipped around its old values.
+    """Compute half the squared error of a critic, clipped around its old values.
 
     Args:
         values: [T] or [N, L], any float dtype; with gradient.

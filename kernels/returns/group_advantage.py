@@ -1,4 +1,4 @@
-"""Advantages of sampled responses over the others of the same prompt.
+"""The advantage of sampled responses over the others of the same prompt.
 
 For a group of n rewards R with mean mu and unbiased standard deviation sigma:
 
@@ -10,7 +10,7 @@ For a group of n rewards R with mean mu and unbiased standard deviation sigma:
     reinforce++  ((R - mu) - m) / (s + epsilon)  (Hu et al. 2025, arXiv 2501.03262, with the group's mean as baseline):
     m and s are the mean and unbiased standard deviation of R - mu over all tokens of all groups
 
-A response alone in its group has nothing to be compared with: mu (and the baseline of opo) is 0, as in verl, so that
+A response alone in its group has no other to compare with: mu (and the baseline of opo) is 0, as in verl, so that
 its advantage is its reward, whitened in reinforce++. REINFORCE++ without groups is ``masked_whiten`` of a
 ``discounted_return``.
 
@@ -40,7 +40,7 @@ _REWARDS = Kind(
 _LENGTHS = Kind("numbers of tokens in the shape of rewards", lambda values: not values.is_complex())
 _GROUP = Kind("[N] integers", lambda values: is_whole(values) or values.numel() == 0)  # [] is a tensor of float32
 _LONG = 4096
-"""More rewards of a group than one program should take."""
+"""A group of more rewards is too long for one program."""
 
 
 @takes("group_advantage", group_size=optional(WHOLE), epsilon=AT_LEAST_0)
@@ -54,7 +54,7 @@ def group_advantage(
     epsilon: float = 1e-6,
     implementation: str | None = None,
 ) -> Tensor:
-    """The advantage of each reward within its group.
+    """Compute the advantage of each reward within its group.
 
     Args:
         rewards: [P, n], a row for each prompt; or [N] with ``group_size`` or ``group``.
@@ -94,10 +94,10 @@ def group_advantage(
 def group_advantage_reference(
     reward: Tensor, length: Tensor | None, member_N: Tensor | None, *, mode: Mode, epsilon: float
 ) -> Tensor:
-    """Plain torch in float64: of [P, n], or of [N] whose groups ``member_N`` numbers from 0.
+    """Compute in plain torch in float64: [P, n], or [N] whose groups ``member_N`` numbers from 0.
 
-    torch_npu makes float32 of float64: sums are of differences from one reward of the group, which are 0 where all are
-    equal.
+    torch_npu lowers float64 to float32. So sums are of differences from one reward of the group: they are 0 where all
+    rewards are equal.
     """
     if is_checked_on_device(reward):
         check_rewards(reward, length)
@@ -131,7 +131,7 @@ def group_advantage_reference(
 
 
 def _whitened(value: Tensor, length: Tensor, epsilon: float) -> Tensor:
-    """As if every token of a response held its value."""
+    """Whiten as if every token of a response held its value."""
     num_tokens = length.sum()
     centred = value - (length * value).sum() / num_tokens.clamp(min=1)
     variance = (length * centred.square()).sum() / (num_tokens - 1).clamp(min=1)
@@ -139,7 +139,7 @@ def _whitened(value: Tensor, length: Tensor, epsilon: float) -> Tensor:
 
 
 def _lengths(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], reward: Tensor) -> Tensor:
-    """Shape of the rewards."""
+    """Return the lengths in the shape of the rewards."""
     length = _tensor("lengths", lengths, _LENGTHS, reward.device)
     if length.shape != reward.shape:
         raise InvalidInputError(
@@ -186,7 +186,7 @@ def check_rewards(reward: Tensor, length: Tensor | None) -> None:
 def _groups(
     reward: Tensor, group_size: int | None, group: Tensor | Sequence[int] | None
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """[P, n] and None; or [N] and the group of each reward, [N] int64."""
+    """Return [P, n] and None; or [N] and the group of each reward, [N] int64."""
     if (reward.dim() == 2) + (group_size is not None) + (group is not None) != 1:
         raise InvalidInputError(
             "group_advantage: say the groups in one way: rewards [P, n], or [N] with group_size= or group=; "
@@ -205,8 +205,8 @@ def _groups(
 
 
 def _numbered(group_N: Tensor) -> Tensor:
-    """From 0, in the order of the groups' names; ``torch.unique`` would wait for its device to say how many."""
+    """Number the groups from 0, in the order of their names; ``torch.unique`` would wait for the device."""
     sorted_N, order_N = group_N.sort(stable=True)
-    is_first_N = torch.nn.functional.pad(sorted_N.diff() != 0, (1, 0))[: len(group_N)]  # of none too
+    is_first_N = torch.nn.functional.pad(sorted_N.diff() != 0, (1, 0))[: len(group_N)]  # also of no rewards
     number_N = is_first_N.cumsum(0)
     return torch.empty_like(number_N).scatter_(0, order_N, number_N)

@@ -5,16 +5,16 @@ Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438), over 
     delta_t = reward_t + gamma V_t+1 - V_t        A_t = delta_t + gamma lam A_t+1        return_t = A_t + V_t
 
 and the discounted return R_t = reward_t + gamma R_t+1, with nothing after the last token. Tokens that do not count
-(prompts, what a tool answered, padding) are as if deleted: rewards and values pass over them undiscounted, and
-whatever they hold has no influence. That is verl 0.9.1's treatment of several turns; checked against deletion in the
-tests. They get 0 themselves.
+(prompts, answers of a tool, padding) are treated as if deleted: rewards and values pass over them undiscounted, and
+their values have no influence. They get 0 themselves. verl 0.9.1 treats dialogues with several turns in this way; the
+tests compare with deletion.
 
 Both are linear recurrences a_t = x_t + c_t a_t+1 in which c_t is 0 at the last token of a sequence, and 1 (with x_t =
 0) where a token does not count. Composing neighbours, (c, x) o (c', x') = (c c', x + c x'), halves the problem: one
 scan of logarithmic depth serves all sequences, however long, and nothing waits for the device.
 
-An implementation takes packed tokens as the caller gave them, whatever those that do not count hold, and checks their
-values, by ``check_tokens`` or on the device. ``triton_returns`` has the one that waits for no other and reads twice.
+An implementation takes packed tokens as the caller gave them; those that do not count may hold any value. It checks the
+values, by ``check_tokens`` or on the device. ``triton_scan`` has the implementation in Triton.
 
 Letters: T tokens, N sequences.
 Order of this file: references, scans, public operators, checks.
@@ -38,6 +38,8 @@ from rlcore.kernels.softmax_rows import wide_dtype
 
 
 class Advantages(NamedTuple):
+    """The result of ``gae``."""
+
     advantages: Tensor
     """Shape of the rewards, float32 (float64 for float64 inputs), without gradient."""
     returns: Tensor
@@ -50,7 +52,7 @@ class Advantages(NamedTuple):
 def gae_reference(
     values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """The definition, token by token."""
+    """Compute the definition, token by token."""
     tokens = check_tokens("gae", mask_T, cu_seqlens, {"values": values_T, "rewards": rewards_T})
     (values_T, rewards_T), mask_T, cu_seqlens = tokens
     advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
@@ -67,7 +69,7 @@ def gae_reference(
 def discounted_return_reference(
     rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float
 ) -> Tensor:
-    """The definition, token by token."""
+    """Compute the definition, token by token."""
     tokens = check_tokens("discounted_return", mask_T, cu_seqlens, {"rewards": rewards_T})
     (rewards_T,), mask_T, cu_seqlens = tokens
     returns_T = torch.zeros_like(rewards_T)
@@ -85,7 +87,7 @@ def discounted_return_reference(
 def gae_scan(
     values_T: Tensor, rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch, any device; one scan, of what a token passes on: gamma (V_t + lam A_t)."""
+    """Compute by one scan of what a token passes on, gamma (V_t + lam A_t), in plain torch on any device."""
     tokens = check_tokens("gae", mask_T, cu_seqlens, {"values": values_T, "rewards": rewards_T})
     (values_T, rewards_T), mask_T, cu_seqlens = tokens
     is_last_T = _is_last(cu_seqlens, len(mask_T))
@@ -99,7 +101,7 @@ def gae_scan(
 
 
 def discounted_return_scan(rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
-    """Plain torch, any device; one scan."""
+    """Compute by one scan, in plain torch on any device."""
     tokens = check_tokens("discounted_return", mask_T, cu_seqlens, {"rewards": rewards_T})
     (rewards_T,), mask_T, cu_seqlens = tokens
     factor_T = _factor(mask_T, _is_last(cu_seqlens, len(mask_T)), gamma, rewards_T.dtype)
@@ -107,7 +109,7 @@ def discounted_return_scan(rewards_T: Tensor, mask_T: Tensor | None, cu_seqlens:
 
 
 def _is_last(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T] bool: the token is the last of its sequence."""
+    """Return [T] bool: the token is the last of its sequence."""
     is_edge = torch.zeros(num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     return is_edge.index_fill(0, cu_seqlens, True)[1:]
 
@@ -118,12 +120,12 @@ def _factor(mask_T: Tensor, is_last_T: Tensor, counted: float, dtype: torch.dtyp
 
 
 def _shifted(values_T: Tensor) -> Tensor:
-    """What stands one token later; 0 after the end."""
+    """Return the value of the next token at each; 0 after the end."""
     return torch.nn.functional.pad(values_T[1:], (0, 1))
 
 
 def _reverse_scan(factor_T: Tensor, term_T: Tensor) -> Tensor:
-    """a with a[t] = term[t] + factor[t] * a[t + 1], and 0 after the end; linear work, logarithmic depth."""
+    """Return a with a[t] = term[t] + factor[t] * a[t + 1], and 0 after the end; linear work, logarithmic depth."""
     count = len(term_T)
     if count <= 1:
         return term_T
@@ -149,7 +151,7 @@ def gae(
     cu_seqlens: Tensor | None = None,
     implementation: str | None = None,
 ) -> Advantages:
-    """Generalised advantage estimation with a critic.
+    """Compute generalised advantage estimates with a critic.
 
     Args:
         values: [N, L], or packed [T]; any float dtype. The critic's value before each token.
@@ -186,7 +188,7 @@ def discounted_return(
     cu_seqlens: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """The discounted sum of this and all later rewards of the sequence.
+    """Compute the discounted sum of this and all later rewards of the sequence.
 
     Args:
         rewards: [N, L], or packed [T]; any float dtype.
@@ -210,7 +212,7 @@ def discounted_return(
 
 @takes("masked_whiten", mask=TENSOR, keep_mean=FLAG, epsilon=AT_LEAST_0)
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsilon: float = 1e-8) -> Tensor:
-    """``(values - mean) / sqrt(variance + epsilon)`` over the tokens that count, the variance being unbiased.
+    """Compute ``(values - mean) / sqrt(variance + epsilon)`` over the tokens that count; the variance is unbiased.
 
     Args:
         values: any shape, any float dtype. On several ranks gather first: the moments are of these tokens alone.
@@ -266,7 +268,7 @@ class _Tokens(NamedTuple):
 
 
 def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[N + 1] integers on the device of the values; the rows of a padded batch are its sequences."""
+    """Return [N + 1] integers on the device of the values; the rows of a padded batch are its sequences."""
     if (values.dim(), cu_seqlens is None) not in {(2, True), (1, False)}:
         given = "no cu_seqlens" if cu_seqlens is None else "cu_seqlens"
         raise InvalidInputError(
@@ -281,7 +283,7 @@ def _edges(op: str, name: str, values: Tensor, cu_seqlens: Tensor | None) -> Ten
 def check_tokens(
     op: str, mask_T: Tensor | None, cu_seqlens: Tensor, values: Mapping[str, Tensor]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The values in the wide dtype, 0 for tokens that do not count; which tokens count; int64 ``cu_seqlens``.
+    """Return the values in the wide dtype, 0 for tokens that do not count; which tokens count; int64 ``cu_seqlens``.
 
     Raises:
         InvalidInputError: values that are not finite where a token counts, ``cu_seqlens`` that do not rise from 0 to T.

@@ -68,7 +68,7 @@ def _advantage_kernel(
 def group_advantage_triton(
     reward_PN: Tensor, length_PN: Tensor | None, member_N: None, *, mode: Mode, epsilon: float
 ) -> Tensor:
-    """Two launches, and one for the check."""
+    """Compute with two launches, and one for the check."""
     (num_groups, size), advantage_PN = reward_PN.shape, torch.empty_like(reward_PN)
     if not reward_PN.numel():
         return advantage_PN

@@ -2,13 +2,13 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """``gae`` and ``discounted_return`` in Triton: two reads and one write of the tokens, however long a sequence is.
 
-What a counted token passes on is C = gamma (V + lam A), and it takes the same from the next one, n, and no more:
+A token that counts passes on C = gamma (V + lam A), and takes only the same from the next one, n:
 
     A_t = r_t - V_t + C_n      C_t = c C_n + x,   c = gamma lam,   x = gamma V_t + gamma lam (r_t - V_t)
 
 A token that does not count has c = 1 and x = 0, and the last one of a sequence c = 0. A run of tokens is a map (c, x)
 of the same form. One kernel finds the role of each token and the map of each block of tokens; another composes the
-maps of the blocks behind its own, as far as something still reaches it from there, and applies them. Within a block
+maps of the blocks behind its own, as far as their values still have influence, and applies them. Within a block
 16 tokens are composed by a thread, and the threads' maps by a scan. No block waits for another, and the order of all
 sums is fixed.
 
@@ -29,18 +29,18 @@ from rlcore.kernels.returns.scan import check_tokens
 
 _TILE = {"BLOCK": 2048, "WAYS": 256, "num_warps": 4}
 _RUN = tl.constexpr(16)
-"""Tokens of a thread in such a block: ``_split`` twice."""
+"""Tokens of a thread in such a block: two calls of ``_split``."""
 
 
 @triton.jit
 def _composed(later_c, later_x, c, x):
-    """The map of a token (or run) applied to that of the run behind it."""
+    """Compose the map of a token (or run) with that of the run behind it."""
     return c * later_c, c * later_x + x
 
 
 @triton.jit
 def _narrowed(edges, low, size, bound, WAYS: tl.constexpr):
-    """Of the rising ``edges`` from ``low`` on: one part in WAYS that holds the first above ``bound``."""
+    """Return the one part in WAYS, of the rising ``edges`` from ``low`` on, that holds the first above ``bound``."""
     step = tl.cdiv(size, WAYS)
     i = tl.arange(0, WAYS) * step
     found = tl.load(edges + low + i, mask=i < size, other=0)
@@ -56,7 +56,7 @@ def _repeated(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _first_above(edges, low, size, bound):
-    """Of each bound the place of the first edge above it, among ``size`` from ``low`` on."""
+    """Return for each bound the place of the first edge above it, among ``size`` edges from ``low`` on."""
     at = tl.zeros(bound.shape, tl.int32) + low
     while size > 0:
         half = tl.cdiv(size, 2)
@@ -67,9 +67,9 @@ def _first_above(edges, low, size, bound):
 
 @triton.jit
 def _is_last(edges, E, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
-    """1 where a sequence ends behind a token of this block: of each run the edges in turn, each by a bisection.
+    """Return 1 where a sequence ends behind a token of this block; each run finds its edges by bisections.
 
-    Not one by one: empty sequences share an edge, and thousands of them at the end would be a walk of milliseconds.
+    A loop over edges would be slow: empty sequences share an edge, and thousands of them would take milliseconds.
     """
     low = 0
     high = 0
@@ -95,7 +95,7 @@ def _is_last(edges, E, first, BLOCK: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """Every fourth entry, from the first to the fourth on."""
+    """Return every fourth entry from the first on, from the second on, and so on."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0] // 4, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -104,14 +104,14 @@ def _split(x):
 
 @triton.jit
 def _joined(x0, x1, x2, x3):
-    """The inverse of ``_split``."""
+    """Undo ``_split``."""
     pairs = tl.join(tl.join(x0, x1), tl.join(x2, x3))
     return tl.reshape(tl.permute(pairs, [0, 2, 1]), [x0.shape[0] * 4])
 
 
 @triton.jit
 def _fours(c, x):
-    """The maps of four neighbours each."""
+    """Return the maps of four neighbours each."""
     c0, c1, c2, c3 = _split(c)
     x0, x1, x2, x3 = _split(x)
     return c0 * c1 * (c2 * c3), x0 + c0 * (x1 + c1 * (x2 + c2 * x3))
@@ -119,7 +119,7 @@ def _fours(c, x):
 
 @triton.jit
 def _within_fours(c, x, behind):
-    """What stands behind each entry, from what stands behind each four."""
+    """Return the value behind each entry, from the value behind each four."""
     _, c1, c2, c3 = _split(c)
     _, x1, x2, x3 = _split(x)
     behind2 = x3 + c3 * behind
@@ -172,7 +172,7 @@ def _block_kernel(
 
 @triton.jit
 def _behind(blocks, j, J, WAYS: tl.constexpr):
-    """C behind block j."""
+    """Return C behind block j."""
     c = tl.load(blocks + j + 1, mask=j + 1 < J, other=0.0)
     x = tl.load(blocks + J + j + 1, mask=j + 1 < J, other=0.0)
     start = j + 2
@@ -193,7 +193,7 @@ def _token_kernel(
     values, rewards, roles, blocks, is_valid_J, advantages, returns, is_valid, T, J, gamma, decay,
     BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    j = J - 1 - tl.program_id(0)  # backwards: what the other kernel read last is still in the cache
+    j = J - 1 - tl.program_id(0)  # backwards: the last reads of the other kernel are still in the cache
     first = j.to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     is_token = i < tl.minimum(T - first, BLOCK).to(tl.int32)

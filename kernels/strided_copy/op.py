@@ -3,8 +3,8 @@
     for each piece, for each index i of its shape:
         destinations[d][offset + i @ stride] = sources[s][source_offset + i @ source_stride]
 
-Made once for a list of pieces and run many times; where tensors have moved, only their addresses are looked at again.
-A source may be another device's memory, or another process's, wherever the destinations' device can read it.
+The copies are prepared once for a list of pieces and run many times; where tensors have moved, only their addresses are
+read again. A source may be memory of another device or process, if the destinations' device can read it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StridedPiece(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Bound(ABC):
-    """Pieces between certain tensors, made ready by an implementation of ``strided_copy``."""
+class PreparedCopies(ABC):
+    """The pieces between certain tensors, prepared by an implementation of ``strided_copy``."""
 
     @abstractmethod
     def __init__(
@@ -44,14 +44,14 @@ class Bound(ABC):
 
     @abstractmethod
     def rebind(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        """Use these tensors from now on, which are as the first but lie elsewhere."""
+        """Use these tensors from now on; they differ from the first in their addresses alone."""
 
     @abstractmethod
     def run(self) -> None:
         """Queue all copies on the current stream of the destinations' device."""
 
 
-class Copies:
+class StridedCopies:
     """A list of copies that do not write over each other, nor into what another reads."""
 
     def __init__(
@@ -71,50 +71,52 @@ class Copies:
             InvalidInputError: a piece reaches beyond a tensor's memory, or destinations are on several devices.
         """
         device = _common_device(destinations)
-        self._reach = [
-            _Reach.of([(piece.source, piece.source_offset, piece.source_stride, piece.shape) for piece in pieces]),
-            _Reach.of([(piece.destination, piece.offset, piece.stride, piece.shape) for piece in pieces]),
+        self._bounds = [
+            _AccessBounds.of(
+                [(piece.source, piece.source_offset, piece.source_stride, piece.shape) for piece in pieces]
+            ),
+            _AccessBounds.of([(piece.destination, piece.offset, piece.stride, piece.shape) for piece in pieces]),
         ]
         self._check(sources, destinations)
         choice = choose("strided_copy", Query(device.type, torch.uint8, 0, 0), implementation)
         self.implementation = choice.implementation
-        self._bound: Bound = choice.fn(pieces, sources, destinations)
+        self._prepared: PreparedCopies = choice.fn(pieces, sources, destinations)
 
     def bind(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        """Use these tensors from now on, which may lie elsewhere; dtypes and devices are those of the first.
+        """Use these tensors from now on. Their addresses may differ; dtypes and devices are those of the first.
 
         Raises:
             InvalidInputError: as above.
         """
         self._check(sources, destinations)
-        self._bound.rebind(sources, destinations)
+        self._prepared.rebind(sources, destinations)
 
     @torch.no_grad()
     def run(self) -> None:
         """Queue all copies on the current stream of the destinations' device."""
-        self._bound.run()
+        self._prepared.run()
 
     def _check(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        for what, reach, tensors in zip(("source", "destination"), self._reach, (sources, destinations), strict=True):
-            rooms = np.array([_room(tensor) for tensor in tensors], dtype=np.int64)[reach.tensor]
-            is_beyond = (reach.first < 0) | (reach.last >= rooms)
+        for what, bounds, tensors in zip(("source", "destination"), self._bounds, (sources, destinations), strict=True):
+            num_elements = np.array([_num_elements(tensor) for tensor in tensors], dtype=np.int64)[bounds.tensor]
+            is_beyond = (bounds.first < 0) | (bounds.last >= num_elements)
             if is_beyond.any():
                 piece = int(is_beyond.argmax())
                 raise InvalidInputError(
-                    f"a strided copy reaches element {reach.last[piece]} of {what} {reach.tensor[piece]}, whose memory "
-                    f"holds {rooms[piece]}. Was it moved, freed, or made for another layout?"
+                    f"a strided copy reaches element {bounds.last[piece]} of {what} {bounds.tensor[piece]}, "
+                    f"whose memory holds {num_elements[piece]}. Was it moved, freed, or made for another layout?"
                 )
 
 
-class _Reach(NamedTuple):
-    """One end of all pieces that are not empty, as columns."""
+class _AccessBounds(NamedTuple):
+    """The first and last element that each piece accesses at one of its ends, as columns; empty pieces are left out."""
 
     tensor: np.ndarray
     first: np.ndarray
     last: np.ndarray
 
     @classmethod
-    def of(cls, ends: Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> _Reach:
+    def of(cls, ends: Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> _AccessBounds:
         rows = [
             (tensor, offset, offset + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True)))
             for tensor, offset, stride, shape in ends
@@ -124,8 +126,8 @@ class _Reach(NamedTuple):
         return cls(*columns)
 
 
-def _room(tensor: Tensor) -> int:
-    """Elements of its storage from its first."""
+def _num_elements(tensor: Tensor) -> int:
+    """Return the elements of the storage from the tensor's first on."""
     return tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset())
 
 
@@ -136,7 +138,7 @@ def _common_device(destinations: Sequence[Tensor]) -> torch.device:
     return devices.pop()
 
 
-class ViewCopies(Bound):
+class ViewCopies(PreparedCopies):
     """``strided_copy`` as a ``copy_`` of views for each piece, on any device."""
 
     def __init__(

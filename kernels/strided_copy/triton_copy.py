@@ -2,9 +2,9 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """``strided_copy`` in Triton: one launch for all pieces of a kind, from a table on the device.
 
-The work is cut into tiles of equal size, however large the pieces are, and each program takes a run of tiles that
-follow each other: it steps from a piece to the next. A word's number within its piece gives its place at both ends,
-digit by digit of the piece's sizes.
+The work is cut into tiles of equal size, however large the pieces are. Each program takes a run of tiles that follow
+each other, and steps from a piece to the next. From a word's number within its piece the program computes its index in
+each dimension by division, and from those its place at both ends.
 
 A row of the table: address of the source, address of the destination, first tile, words, sizes, strides of the source,
 strides of the destination.
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlcore.kernels.strided_copy.op import Bound, StridedPiece, ViewCopies
-from rlcore.kernels.strided_copy.words import WIDEST, Kind, Table, tables
+from rlcore.kernels.strided_copy.op import PreparedCopies, StridedPiece, ViewCopies
+from rlcore.kernels.strided_copy.words import WIDEST, CopyKind, CopyTable, tables
 
 _HEAD = tl.constexpr(4)
 """Columns before the dimensions."""
@@ -96,11 +96,11 @@ class _Addresses(NamedTuple):
         return all(np.array_equal(one % WIDEST, two % WIDEST) for one, two in zip(self, other, strict=True))
 
 
-class TritonCopies(Bound):
-    """A launch for each kind of piece. What it does not convert, or may not reach elsewhere, is copied as views."""
+class TritonCopies(PreparedCopies):
+    """A launch for each kind of piece. Pieces from another device, or of other dtypes, are copied as views."""
 
     _ends: _Addresses
-    _launches: list[_Launch]
+    _launches: list[_TableLaunch]
 
     def __init__(
         self, pieces: Sequence[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]
@@ -128,9 +128,9 @@ class TritonCopies(Bound):
             launch.write_addresses(ends)
 
     def _make(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        self._tensors = (*sources, *destinations)  # whose memory is read and written
+        self._tensors = (*sources, *destinations)  # keeps alive the memory that is read and written
         self._ends = _Addresses.of(sources, destinations)
-        self._launches = [_Launch(table, self._device) for table in tables(self._pieces, sources, destinations)]
+        self._launches = [_TableLaunch(table, self._device) for table in tables(self._pieces, sources, destinations)]
         for launch in self._launches:
             launch.write_addresses(self._ends)
 
@@ -141,10 +141,10 @@ class TritonCopies(Bound):
         self._views.run()
 
 
-class _Launch:
+class _TableLaunch:
     """All pieces of one kind."""
 
-    def __init__(self, table: Table, device: torch.device) -> None:
+    def __init__(self, table: CopyTable, device: torch.device) -> None:
         kind = table.kind
         self._table, self._device = table, device
         self._options = compile_options(kind)
@@ -172,8 +172,8 @@ class _Launch:
         _copy_kernel[(self._num_programs,)](self._on_device, self._first_rows, self._num_tiles, **self._options)
 
 
-def compile_options(kind: Kind) -> dict[str, Any]:
-    """Constants of a kernel for one kind of piece."""
+def compile_options(kind: CopyKind) -> dict[str, Any]:
+    """Return the constants of a kernel for one kind of piece."""
     source, destination = kind.source.itemsize * kind.lanes, kind.destination.itemsize * kind.lanes
     return {
         "SOURCE": _TYPES[kind.source],

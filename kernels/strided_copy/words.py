@@ -1,7 +1,7 @@
-"""Strided copies as words: each piece in as few dimensions as possible, of the largest words that both its ends admit.
+"""Strided copies in words: each piece in as few dimensions as possible, in the largest words that both its ends allow.
 
-A word is up to 16 bytes that are neighbours at both ends, so that a thread moves it at once. Where the dtype changes it
-is some elements. Pieces of one kind (word and number of dimensions) make a table, a row for each.
+A word is up to 16 bytes that are neighbours at both ends, so that a thread moves it at once. Where the dtype changes, a
+word is some elements. Pieces of one kind (word and number of dimensions) make a table with a row for each.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from rlcore.kernels.strided_copy.op import StridedPiece
 
 WIDEST = 16
-"""Bytes that one instruction loads or stores."""
+"""The most bytes that one instruction loads or stores."""
 MOST_DIMS = 4
 _MOST_WORDS = 2**30
-"""Of a row of the table: their numbers are 32 bits wide in the kernel."""
+"""The most words of a row of the table: their numbers have 32 bits in the kernel."""
 
 
-class Kind(NamedTuple):
-    """What a kernel is compiled for."""
+class CopyKind(NamedTuple):
+    """The properties of pieces that a kernel is compiled for."""
 
     source: torch.dtype
     destination: torch.dtype
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     num_dims: int
 
 
-class Row(NamedTuple):
+class WordCopy(NamedTuple):
     """A piece in words; offsets in bytes, strides in words."""
 
     source: int
@@ -44,24 +44,26 @@ class Row(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Table(NamedTuple):
+class CopyTable(NamedTuple):
     """Rows of one kind, as columns."""
 
-    kind: Kind
+    kind: CopyKind
     source: np.ndarray
     """[R] index of the tensor, as ``destination`` is."""
     destination: np.ndarray
     bytes: np.ndarray
     """[R, 2] offset in the source and in the destination."""
     num_words: np.ndarray
-    """[R]."""
+    """[R]"""
     dims: np.ndarray
     """[R, 3, num_dims]: sizes, strides of the source, strides of the destination; the innermost last."""
 
 
-def tables(pieces: Iterable[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> list[Table]:
-    """All pieces that are not empty."""
-    rows: dict[Kind, list[Row]] = {}
+def tables(
+    pieces: Iterable[StridedPiece], sources: Sequence[Tensor], destinations: Sequence[Tensor]
+) -> list[CopyTable]:
+    """Return the tables of all pieces that are not empty."""
+    rows: dict[CopyKind, list[WordCopy]] = {}
     ends = [[(tensor.dtype, tensor.data_ptr() % WIDEST) for tensor in side] for side in (sources, destinations)]
     for piece in pieces:
         for part in _parts(_dims(piece), piece.source_offset, piece.offset):
@@ -70,7 +72,7 @@ def tables(pieces: Iterable[StridedPiece], sources: Sequence[Tensor], destinatio
     return [_table(kind, group) for kind, group in rows.items()]
 
 
-class _Part(NamedTuple):
+class _PiecePart(NamedTuple):
     source_offset: int
     offset: int
     dims: list[tuple[int, int, int]]
@@ -87,7 +89,7 @@ def _dims(piece: StridedPiece) -> list[tuple[int, int, int]]:
     return merged
 
 
-def _parts(dims: list[tuple[int, int, int]], source_offset: int, offset: int) -> Iterable[_Part]:
+def _parts(dims: list[tuple[int, int, int]], source_offset: int, offset: int) -> Iterable[_PiecePart]:
     """Cut along the widest dimension until it has few enough elements and dimensions."""
     numel = 1
     for _, _, size in dims:
@@ -95,7 +97,7 @@ def _parts(dims: list[tuple[int, int, int]], source_offset: int, offset: int) ->
     if not numel:
         return
     if len(dims) <= MOST_DIMS - 1 and numel <= _MOST_WORDS:
-        yield _Part(source_offset, offset, dims)
+        yield _PiecePart(source_offset, offset, dims)
         return
     stride, source_stride, size = dims[0]
     inner = numel // size
@@ -107,8 +109,8 @@ def _parts(dims: list[tuple[int, int, int]], source_offset: int, offset: int) ->
 
 
 def _row(
-    piece: StridedPiece, part: _Part, source: tuple[torch.dtype, int], destination: tuple[torch.dtype, int]
-) -> tuple[Kind, Row]:
+    piece: StridedPiece, part: _PiecePart, source: tuple[torch.dtype, int], destination: tuple[torch.dtype, int]
+) -> tuple[CopyKind, WordCopy]:
     (source_dtype, source_address), (dtype, address) = source, destination
     source_byte, byte = part.source_offset * source_dtype.itemsize, part.offset * dtype.itemsize
     outer, run = (part.dims[:-1], part.dims[-1][2]) if part.dims and part.dims[-1][:2] == (1, 1) else (part.dims, 1)
@@ -123,22 +125,22 @@ def _row(
     dims = [(s // lanes, d // lanes, n) for d, s, n in outer] + [(1, 1, run // lanes)]
     kind = _kind(source_dtype, dtype, lanes, len(dims))
     source_strides, strides, sizes = zip(*dims, strict=True)
-    return kind, Row(piece.source, piece.destination, source_byte, byte, sizes, source_strides, strides)
+    return kind, WordCopy(piece.source, piece.destination, source_byte, byte, sizes, source_strides, strides)
 
 
-def _kind(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> Kind:
+def _kind(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> CopyKind:
     if source != destination:
-        return Kind(source, destination, lanes, num_dims)
-    nbytes = lanes * source.itemsize  # the bits alone are moved
+        return CopyKind(source, destination, lanes, num_dims)
+    nbytes = lanes * source.itemsize  # only bits are moved
     if nbytes == WIDEST:
-        return Kind(torch.int32, torch.int32, 4, num_dims)
+        return CopyKind(torch.int32, torch.int32, 4, num_dims)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[nbytes]
-    return Kind(whole, whole, 1, num_dims)
+    return CopyKind(whole, whole, 1, num_dims)
 
 
-def _table(kind: Kind, rows: list[Row]) -> Table:
+def _table(kind: CopyKind, rows: list[WordCopy]) -> CopyTable:
     dims = np.array([(row.sizes, row.source_strides, row.strides) for row in rows], dtype=np.int64)
-    return Table(
+    return CopyTable(
         kind,
         np.array([row.source for row in rows]),
         np.array([row.destination for row in rows]),

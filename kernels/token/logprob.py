@@ -2,27 +2,28 @@
 
     s = z / temperature      logprob = s_y - logsumexp(s)      entropy = -sum_v p_v ln p_v,  p = softmax(s)
 
-z are the logits of a row, y its target. Rows are not shifted: row t scores ``targets[t]``. Gradients: see
-``rows``.
+z are the logits of a row and y is its target. Rows are not shifted: row t scores ``targets[t]``. Gradients: see
+``softmax_rows``.
 
 Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
-Order of this file: reference, chunked implementation, public operator.
+Order of this file: public operator, reference, chunked implementation, the operator in compiled code. ``triton_rows``
+has the implementation in Triton.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.autograd.compiled import LogitCall, split_temperature, token_logprob_compiled
-from rlcore.kernels.autograd.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.autograd.compiled import CompiledOperator, split_temperature
+from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.chunks import batched_row_chunks, rows_per_chunk
-from rlcore.kernels.dispatch import choose
+from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.operands import (
     check_float,
     check_known_tokens,
@@ -33,89 +34,17 @@ from rlcore.kernels.operands import (
     unlowered,
 )
 from rlcore.kernels.softmax_rows import (
+    NO_ROWS,
     Logprobs,
-    Rows,
     RowStatistics,
+    ScaledRows,
     column,
     exponentials_,
     gradient_,
     statistics_,
     wide_dtype,
 )
-from rlcore.kernels.token.problem import LogitTask, logit_task
-
-
-def token_logprob_reference(logits: Tensor, task: LogitTask) -> Logprobs:
-    """The definition. ``inplace_backward`` is a permission that it does not use."""
-    rows = task.rows
-    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(rows.is_ignored[..., None], 0.0)
-    if task.keep_mask is not None:
-        logits = logits.masked_fill(~(task.keep_mask | rows.is_ignored[..., None]), -math.inf)
-    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
-    logprobs = (centred * column(rows.sharpness)).log_softmax(-1)
-    logprob = rows.known_vector(logprobs.gather(-1, rows.target[..., None]).squeeze(-1))
-    if not task.with_entropy:
-        return Logprobs(logprob, None)
-    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
-    return Logprobs(logprob, -rows.known_vector((logprobs.exp() * finite).sum(-1)))
-
-
-def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
-    """Four numbers a row are kept; the probabilities are computed again in the backward."""
-    shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
-    logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
-    entropy = logits.new_empty(shape, dtype=wide) if task.with_entropy else None
-    for index, chunk_TV, rows in _chunks(logits, task):
-        found = statistics_(chunk_TV, rows, with_entropy=task.with_entropy)
-        logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
-        if entropy is not None and found.entropy is not None:
-            entropy[index] = found.entropy
-    for output in (logprob, entropy):
-        if output is not None:
-            output.masked_fill_(task.rows.is_ignored, 0.0)
-    return Scores(logprob, entropy, (peak, total))
-
-
-def _backward(
-    logits: Tensor,
-    task: LogitTask,
-    *,
-    needs: Sequence[bool],
-    scores: Scores,
-    upstream: Upstream,
-) -> Gradients:
-    saved = (scores.logprob, scores.entropy, *scores.residuals)
-    g_logprob, g_entropy = (task.rows.known_vector(g) for g in upstream)
-    gradient = logits.detach() if task.inplace_backward else torch.empty_like(logits)
-    for index, chunk_TV, rows in _chunks(logits, task):
-        statistics = RowStatistics(*(_at(values, index) for values in saved))
-        exp_TV = exponentials_(chunk_TV, statistics.peak, rows.sharpness)
-        gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
-        if task.keep_mask is not None:
-            # A target outside the mask has no gradient in its own column either.
-            gradient_TV.masked_fill_(~task.keep_mask[index], 0.0)
-        gradient[index] = gradient_TV
-    return (gradient,)
-
-
-def _chunks(logits: Tensor, task: LogitTask) -> Iterator[tuple[Any, Tensor, Rows]]:
-    """Index, wide copy of the logits, and rows of each chunk."""
-    wide = wide_dtype(logits.dtype)
-    shape = logits.shape[:-1]
-    for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
-        rows = task.rows.at(index)
-        chunk_TV = rows.known(logits[index].to(wide))
-        if task.keep_mask is not None:
-            chunk_TV.masked_fill_(~(task.keep_mask[index] | rows.is_ignored[:, None]), -math.inf)
-        yield index, chunk_TV, rows
-
-
-def _at(values: Tensor | None, index: Any) -> Any:
-    return None if values is None else values[index]
-
-
-token_logprob_chunked = Scorer(_forward, _backward, num_residuals=2)
-"""Plain torch in chunks of rows: no float32 copy of all logits, forward or backward."""
+from rlcore.kernels.token.problem import LogitsProblem, logits_problem
 
 
 def token_logprob(
@@ -129,7 +58,7 @@ def token_logprob(
     inplace_backward: bool = False,
     implementation: str | None = None,
 ) -> Logprobs:
-    """Log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
+    """Return the log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
 
     Args:
         logits: [T, V], or [..., V]; float32, bfloat16, float16 or float64; any strides.
@@ -138,8 +67,8 @@ def token_logprob(
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever their logits
             hold.
-        keep_mask: bool, shape of the logits; False marks tokens that could not be sampled (top-p, top-k):
-            they have probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
+        keep_mask: bool, shape of the logits; False where a token could not be sampled (top-p, top-k): it has
+            probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
         inplace_backward: the backward may overwrite ``logits``, which must be an intermediate result that
             nothing else reads. Saves nothing where strides do not let the leading dimensions be joined to two.
         implementation: run this one or raise; None chooses.
@@ -164,9 +93,9 @@ def token_logprob(
     if torch.compiler.is_compiling():
         number, tensor = split_temperature(temperature)
         return token_logprob_compiled(
-            LogitCall(logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation)
+            TokenLogprobCall(logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation)
         )
-    joined, task = logit_task(
+    joined, problem = logits_problem(
         logits,
         targets,
         temperature=temperature,
@@ -175,17 +104,17 @@ def token_logprob(
         keep_mask=keep_mask,
         inplace_backward=inplace_backward,
     )
-    run = choose("token_logprob", task.query(logits), implementation).fn
-    is_range_checked_late = is_checked_on_device(targets)  # its small kernels must not keep the large ones waiting
+    run = choose("token_logprob", problem.query(logits), implementation).fn
+    is_range_checked_late = is_checked_on_device(targets)  # so that its small kernels do not delay the large ones
     if not is_range_checked_late:
         check_token_range(targets, logits.shape[-1], ignore_index)
     with unlowered(logits.device.type):
-        scores: Logprobs = run(joined, task)
-    if is_range_checked_late and not (isinstance(run, Scorer) and run.checks_targets):
-        check_known_tokens(task.rows.target, logits.shape[-1])
-    if targets.dim() == task.rows.marked.dim():
-        return scores
-    return Logprobs(*(None if x is None else x.view(targets.shape) for x in scores))  # type: ignore[arg-type]
+        result: Logprobs = run(joined, problem)
+    if is_range_checked_late and not (isinstance(run, ForwardBackward) and run.checks_targets):
+        check_known_tokens(problem.rows.target, logits.shape[-1])
+    if targets.dim() == problem.rows.labels.dim():
+        return result
+    return Logprobs(*(None if x is None else x.view(targets.shape) for x in result))  # type: ignore[arg-type]
 
 
 def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:
@@ -206,3 +135,115 @@ def _check_overwritable(logits: Tensor) -> None:
         raise InvalidInputError(
             f"inplace_backward=True needs logits whose elements do not share memory; got strides {logits.stride()}"
         )
+
+
+def token_logprob_reference(logits: Tensor, problem: LogitsProblem) -> Logprobs:
+    """Compute the definition. ``inplace_backward`` is a permission that it does not use."""
+    rows = problem.rows
+    logits = logits.to(wide_dtype(logits.dtype)).masked_fill(rows.ignored[..., None], 0.0)
+    if problem.keep_mask is not None:
+        logits = logits.masked_fill(~(problem.keep_mask | rows.ignored[..., None]), -math.inf)
+    centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
+    logprobs = (centred * column(rows.inverse_temperature)).log_softmax(-1)
+    logprob = rows.zero_ignored(logprobs.gather(-1, rows.target[..., None]).squeeze(-1))
+    if not problem.with_entropy:
+        return Logprobs(logprob, None)
+    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
+    return Logprobs(logprob, -rows.zero_ignored((logprobs.exp() * finite).sum(-1)))
+
+
+def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> LogprobOutput:
+    """Save four numbers a row; the backward computes the probabilities again."""
+    shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
+    logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
+    entropy = logits.new_empty(shape, dtype=wide) if problem.with_entropy else None
+    for index, chunk_TV, rows in _chunks(logits, problem):
+        found = statistics_(chunk_TV, rows, with_entropy=problem.with_entropy)
+        logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
+        if entropy is not None and found.entropy is not None:
+            entropy[index] = found.entropy
+    for values in (logprob, entropy):
+        if values is not None:
+            values.masked_fill_(problem.rows.ignored, 0.0)
+    return LogprobOutput(logprob, entropy, (peak, total))
+
+
+def _backward(
+    logits: Tensor,
+    problem: LogitsProblem,
+    *,
+    needs: Sequence[bool],
+    output: LogprobOutput,
+    grad_output: GradOutput,
+) -> Gradients:
+    saved = (output.logprob, output.entropy, *output.residuals)
+    g_logprob, g_entropy = (problem.rows.zero_ignored(g) for g in grad_output)
+    gradient = logits.detach() if problem.inplace_backward else torch.empty_like(logits)
+    for index, chunk_TV, rows in _chunks(logits, problem):
+        statistics = RowStatistics(*(_at(values, index) for values in saved))
+        exp_TV = exponentials_(chunk_TV, statistics.peak, rows.inverse_temperature)
+        gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
+        if problem.keep_mask is not None:
+            # A target outside the mask has no gradient in its own column either.
+            gradient_TV.masked_fill_(~problem.keep_mask[index], 0.0)
+        gradient[index] = gradient_TV
+    return (gradient,)
+
+
+def _chunks(logits: Tensor, problem: LogitsProblem) -> Iterator[tuple[Any, Tensor, ScaledRows]]:
+    """Yield the index of each chunk, a wide copy of its logits, and its rows."""
+    wide = wide_dtype(logits.dtype)
+    shape = logits.shape[:-1]
+    for index in batched_row_chunks(shape, rows_per_chunk(shape.numel(), logits.shape[-1], wide.itemsize, None)):
+        rows = problem.rows.at(index)
+        chunk_TV = rows.zero_ignored_rows(logits[index].to(wide))
+        if problem.keep_mask is not None:
+            chunk_TV.masked_fill_(~(problem.keep_mask[index] | rows.ignored[:, None]), -math.inf)
+        yield index, chunk_TV, rows
+
+
+def _at(values: Tensor | None, index: Any) -> Any:
+    return None if values is None else values[index]
+
+
+token_logprob_chunked = ForwardBackward(_forward, _backward, num_residuals=2)
+"""Plain torch in chunks of rows: neither forward nor backward makes a float32 copy of all logits."""
+
+
+class TokenLogprobCall(NamedTuple):
+    """The arguments of the operator in compiled code."""
+
+    logits: Tensor
+    targets: Tensor
+    temperature: float
+    temperatures: Tensor | None
+    """One for each target; None: ``temperature`` is that of all."""
+    keep_mask: Tensor | None
+    with_entropy: bool
+    ignore_index: int
+    implementation: str | None
+
+    def query(self) -> Query:
+        return LogitsProblem(NO_ROWS, self.keep_mask, self.with_entropy).query(self.logits)
+
+    def prepared(self) -> tuple[Sequence[Tensor | None], LogitsProblem]:
+        logits, problem = logits_problem(
+            self.logits,
+            self.targets,
+            temperature=self.temperature if self.temperatures is None else self.temperatures,
+            with_entropy=self.with_entropy,
+            ignore_index=self.ignore_index,
+            keep_mask=self.keep_mask,
+            inplace_backward=False,
+        )
+        check_token_range(self.targets, self.logits.shape[-1], self.ignore_index)
+        return (logits,), problem
+
+
+token_logprob_compiled = CompiledOperator(
+    "token_logprob",
+    TokenLogprobCall,
+    "Tensor logits, Tensor targets, float temperature, Tensor? temperatures, Tensor? keep_mask, bool with_entropy, "
+    "int ignore_index, str? implementation",
+    num_tensors=1,
+)

@@ -1,9 +1,9 @@
-"""Any loss of log-probabilities that are there already.
+"""Any loss of log-probabilities that the caller has computed already.
 
     loss = sum_t token_weight[t] * value[t]      value, stats = loss_fn(logprob, entropy, per_token)
 
-Plain PyTorch from end to end, so that ``torch.compile`` takes it whole: then the forward is one reading of what the
-loss function reads, of which only sums are written, and the backward another, which writes the two gradients.
+It is plain PyTorch, so that ``torch.compile`` makes one graph of it. The forward then reads the loss function's inputs
+once and writes only sums; the backward reads them once more and writes the two gradients.
 
 Letters: T tokens.
 """
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from rlcore.arguments import optional, takes
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.autograd.loss_in_chunks import LossOutput
 from rlcore.kernels.cu_seqlens import rising_edges
-from rlcore.kernels.losses.evaluate import Statistics, TokenInputs, check_tokens, token_values, weighted_sum
-from rlcore.kernels.losses.interface import LOSS, LossFn, PerToken, checked_edges, sequence_level
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
+from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, PerToken, checked_edges, sequence_level
 from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_no_nan, check_same_device, check_shape
 from rlcore.kernels.softmax_rows import wide_dtype
 
@@ -38,7 +37,7 @@ def token_loss(
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> LossOutput:
-    """What ``linear_loss`` computes, of log-probabilities such as those of ``token_logprob``.
+    """Compute the loss of ``linear_loss`` from log-probabilities, such as those of ``token_logprob``.
 
     A token of weight 0 contributes exactly nothing, to the loss and to every gradient, whatever it holds, NaN included.
 
@@ -81,17 +80,7 @@ def token_loss(
         edges = _rising(checked_edges(cu_seqlens, per_token, "token_loss", "logprob"), logprob)
         extra = {"cu_seqlens": edges, "token_mask": tokens.is_counted.clone()}
     entropy_T = None if entropy is None else counted(entropy)
-    return loss_of_scores(loss_fn, counted(logprob), entropy_T, tokens, extra)
-
-
-def loss_of_scores(
-    loss_fn: LossFn, logprob_T: Tensor, entropy_T: Tensor | None, tokens: TokenInputs, extra: Mapping[str, Tensor]
-) -> LossOutput:
-    """Of all tokens at once, by autograd."""
-    value_T, stats = token_values(loss_fn, logprob_T, entropy_T, tokens, extra)
-    statistics = Statistics()
-    statistics.add(stats)
-    return LossOutput(weighted_sum(value_T, tokens), statistics.result(tokens))
+    return loss_of_tokens(loss_fn, counted(logprob), entropy_T, tokens, extra)
 
 
 def _rising(cu_seqlens: Tensor, logprob_T: Tensor) -> Tensor:

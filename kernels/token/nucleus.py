@@ -1,4 +1,4 @@
-"""Which tokens may be sampled under top-k and top-p: one definition for the sampler and for the trainer.
+"""The tokens that may be sampled under top-k and top-p: one definition for the sampler and for the trainer.
 
 As in vLLM: logits are divided by the temperature; top-k keeps the columns not below the k-th largest logit
 (ties stay); of the softmax renormalised over them, top-p keeps the smallest set of most probable tokens whose
@@ -23,7 +23,7 @@ from rlcore.kernels.softmax_rows import column, wide_dtype
 def keep_mask(
     logits_TV: Tensor, *, temperature: float | Tensor, top_p: float | Tensor = 1.0, top_k: int | Tensor = -1
 ) -> Tensor:
-    """True for tokens that may be sampled.
+    """Return True for tokens that may be sampled.
 
     Args:
         logits_TV: [T, V] float.
@@ -67,7 +67,7 @@ def _keep(scaled_TV: Tensor, top_p: float | Tensor, top_k: float | Tensor) -> Te
 
 
 def _each_row(value: float | Tensor, scaled_TV: Tensor) -> Tensor:
-    """[T, 1]; a number is written by the device itself, where a copy from the host would wait for it."""
+    """Return [T, 1]. The device itself writes a number; a copy from the host would wait for it."""
     return value if isinstance(value, Tensor) else scaled_TV.new_full((len(scaled_TV), 1), value)
 
 

@@ -2,13 +2,14 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Softmax of rows in Triton: statistics in one read of the logits, their gradient in one read and one write.
 
-    k = sharpness log2(e)      c_v = k (z_v - max z)      a = sum_v 2^c_v      b = sum_v 2^c_v c_v
+    k = s log2(e)      c_v = k (z_v - max z)      a = sum_v 2^c_v      b = sum_v 2^c_v c_v
     logprob = ln2 (c_y - log2 a)      entropy = ln2 (log2 a - b / a)      p_v = 2^c_v / a
-    dz_v = p_v (slant + bend c_v) + [v = y] sharpness g_logprob
-    slant = -sharpness (g_logprob + g_entropy (entropy - ln2 log2 a))      bend = -sharpness ln2 g_entropy
+    dz_v = p_v (slant + bend c_v) + [v = y] s g_logprob
+    slant = -s (g_logprob + g_entropy (entropy - ln2 log2 a))      bend = -s ln2 g_entropy
 
-which is ``rows`` in base 2. The maximum is found while summing (Milakov and Gimelshein 2018, arXiv 1805.02867):
-each lane, a run of neighbouring columns, keeps its own, so that nothing crosses threads before the end of a row.
+This is ``softmax_rows`` in base 2; s is the inverse temperature. The maximum is found while summing (Milakov and
+Gimelshein 2018, arXiv 1805.02867): each lane, a run of neighbouring columns, keeps its own maximum, so that nothing
+crosses threads before the end of a row.
 
 Letters: T rows, V vocabulary, L lanes, N batch entries where the rows of the logits do not flatten.
 Order of this file: statistics kernel, gradient kernel, what launches them, ``token_logprob``.
@@ -24,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlcore.kernels.autograd.scorer import Gradients, Scorer, Scores, Upstream
+from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.operands import check_values, is_checked_on_device, kernels_verdict
-from rlcore.kernels.softmax_rows import Rows, RowStatistics
-from rlcore.kernels.token.problem import LogitTask
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows
+from rlcore.kernels.token.problem import LogitsProblem
 from rlcore.kernels.triton_programs import columns, launches, limits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -39,11 +40,14 @@ LEAST = tl.constexpr(-200.0)
 _STATISTICS_TILE = {"LANES": 512, "RUN": 8, "num_warps": 8}
 _GRADIENT_TILE = {"BLOCK": 2048, "num_warps": 2}
 _COLUMN_BYTES = 60
-"""Of all tensors that either kernel holds of one column, at most: with a softcap, a mask and wide logits."""
+"""All tensors that either kernel holds of one column take at most so many: with a softcap, a mask, wide logits."""
 
 
 def statistics_tile(device_type: str) -> dict[str, int]:
-    """One lane where tiles are limited: a mask of one run is a length, and a compiler need not read what it hides."""
+    """Return the compile options. Where a device limits tiles they have one lane.
+
+    The mask of one run is a length, so that the device's compiler need not read the columns that it hides.
+    """
     if (found := limits(device_type)) is None:
         return _STATISTICS_TILE
     return {"LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
@@ -57,7 +61,7 @@ def gradient_tile(device_type: str) -> dict[str, int]:
 
 @triton.jit
 def _program(first):
-    """The number of this program among those of all launches."""
+    """Return the number of this program among those of all launches."""
     number = tl.program_id(0)
     if first is not None:
         number += first
@@ -72,8 +76,8 @@ def _tanh(x):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _statistics_kernel(
-    logits, keep, target, ignore_index, sharpness_T, logprob, entropy, peak, total, is_valid,
-    stride_n, stride_t, stride_v, rows_per_entry, V, sharpness, softcap, first,
+    logits, keep, target, ignore_index, inverse_temperature_T, logprob, entropy, peak, total, is_valid,
+    stride_n, stride_t, stride_v, rows_per_entry, V, inverse_temperature, softcap, first,
     WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     t = _program(first).to(tl.int64)  # T * V overflows int32 at 2^31 elements
@@ -87,9 +91,9 @@ def _statistics_kernel(
         tl.store(is_valid, False, mask=(y < 0) | (y >= V))
     y = tl.minimum(tl.maximum(y, 0), V - 1)
     row = logits + (t // rows_per_entry) * stride_n + (t % rows_per_entry) * stride_t
-    if sharpness_T is not None:
-        sharpness = tl.load(sharpness_T + t)
-    k = sharpness * LOG2_E
+    if inverse_temperature_T is not None:
+        inverse_temperature = tl.load(inverse_temperature_T + t)
+    k = inverse_temperature * LOG2_E
     column = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     m = tl.full([LANES], -float("inf"), tl.float32)
     a = tl.zeros([LANES], tl.float32)
@@ -129,9 +133,9 @@ def _statistics_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _gradient_kernel(
-    logits, keep, target, ignore_index, sharpness_T, entropy, peak, total, g_logprob, g_entropy, gradient,
-    stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, sharpness, softcap,
-    first, BLOCK: tl.constexpr,
+    logits, keep, target, ignore_index, inverse_temperature_T, entropy, peak, total, g_logprob, g_entropy, gradient,
+    stride_n, stride_t, stride_v, out_stride_n, out_stride_t, out_stride_v, rows_per_entry, V, inverse_temperature,
+    softcap, first, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(V, BLOCK)
     program = _program(first)
@@ -153,8 +157,8 @@ def _gradient_kernel(
     if (g == 0.0) & (g_bar == 0.0):  # exact zeros without reading, whatever the row holds
         tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=v < V)
         return
-    if sharpness_T is not None:
-        sharpness = tl.load(sharpness_T + t)
+    if inverse_temperature_T is not None:
+        inverse_temperature = tl.load(inverse_temperature_T + t)
     a = tl.load(total + t)
     z = tl.load(row + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
     if softcap is not None:
@@ -163,19 +167,19 @@ def _gradient_kernel(
     if keep is not None:
         is_kept = tl.load(keep + t * V + v, mask=v < V, other=0) != 0
         z = tl.where(is_kept, z, -float("inf"))
-    c = (z - tl.load(peak + t)) * (sharpness * LOG2_E)
+    c = (z - tl.load(peak + t)) * (inverse_temperature * LOG2_E)
     c = tl.maximum(c, LEAST, propagate_nan=tl.PropagateNan.ALL)
     slant = g
     if g_entropy is not None:
         slant += g_bar * (tl.load(entropy + t) - tl.log2(a) * LN_2)
-    per_exponential = -sharpness / a
+    per_exponential = -inverse_temperature / a
     dz = slant * per_exponential
     if g_entropy is not None:
         dz += g_bar * LN_2 * per_exponential * c
     dz *= tl.exp2(c)
     at = (y - start).to(tl.int32)
     if (at >= 0) & (at < BLOCK):  # of one block in many
-        dz += tl.where(column == at, g * sharpness, 0.0)
+        dz += tl.where(column == at, g * inverse_temperature, 0.0)
     if softcap is not None:
         dz *= slope
     if keep is not None:
@@ -185,26 +189,27 @@ def _gradient_kernel(
 
 def row_statistics(
     logits: Tensor,
-    rows: Rows,
+    rows: ScaledRows,
     *,
     with_entropy: bool,
     keep_mask: Tensor | None = None,
     softcap: float | None = None,
     is_valid: Tensor | None = None,
 ) -> RowStatistics:
-    """Statistics of logits [T, V] or [N, L, V] of any strides, before the softcap; ``rows`` and the result are flat.
+    """Compute statistics of logits [T, V] or [N, L, V] of any strides, before the softcap.
 
-    Ignored rows have logprob and entropy 0, and no peak and total. ``is_valid``, a bool scalar, gets False if a target
-    is no token.
+    ``rows`` and the result are flat. Ignored rows have logprob and entropy 0, and no peak and total. The kernel writes
+    False to ``is_valid``, a bool scalar, if a target is no token.
     """
     rows_per_entry, (stride_n, stride_t, stride_v) = _row_layout(logits)
-    logprob_T, peak_T, total_T = (logits.new_empty(rows.marked.shape, dtype=torch.float32) for _ in range(3))
+    factor_T, factor = _inverse_temperatures(rows)
+    logprob_T, peak_T, total_T = (logits.new_empty(rows.labels.shape, dtype=torch.float32) for _ in range(3))
     entropy_T = torch.empty_like(logprob_T) if with_entropy else None
     for launch in launches(len(logprob_T), logits.device.type):
         _statistics_kernel[(launch.num_programs,)](
-            logits, keep_mask, rows.marked, rows.ignore_index, *_sharpness_tensor(rows),
+            logits, keep_mask, rows.labels, rows.ignore_index, factor_T,
             logprob_T, entropy_T, peak_T, total_T, is_valid,
-            stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], _sharpness_number(rows), softcap,
+            stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], factor, softcap,
             launch.first, WITH_ENTROPY=with_entropy, **statistics_tile(logits.device.type),
         )  # fmt: skip
     return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
@@ -212,7 +217,7 @@ def row_statistics(
 
 def row_gradient(
     logits: Tensor,
-    rows: Rows,
+    rows: ScaledRows,
     statistics: RowStatistics,
     g_logprob_T: Tensor | None,
     g_entropy_T: Tensor | None,
@@ -221,63 +226,62 @@ def row_gradient(
     keep_mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """dz, written to ``out`` (which may be ``logits``); exact zeros in rows that are ignored or whose upstream is 0."""
+    """Write dz to ``out``, which may be ``logits``. Rows that are ignored or whose ``g_*`` are 0 get exact zeros."""
     rows_per_entry, strides = _row_layout(logits)
+    factor_T, factor = _inverse_temperatures(rows)
     V = logits.shape[-1]
     tile = gradient_tile(logits.device.type)
-    for launch in launches(len(rows.marked) * triton.cdiv(V, tile["BLOCK"]), logits.device.type):
+    for launch in launches(len(rows.labels) * triton.cdiv(V, tile["BLOCK"]), logits.device.type):
         _gradient_kernel[(launch.num_programs,)](
-            logits, keep_mask, rows.marked, rows.ignore_index, *_sharpness_tensor(rows),
+            logits, keep_mask, rows.labels, rows.ignore_index, factor_T,
             statistics.entropy, statistics.peak, statistics.total, _dense(g_logprob_T), _dense(g_entropy_T), out,
-            *strides, *_row_layout(out)[1], rows_per_entry, V, _sharpness_number(rows), softcap,
+            *strides, *_row_layout(out)[1], rows_per_entry, V, factor, softcap,
             launch.first, **tile,
         )  # fmt: skip
     return out
 
 
 def _row_layout(logits: Tensor) -> tuple[int, tuple[int, int, int]]:
-    """Rows of a batch entry, and the strides of entry, row and column."""
+    """Return the number of rows of a batch entry, and the strides of entry, row and column."""
     if logits.dim() == 2:
         return max(len(logits), 1), (0, *logits.stride())  # type: ignore[return-value]
     return max(logits.shape[1], 1), logits.stride()  # type: ignore[return-value]
 
 
-def _sharpness_tensor(rows: Rows) -> tuple[Tensor | None]:
-    return (rows.sharpness if isinstance(rows.sharpness, Tensor) else None,)
-
-
-def _sharpness_number(rows: Rows) -> float:
-    return 1.0 if isinstance(rows.sharpness, Tensor) else rows.sharpness
+def _inverse_temperatures(rows: ScaledRows) -> tuple[Tensor | None, float]:
+    """Return one for each row, or None and one for all."""
+    found = rows.inverse_temperature
+    return (found, 1.0) if isinstance(found, Tensor) else (None, found)
 
 
 def _dense(values_T: Tensor | None) -> Tensor | None:
     return None if values_T is None else values_T.contiguous()
 
 
-def _forward(logits: Tensor, task: LogitTask, *, for_backward: bool) -> Scores:
-    """Keeps four numbers a row."""
-    rows, keep_mask = _flat_operands(task)
+def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> LogprobOutput:
+    """Save four numbers a row."""
+    rows, keep_mask = _flat_operands(problem)
     is_valid = kernels_verdict(logits.device) if is_checked_on_device(logits) else None
-    found = row_statistics(logits, rows, with_entropy=task.with_entropy, keep_mask=keep_mask, is_valid=is_valid)
+    found = row_statistics(logits, rows, with_entropy=problem.with_entropy, keep_mask=keep_mask, is_valid=is_valid)
     if is_valid is not None:
         check_values(is_valid, lambda: f"targets must be token ids in [0, {logits.shape[-1]}), or ignore_index")
-    if task.rows.marked.dim() > 1:
-        found = RowStatistics(*(None if values is None else values.view(task.rows.marked.shape) for values in found))  # type: ignore[arg-type]
-    return Scores(found.logprob, found.entropy, (found.peak, found.total))
+    if problem.rows.labels.dim() > 1:
+        found = RowStatistics(*(None if values is None else values.view(problem.rows.labels.shape) for values in found))  # type: ignore[arg-type]
+    return LogprobOutput(found.logprob, found.entropy, (found.peak, found.total))
 
 
 def _backward(
     logits: Tensor,
-    task: LogitTask,
+    problem: LogitsProblem,
     *,
     needs: Sequence[bool],
-    scores: Scores,
-    upstream: Upstream,
+    output: LogprobOutput,
+    grad_output: GradOutput,
 ) -> Gradients:
-    rows, keep_mask = _flat_operands(task)
-    statistics = RowStatistics(*(_flat(values) for values in (scores.logprob, scores.entropy, *scores.residuals)))  # type: ignore[arg-type]
-    out = logits.detach() if task.inplace_backward else torch.empty_like(logits)
-    g_logprob_T, g_entropy_T = map(_flat, upstream)
+    rows, keep_mask = _flat_operands(problem)
+    statistics = RowStatistics(*(_flat(values) for values in (output.logprob, output.entropy, *output.residuals)))  # type: ignore[arg-type]
+    out = logits.detach() if problem.inplace_backward else torch.empty_like(logits)
+    g_logprob_T, g_entropy_T = map(_flat, grad_output)
     return (row_gradient(logits, rows, statistics, g_logprob_T, g_entropy_T, out=out, keep_mask=keep_mask),)
 
 
@@ -285,15 +289,15 @@ def _flat(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.reshape(-1)
 
 
-def _flat_operands(task: LogitTask) -> tuple[Rows, Tensor | None]:
-    rows = task.rows
-    if not (rows.marked.dim() == 1 and rows.marked.is_contiguous()):
+def _flat_operands(problem: LogitsProblem) -> tuple[ScaledRows, Tensor | None]:
+    rows = problem.rows
+    if not (rows.labels.dim() == 1 and rows.labels.is_contiguous()):
         rows = rows.reshaped((-1,))
-        rows = replace(rows, marked=rows.marked.contiguous())
-    if isinstance(rows.sharpness, Tensor):
-        rows = replace(rows, sharpness=rows.sharpness.reshape(-1).contiguous())
-    return rows, None if task.keep_mask is None else task.keep_mask.contiguous()
+        rows = replace(rows, labels=rows.labels.contiguous())
+    if isinstance(rows.inverse_temperature, Tensor):
+        rows = replace(rows, inverse_temperature=rows.inverse_temperature.reshape(-1).contiguous())
+    return rows, None if problem.keep_mask is None else problem.keep_mask.contiguous()
 
 
-token_logprob_triton = Scorer(_forward, _backward, num_residuals=2, checks_targets=True)
-"""One read forward, one read and one write backward."""
+token_logprob_triton = ForwardBackward(_forward, _backward, num_residuals=2, checks_targets=True)
+"""The forward reads the logits once; the backward reads them once and writes the gradient once."""

@@ -1,4 +1,4 @@
-"""How a batch's token losses become one number: a weight for each token.
+"""The weight of each token, by which the token losses of a batch become one number.
 
 With m the mask, n_i the number of masked-in tokens of sequence i, N tokens and B sequences in the whole
 optimiser step:
@@ -9,8 +9,8 @@ optimiser step:
     seq-mean-token-mean      m / (n_i B)            GRPO (2402.03300), GSPO (2507.18071)
     seq-mean-token-sum-norm  m / (L_max B)          Dr. GRPO (2503.20783); L_max a constant of the run
 
-The loss is then ``sum_t weight[t] * value[t]``, and micro-batches and ranks just add up when ``total`` counts
-all of them. Sequences without a single token do not count as sequences.
+The loss is then ``sum_t weight[t] * value[t]``, and the losses of micro-batches and ranks add up if ``total`` counts
+all of them. Sequences in which no token counts do not count either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def token_weights(
     cu_seqlens: Tensor | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """The weight of each token.
+    """Return the weight of each token.
 
     Args:
         mode: one of the five above.
@@ -57,7 +57,7 @@ def token_weights(
         float32, shape of the mask; 0 outside it, and everywhere if nothing counts.
 
     Raises:
-        InvalidInputError: an unknown mode, an argument missing for it or not taken, a mask that holds NaN, or
+        InvalidInputError: an unknown mode, an argument that it needs or does not take, a mask that holds NaN, or
             ``cu_seqlens`` that do not rise from 0 to T.
     """
     if mode not in MODES:
@@ -96,7 +96,7 @@ def _check_max_length(mode: str, max_length: int | None) -> None:
 
 
 def _check_total(total: float | Tensor | None, weight: Tensor) -> None:
-    """That nothing counts in the whole step, of which this batch is a part."""
+    """Refuse a ``total`` of 0, no token in the whole step, where this batch has a token that counts."""
     if total is not None and (isinstance(total, Tensor) or total == 0):
         is_possible = (weight == 0).all() | (torch.as_tensor(total, device=weight.device) != 0)
         check_values(is_possible, lambda: "token_weights: total must be above 0 where a token of mask counts; got 0")
@@ -107,7 +107,7 @@ def _at_least_one(total: float | Tensor) -> float | Tensor:
 
 
 def _lengths(weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens that count in each sequence, [N], and the same for each token."""
+    """Return the tokens that count in each sequence, [N], and the same number at each token."""
     if weight.dim() == 2:
         length_N1 = weight.sum(1, keepdim=True)
         return length_N1.squeeze(1), length_N1.expand_as(weight)

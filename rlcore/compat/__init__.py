@@ -1,1 +1,1 @@
-"""Names and meanings of other frameworks over rlcore's engines, so that their users' programs run as they are."""
+"""Interfaces of other frameworks over rlcore's engines, so that programs written for them run unchanged."""

@@ -1,7 +1,7 @@
-"""RLite's names and meanings: ``from rlcore.compat import rlite``, and the program stays as it is.
+"""RLite's interface over rlcore's engines: a program needs only ``from rlcore.compat import rlite``.
 
-Where RLite says "cuda" it means the engine's own device, and so it does here, in the methods of a module too. Workers
-are this host's: there is no Ray cluster to join.
+In RLite "cuda" means the engine's own device. Here it does too, also in the methods of a module. Workers run on this
+host: there is no Ray cluster to join.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def init(
     debug_mode: Literal["debugpy", "pdb"] | None = None,
     debug_post_mortem: bool = False,
 ) -> None:
-    """As ``rlcore.init``. The interface is not used, as nothing leaves this host, and logs are never repeated.
+    """Call ``rlcore.init``. The interface is ignored, because nothing leaves this host; logs are never repeated.
 
     Raises:
         UnsupportedError: a debugger other than pdb.
@@ -55,7 +55,7 @@ def init(
 
 
 def device(tag: str | torch.device) -> AbstractContextManager[Any]:
-    """ "meta": modules made inside have no weights; else ``torch.device``."""
+    """Return a context: for "meta", modules made inside have no weights; else ``torch.device``."""
     return meta_device() if str(tag) == "meta" else contextlib.nullcontext(torch.device(tag))
 
 
@@ -63,7 +63,7 @@ def device(tag: str | torch.device) -> AbstractContextManager[Any]:
 
 
 class _OnOwnDevice(TorchFunctionMode):
-    """ "cuda" in a call is the worker's device."""
+    """Replaces "cuda" in calls by the worker's device."""
 
     def __init__(self, own: torch.device) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ class _OnOwnDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to(self._own)
-        named = {name: self._meant(value) for name, value in (kwargs or {}).items()}
-        return func(*(self._meant(value) for value in args), **named)
+        named = {name: self._own_if_cuda(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._own_if_cuda(value) for value in args), **named)
 
-    def _meant(self, value: Any) -> Any:
+    def _own_if_cuda(self, value: Any) -> Any:
         is_named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
         return self._own if is_named else value
 
@@ -89,8 +89,8 @@ def _on_own_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Meaning:
-    """Methods of a user's class run on the engine's device whatever they call it."""
+class _OwnDeviceMethods:
+    """Base of user classes whose methods run on the engine's device, also where they name it "cuda"."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,12 +100,12 @@ class _Meaning:
 
 
 class nn:  # noqa: N801 - the name of RLite's module
-    """``rlite.nn``."""
+    """The namespace ``rlite.nn``."""
 
-    class BaseTrainModule(_Meaning, TrainModule):
+    class BaseTrainModule(_OwnDeviceMethods, TrainModule):
         """Any module."""
 
-    class HuggingFaceFsdp2TrainModule(_Meaning, HuggingFaceTrainModule):
+    class HuggingFaceFsdp2TrainModule(_OwnDeviceMethods, HuggingFaceTrainModule):
         """A transformers model."""
 
     Fsdp2TrainModule = BaseTrainModule
@@ -129,7 +129,7 @@ def _check_placement(pipeline_parallel_size: int, allow_colocate: bool) -> None:
 
 
 class RliteTrainEngine(TrainEngine):
-    """Methods of the module return a list for each replica, with a result for each of its shards."""
+    """A train engine whose calls return a list for each replica, with a result for each of its shards."""
 
     def build(
         self,
@@ -140,10 +140,10 @@ class RliteTrainEngine(TrainEngine):
         allow_colocate: bool = True,
         **options: Any,
     ) -> Self:
-        """Build it sharded over ``tensor_parallel_size`` devices.
+        """Build the engine, sharded over ``tensor_parallel_size`` devices.
 
         Args:
-            data_parallel_size: replicas of the shards; -1, one.
+            data_parallel_size: number of replicas of the shards; -1 means one.
 
         Raises:
             UnsupportedError: another ``pipeline_parallel_size`` or ``allow_colocate`` than the default.
@@ -166,7 +166,7 @@ class RliteTrainEngine(TrainEngine):
 
 @dataclass
 class IndexedGenerationHistory:
-    """One prompt, what was asked for it turn by turn, and what came."""
+    """One prompt with its inputs and outputs, turn by turn."""
 
     index: int
     inputs: list[str] = field(default_factory=list)
@@ -181,8 +181,8 @@ PostGenerationHook = Callable[[IndexedGenerationHistory, _Queue, _Queue], None]
 
 
 @dataclass
-class _Box:
-    """Where a hook puts one history."""
+class _HistoryQueue:
+    """A queue on which a hook puts a history."""
 
     items: list[IndexedGenerationHistory] = field(default_factory=list)
 
@@ -191,7 +191,7 @@ class _Box:
 
 
 class RliteInferenceEngine(InferenceEngine):
-    """Args: a model folder, and the executor's name, "vllm" if left out."""
+    """An inference engine of a model folder; the executor is "vllm" if it is not named."""
 
     def __init__(self, module_or_path: Any, executor: str = "vllm") -> None:
         super().__init__(module_or_path, executor=executor)
@@ -204,7 +204,7 @@ class RliteInferenceEngine(InferenceEngine):
         allow_colocate: bool = True,
         **options: Any,
     ) -> Self:
-        """As ``InferenceEngine.build``; without a number there are as many replicas as the devices hold.
+        """Call ``InferenceEngine.build``; without a number there are as many replicas as the devices hold.
 
         Raises:
             UnsupportedError: another ``pipeline_parallel_size`` or ``allow_colocate`` than the default.
@@ -224,11 +224,11 @@ class RliteInferenceEngine(InferenceEngine):
         """Complete each prompt.
 
         Args:
-            post_generation_hook: called with a history, an input queue and an output queue, after each turn: it puts
-                a history with one more input on the first, for another turn, or on the second, which ends it.
+            post_generation_hook: called after each turn with a history, an input queue and an output queue. It puts
+                the history with one more input on the first for another turn, or on the second to end it.
 
         Returns:
-            One output a prompt; with a hook a list of them, one for each turn.
+            One output for each prompt; with a hook, a list of outputs for each prompt, one for each turn.
         """
         texts = list(prompts.data if isinstance(prompts, NeedParallel) else prompts)
         if post_generation_hook is None:
@@ -236,7 +236,7 @@ class RliteInferenceEngine(InferenceEngine):
         histories = [IndexedGenerationHistory(index, [text]) for index, text in enumerate(texts)]
 
         def next_prompt(index: int, turns: list[RequestOutput]) -> str | None:
-            again, done = _Box(), _Box()
+            again, done = _HistoryQueue(), _HistoryQueue()
             histories[index].outputs.append(turns[-1])
             post_generation_hook(histories[index], again, done)
             if len(again.items) + len(done.items) != 1:

@@ -1,4 +1,4 @@
-"""What every device does, as tests that anyone can run on theirs.
+"""The contracts of a device as tests that anyone can run on their own device.
 
     pytest --pyargs rlcore.conformance --device NAME [--require ipc,pool] [--conformance-json FILE]
 

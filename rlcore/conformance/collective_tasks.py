@@ -1,4 +1,4 @@
-"""What each rank does in tests of collectives. Everything is checked where it happened, against plain torch."""
+"""Functions that each rank runs in tests of collectives. Each rank compares its results with plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 from rlcore.collectives.groups import Group, new_group
 from rlcore.conformance.accuracy import is_rounded
 from rlcore.conformance.work import BusyWork
+from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 
 _groups: dict[str, Group] = {}
@@ -25,22 +25,22 @@ _TRIES = 3
 _LATE_S = 0.3
 
 
-def form(device: Any, rank: int, world_size: int, folder: str) -> None:
+def form(device: Device, rank: int, world_size: int, folder: str) -> None:
     _groups["one"] = new_group(device, rank=rank, world_size=world_size, rendezvous=Path(folder), timeout_s=60)
 
 
-def destroy(device: Any) -> None:
+def destroy(device: Device) -> None:
     _groups.pop("one").destroy()
 
 
-def reductions(device: Any) -> dict[str, str]:
-    """ "op dtype" -> "ok", what was wrong, or "unsupported", for every operator and dtype that the device declares."""
+def reductions(device: Device) -> dict[str, str]:
+    """Return "op dtype" -> "ok", the error, or "unsupported", for every operator and dtype of the device."""
     pairs = [(op, dtype) for op in device.collectives.reduce_ops() for dtype in device.collectives.dtypes()]
     return {f"{op} {str(dtype).removeprefix('torch.')}": _reduction(device, op, dtype) for op, dtype in pairs}
 
 
-def movements(device: Any) -> dict[str, bool]:
-    """Operation -> whether its result is right."""
+def movements(device: Device) -> dict[str, bool]:
+    """Return operation -> True if its result is right."""
     group, where = _groups["one"], device.torch_device
     rank, size = group.rank, group.world_size
     mine = torch.full((rank + 1, 2), float(rank), device=where)
@@ -63,8 +63,8 @@ def movements(device: Any) -> dict[str, bool]:
     }
 
 
-def collective_follows_the_stream(device: Any) -> list[float]:
-    """The sums over ranks, of some tries, of what was queued, and not waited for, just before."""
+def collective_follows_the_stream(device: Device) -> list[float]:
+    """Return the distinct values of all-reduces, whose inputs were queued right before and not waited for."""
     values = torch.zeros(1 << 20, device=device.torch_device)
     busy = BusyWork.of(device)
     found: set[float] = set()
@@ -79,8 +79,8 @@ def collective_follows_the_stream(device: Any) -> list[float]:
     return sorted(found)
 
 
-def cycles(device: Any, times: int) -> dict[str, int]:
-    """Destroy and form the group so often; what this process holds then."""
+def cycles(device: Device, times: int) -> dict[str, int]:
+    """Destroy and form the group ``times`` times; return the resources that this process holds then."""
     for _ in range(times):
         rebuild(device)
     gc.collect()
@@ -91,8 +91,8 @@ def cycles(device: Any, times: int) -> dict[str, int]:
     }
 
 
-def default_group(device: Any, rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
-    """A sum over torch's default group, made with ``init_kwargs``; whether its barrier has waited for all ranks."""
+def default_group(device: Device, rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
+    """Sum over torch's default group, made with ``init_kwargs``; return it, and True if its barrier waited for all."""
     device.activate()
     dist.init_process_group(
         **device.collectives.init_kwargs(timeout_s=60),
@@ -111,14 +111,14 @@ def default_group(device: Any, rank: int, world_size: int, folder: str) -> tuple
     return total, have_come
 
 
-def rebuild(device: Any) -> list[float]:
+def rebuild(device: Device) -> list[float]:
     group = _groups["one"]
     group.destroy()
     group.rebuild()
     return list(group.all_reduce(torch.ones(2, device=device.torch_device)).tolist())
 
 
-def _reduction(device: Any, op: str, dtype: torch.dtype) -> str:
+def _reduction(device: Device, op: str, dtype: torch.dtype) -> str:
     group = _groups["one"]
     ranks = [_values(rank, op, dtype) for rank in range(group.world_size)]
     factor = 0.5 if op == "premul_sum" else None
@@ -140,14 +140,14 @@ def _reduction(device: Any, op: str, dtype: torch.dtype) -> str:
 
 
 def _is_right(found: torch.Tensor, expected: torch.Tensor, roundings: int) -> bool:
-    """An operation between ranks rounds once for each but the first, a mean or a factor once more."""
+    """Compare; an operation over n ranks rounds n - 1 times, and a mean or a factor once more."""
     if found.dtype.is_floating_point or found.dtype.is_complex:
         return is_rounded(found, expected, roundings)
     return torch.equal(found.to(torch.int64), expected.to(torch.int64))
 
 
 def _values(rank: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, which every dtype holds, and in which operators differ."""
+    """Return small whole numbers, which every dtype holds, and for which the operators give different results."""
     base = torch.arange(12).view(_SHAPE)
     return ((base + rank) % 2 if dtype == torch.bool else (base * (rank + 2)) % 5 + 1).to(dtype)
 

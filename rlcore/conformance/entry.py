@@ -1,6 +1,6 @@
-"""Adds the suite's options to pytest when the command line names the suite, and nothing to any other run.
+"""Adds the suite's options to pytest if the command line names the suite; other runs are unchanged.
 
-Pytest reads options from a conftest of paths that it is given, but not of packages named by ``--pyargs``.
+Pytest reads options from the conftest of given paths, but not from that of packages named by ``--pyargs``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the other process does in tests of IPC. Values are read after all work of its device is done."""
+"""Functions that the other process runs in tests of IPC. It reads values after all work of its device is done."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlcore.device import Device
 from rlcore.types import EventHandle, IpcHandle
 
 _mappings: dict[int, Any] = {}
@@ -13,56 +14,56 @@ _tensors: dict[int, torch.Tensor] = {}
 _handles: dict[int, IpcHandle] = {}
 
 
-def open_handle(device: Any, key: int, handle: bytes, close_on_revoke: bool = False) -> list[float]:
-    """Import under ``key``; its values."""
+def open_handle(device: Device, key: int, handle: bytes, close_on_revoke: bool = False) -> list[float]:
+    """Import a handle under ``key`` and return its values."""
     on_revoke = (lambda mapping: mapping.close()) if close_on_revoke else None
     _mappings[key] = device.memory.import_ipc(IpcHandle.from_bytes(handle), on_revoke)
     return read(device, key)
 
 
-def read(device: Any, key: int) -> list[float]:
+def read(device: Device, key: int) -> list[float]:
     values: list[float] = _mappings[key].tensor.float().flatten().tolist()
     device.synchronize()
     return values
 
 
-def write(device: Any, key: int, value: float) -> None:
+def write(device: Device, key: int, value: float) -> None:
     _mappings[key].tensor.fill_(value)
     device.synchronize()
 
 
-def close(device: Any, key: int) -> None:
+def close(device: Device, key: int) -> None:
     device.synchronize()
     _mappings.pop(key).close()
 
 
-def is_revoked(device: Any, key: int) -> bool:
+def is_revoked(device: Device, key: int) -> bool:
     return bool(_mappings[key].is_revoked)
 
 
-def address(device: Any, key: int) -> int:
+def address(device: Device, key: int) -> int:
     return int(_mappings[key].tensor.untyped_storage().data_ptr())
 
 
-def allocated(device: Any) -> int:
+def allocated(device: Device) -> int:
     device.synchronize()
     return int(device.memory.stats().allocated_bytes)
 
 
-def export(device: Any, key: int, values: list[float]) -> bytes:
+def export(device: Device, key: int, values: list[float]) -> bytes:
     _tensors[key] = torch.tensor(values, device=device.torch_device)
     device.synchronize()
     _handles[key] = device.memory.export_ipc(_tensors[key])
     return _handles[key].to_bytes()
 
 
-def read_exported(device: Any, key: int) -> list[float]:
+def read_exported(device: Device, key: int) -> list[float]:
     device.synchronize()
     return list(_tensors[key].tolist())
 
 
-def wait_and_read(device: Any, key: int, event: bytes) -> list[float]:
-    """The values that the importer's stream finds behind another process's event."""
+def wait_and_read(device: Device, key: int, event: bytes) -> list[float]:
+    """Return the values that a stream reads here after it has waited for another process's event."""
     stream = device.streams.new()
     device.streams.import_event(EventHandle.from_bytes(event)).wait(stream)
     with device.streams.use(stream):

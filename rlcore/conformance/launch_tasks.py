@@ -1,12 +1,11 @@
-"""What the other process says in tests of launch facts."""
+"""A function that the other process runs in tests of launch facts."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from rlcore.device import Device
 from rlcore.registry import get_device
 
 
-def count_and_uuids(device: Any) -> tuple[int, list[str]]:
+def count_and_uuids(device: Device) -> tuple[int, list[str]]:
     count = device.count()
     return count, [get_device(f"{device.spec.name}:{index}").properties().uuid for index in range(count)]

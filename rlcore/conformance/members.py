@@ -1,10 +1,10 @@
-"""The members of a device that the suite is about, and how each is supported."""
+"""The members of a device that the suite tests, and the support of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError
 from rlcore.types import Capability
 
@@ -15,8 +15,8 @@ GROUPS = {"ipc": IPC, "interprocess_events": ("streams.export_event", "streams.i
 """Names of several members together, for ``--require``."""
 
 
-def support_of(device: Any) -> dict[str, Capability]:
-    """ "<part>.<member>" -> how; identity, launch facts and capabilities() are what every device must have."""
+def support_of(device: Device) -> dict[str, Capability]:
+    """Return "<part>.<member>" -> support; every device must have identity, launch facts and capabilities()."""
     always = [f"identity.{member}" for member in IDENTITY] + [f"launch.{member}" for member in LAUNCH]
     native = Capability("native", device.evidence)
     found: dict[str, Capability] = device.capabilities()
@@ -24,7 +24,7 @@ def support_of(device: Any) -> dict[str, Capability]:
 
 
 def required_members(names: Iterable[str], known: Iterable[str]) -> frozenset[str]:
-    """The members that ``--require`` names: "ipc", "memory.pool", or "pool" where only one part has such a member.
+    """Return the members that ``--require`` names: "ipc", "memory.pool", or "pool" if one part only has that member.
 
     Raises:
         InvalidInputError: no member has that name, or several do.

@@ -1,6 +1,6 @@
-"""Another process with the device under test, which runs functions by name when it is asked to.
+"""A second process with the device under test, which runs functions by name on request.
 
-``Peer`` is the asking side; ``python -m rlcore.conformance.peer NAME`` the other. Requests and answers are msgpack.
+``Peer`` sends the requests; ``python -m rlcore.conformance.peer NAME`` answers them. Requests and answers are msgpack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class Peer:
-    """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns what it returned."""
+    """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns its result."""
 
     def __init__(self, device_name: str, environment: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
@@ -38,11 +38,11 @@ class Peer:
         return self.answer(timeout_s)
 
     def begin(self, function: str, *arguments: Any) -> None:
-        """As ``ask``, without waiting for the answer."""
+        """Send a request without waiting for the answer; ``answer`` returns it."""
         _send(self._process.stdin, [function, arguments])
 
     def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
-        """Raises PeerError with what was raised there, or when it does not answer in time."""
+        """Return the next answer. Raises PeerError with the error of the other process, or after ``timeout_s``."""
         watchdog = threading.Timer(timeout_s, self._process.kill)
         watchdog.start()
         found = _receive(self._process.stdout)
@@ -77,14 +77,14 @@ class Peer:
             self.kill()
 
 
-class Peers:
-    """Processes that are started when they are needed and live on for others."""
+class PeerPool:
+    """Processes that start when they are needed first, and that later tests reuse."""
 
     def __init__(self) -> None:
         self._by_device: dict[str, list[Peer]] = {}
 
     def of(self, device_name: str, needed: int = 1) -> list[Peer]:
-        """At least so many that live, always the same first."""
+        """Return at least ``needed`` running processes, in the same order at each call."""
         peers = self._by_device.setdefault(device_name, [])
         for ended in [peer for peer in peers if not peer.is_alive]:
             ended.__exit__(None, None, None)  # closes its pipes
@@ -100,7 +100,7 @@ class Peers:
 
 
 class PeerError(Exception):
-    """What happened in the other process."""
+    """An error in the other process, or its end."""
 
 
 def _send(pipe: IO[bytes] | None, message: Any) -> None:
@@ -111,7 +111,7 @@ def _send(pipe: IO[bytes] | None, message: Any) -> None:
 
 
 def _receive(pipe: IO[bytes] | None) -> Any:
-    """None at the end."""
+    """Return the next message; None at the end of the stream."""
     assert pipe is not None
     head = pipe.read(8)
     data = pipe.read(int.from_bytes(head, "little"))
@@ -120,7 +120,7 @@ def _receive(pipe: IO[bytes] | None) -> Any:
 
 def _serve(device_name: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed here goes where errors go
+    os.dup2(2, 1)  # prints go to standard error; only answers go to the pipe
     requests = os.fdopen(0, "rb", closefd=False)
     device = get_device(device_name)
     while (request := _receive(requests)) is not None:
@@ -128,7 +128,7 @@ def _serve(device_name: str) -> None:
         module, _, function = path.partition(":")
         try:
             _send(answers, ["", getattr(importlib.import_module(module), function)(device, *arguments)])
-        except Exception as error:  # whoever asked raises it
+        except Exception as error:  # the asking side raises it
             _send(answers, [type(error).__name__, str(error)])
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from rlcore.conformance.members import required_members, support_of
-from rlcore.conformance.peer import Peer, Peers
-from rlcore.conformance.report import TEST, Report
+from rlcore.conformance.peer import Peer, PeerPool
+from rlcore.conformance.report import TEST, SuiteReport
+from rlcore.device import Device
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 
-REPORT = pytest.StashKey[Report]()
+REPORT = pytest.StashKey[SuiteReport]()
 REQUIRED = pytest.StashKey[frozenset[str]]()
 
 
@@ -46,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-json")
     if path is not None and not os.access(path.parent, os.W_OK):
         raise pytest.UsageError(f"--conformance-json {path}: its folder does not exist or cannot be written")
-    config.stash[REPORT] = Report(device, support)
+    config.stash[REPORT] = SuiteReport(device, support)
     config.pluginmanager.register(config.stash[REPORT])
 
 
@@ -81,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-json")
-    is_part = hasattr(config, "workerinput")  # of pytest-xdist, whose other process has the whole
+    is_part = hasattr(config, "workerinput")  # a worker of pytest-xdist; the main process has the whole report
     if path is not None and REPORT in config.stash and not is_part:
         config.stash[REPORT].write(path)
 
@@ -97,20 +98,20 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def peers() -> Iterator[Peers]:
-    """Other processes, which the tests share."""
-    peers = Peers()
+def peers() -> Iterator[PeerPool]:
+    """The other processes, which all tests share."""
+    peers = PeerPool()
     yield peers
     peers.close()
 
 
 @pytest.fixture
-def peer(device: Any, peers: Peers) -> Peer:
-    """Another process with the same device, the one of the test before unless that one has ended it."""
+def peer(device: Device, peers: PeerPool) -> Peer:
+    """A second process with the same device, which tests share unless one of them ends it."""
     return peers.of(device.name)[0]
 
 
 @pytest.fixture
-def other_peer(device: Any, peers: Peers) -> Peer:
+def other_peer(device: Device, peers: PeerPool) -> Peer:
     """A third process."""
     return peers.of(device.name, 2)[1]

@@ -1,4 +1,4 @@
-"""What a run of the suite found, member by member: ``rlcore.conformance/1``."""
+"""The result of a run of the suite for each member of a device: ``rlcore.conformance/1``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch
 import rlcore
 from rlcore.atomic import write_file
 from rlcore.bench.system import source_commit
+from rlcore.device import Device
 from rlcore.types import Capability
 
 SCHEMA = "rlcore.conformance/1"
 TEST = "conformance"
-"""Property of a test: its name, and the members that it is about."""
+"""Name of the test property that holds its id and the members that it covers."""
 _WORST_FIRST = ("failed", "passed", "skipped")
 
 
@@ -31,10 +32,10 @@ class _Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Report:
-    """One run on one device; a plugin of pytest, which tells it of every test."""
+class SuiteReport:
+    """One run on one device. It is a pytest plugin, which receives the report of every test."""
 
-    device: Any
+    device: Device
     support: Mapping[str, Capability]
     outcomes: dict[str, _Outcome] = field(default_factory=dict)
 
@@ -43,16 +44,16 @@ class Report:
         return str(self.device.name)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One phase of one test; a failure in any of them is the test's."""
+        """Record one phase of one test; a failure in any phase is a failure of the test."""
         if report.when != "call" and report.passed:
             return
         properties: dict[str, Any] = dict(report.user_properties)
-        test, *members = properties.get(TEST, [report.nodeid])  # pytest-xdist tells of a process that crashed without
+        test, *members = properties.get(TEST, [report.nodeid])  # the report of a crashed pytest-xdist process has none
         if test not in self.outcomes or report.failed:
             self.outcomes[test] = _Outcome(report.outcome, members, _reason(report))
 
     def results(self) -> dict[str, str]:
-        """Member -> "passed", "failed", "skipped", or "untested" where the tests run were not about it."""
+        """Return member -> "passed", "failed", "skipped", or "untested" where no test of the run covers it."""
         found = {}
         for member in self.support:
             results = {outcome.result for outcome in self.outcomes.values() if member in outcome.members}
@@ -97,7 +98,7 @@ class Report:
 
 
 def _reason(phase: pytest.TestReport) -> str:
-    """Of a skip or failure, in one line."""
+    """Return the reason of a skip or failure in one line."""
     if phase.skipped and isinstance(phase.longrepr, tuple):
         return phase.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(phase.longrepr, "reprcrash", None)

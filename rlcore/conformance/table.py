@@ -15,15 +15,15 @@ from rlcore.bench.text import short_commit
 from rlcore.conformance.report import SCHEMA
 from rlcore.errors import InvalidInputError
 
-MARK = "members"
-"""Where the table stands in a document: between <!-- members --> and <!-- /members -->."""
+SECTION = "members"
+"""Name of the section of a document that holds the table: <!-- members --> to <!-- /members -->."""
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each member; a reason that several members share is a footnote.
+    """Return a Markdown table with a row for each member; reasons are footnotes.
 
     Raises:
-        InvalidInputError: something else than reports of the suite.
+        InvalidInputError: one of ``reports`` is not a report of the suite.
     """
     for report in reports:
         if report.get("schema") != SCHEMA:
@@ -36,17 +36,17 @@ def table(reports: list[dict[str, Any]]) -> str:
         cells = [_cell(report["members"].get(member), reasons) for report in reports]
         lines.append(f"| `{member}` | " + " | ".join(cells) + " |")
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    versions = [_provenance(report) for report in reports]
+    versions = [_footer(report) for report in reports]
     return "\n".join([*lines, "", *notes, "", *versions])
 
 
-def into(document: str, text: str, mark: str = MARK) -> str:
-    """``document`` with ``text`` between its lines <!-- mark --> and <!-- /mark -->.
+def into(document: str, text: str, section: str = SECTION) -> str:
+    """Return ``document`` with ``text`` between its lines <!-- section --> and <!-- /section -->.
 
     Raises:
-        InvalidInputError: it does not have the marks.
+        InvalidInputError: it does not have these lines.
     """
-    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    first, last = f"<!-- {section} -->", f"<!-- /{section} -->"
     before, begin, rest = document.partition(first)
     _, end, after = rest.partition(last)
     if not (begin and end):
@@ -71,7 +71,7 @@ def _cell(member: dict[str, str] | None, reasons: dict[str, int]) -> str:
     return f"{text} ({reasons.setdefault(member['reason'], len(reasons) + 1)})"
 
 
-def _provenance(report: dict[str, Any]) -> str:
+def _footer(report: dict[str, Any]) -> str:
     results = [member["result"] for member in report["members"].values()]
     versions = [f"{name} {version}" for name, version in report["versions"].items() if name not in ("rlcore", "python")]
     if report.get("commit") is not None:  # reports from before it was recorded have none
@@ -86,7 +86,7 @@ def _provenance(report: dict[str, Any]) -> str:
 
 
 def _simulated(found: dict[str, Any] | None) -> str:
-    """None where the vendor's own libraries ran; reports from before this was recorded have no such entry."""
+    """Return the words about a simulation; None means that the vendor's own libraries ran, or an older report."""
     if found is None:
         return ""
     return f", {found['operators_simulated']} operators simulated, refused: {', '.join(found['refused']) or 'none'}"
@@ -95,7 +95,7 @@ def _simulated(found: dict[str, Any] | None) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rlcore.conformance.table", description=__doc__)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help="put it between the marks of this file")
+    parser.add_argument("--into", type=Path, metavar="FILE.md", help="put the table into its section of this file")
     options = parser.parse_args(arguments)
     text = table([json.loads(path.read_text()) for path in options.reports])
     if options.into is None:

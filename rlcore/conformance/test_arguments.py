@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError
 
 WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
@@ -100,7 +101,7 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 """Name -> member, use of it, and what the error says."""
 
 
-def _exported(device: Any) -> Any:
+def _exported(device: Device) -> Any:
     return device.memory.export_ipc(torch.ones(1, device=device.torch_device))
 
 
@@ -111,12 +112,14 @@ def _exported(device: Any) -> Any:
         for name, (member, use, message) in WRONG.items()
     ],
 )
-def test_a_wrong_argument_is_named_with_what_is_accepted(device: Any, use: Callable[[Any], Any], message: str) -> None:
+def test_a_wrong_argument_is_named_with_what_is_accepted(
+    device: Device, use: Callable[[Any], Any], message: str
+) -> None:
     with pytest.raises(InvalidInputError, match=message):
         use(device)
 
 
 @pytest.mark.covers("identity.seed")
 @pytest.mark.parametrize("value", [0, -1, 2**64 - 1])
-def test_any_64_bits_are_a_seed(device: Any, value: int) -> None:
+def test_any_64_bits_are_a_seed(device: Device, value: int) -> None:
     device.seed(value)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from rlcore.devices.part import TorchPart
+from rlcore.device import Device, DevicePart
 from rlcore.errors import UnsupportedError
 from rlcore.types import EventHandle, Evidence, IpcHandle, Support
 
@@ -26,15 +26,15 @@ _HANDLE = {
 }
 
 
-def _ipc_handle(device: Any) -> IpcHandle:
+def _ipc_handle(device: Device) -> IpcHandle:
     return IpcHandle(device=device.spec.name, device_uuid="", boot_id="", **_HANDLE)  # type: ignore[arg-type]
 
 
-def _event_handle(device: Any) -> EventHandle:
+def _event_handle(device: Device) -> EventHandle:
     return EventHandle(device=device.spec.name, device_uuid="", boot_id="", payload=b"")
 
 
-def _ones(device: Any) -> torch.Tensor:
+def _ones(device: Device) -> torch.Tensor:
     return torch.ones(1, device=device.torch_device)
 
 
@@ -68,12 +68,12 @@ USES: dict[str, Callable[[Any], Any]] = {
 """A use of every member. A member that needs another process's handle is given one that no process made."""
 
 
-def _parts(device: Any) -> list[TorchPart]:
+def _parts(device: Device) -> list[DevicePart]:
     return [device.memory, device.streams, device.collectives, device.profiler]
 
 
 @pytest.mark.covers("capabilities")
-def test_every_member_has_a_capability_and_every_capability_is_a_member(device: Any) -> None:
+def test_every_member_has_a_capability_and_every_capability_is_a_member(device: Device) -> None:
     members = {f"{part.name}.{member}" for part in _parts(device) for member in type(part).members}
     assert set(device.capabilities()) == members
     assert members >= set(USES), "a part left out members that every device has"
@@ -83,7 +83,7 @@ def test_every_member_has_a_capability_and_every_capability_is_a_member(device: 
 
 
 @pytest.mark.covers("capabilities")
-def test_a_capability_says_how_it_is_known_and_why_it_is_not_native(device: Any) -> None:
+def test_a_capability_says_how_it_is_known_and_why_it_is_not_native(device: Device) -> None:
     for member, how in device.capabilities().items():
         assert how.support in get_args(Support), member
         assert how.evidence in get_args(Evidence), member
@@ -91,7 +91,7 @@ def test_a_capability_says_how_it_is_known_and_why_it_is_not_native(device: Any)
 
 
 @pytest.mark.covers("capabilities")
-def test_capabilities_are_plain_data_and_stay(device: Any) -> None:
+def test_capabilities_are_plain_data_and_stay(device: Device) -> None:
     found = device.capabilities()
     assert json.loads(json.dumps({member: dataclasses.asdict(how) for member, how in found.items()}))
     assert device.capabilities() == found
@@ -99,7 +99,7 @@ def test_capabilities_are_plain_data_and_stay(device: Any) -> None:
 
 @pytest.mark.covers("capabilities")
 @pytest.mark.parametrize("member", USES)
-def test_a_member_is_refused_exactly_where_capabilities_say_so_and_for_that_reason(device: Any, member: str) -> None:
+def test_a_member_is_refused_exactly_where_capabilities_say_so_and_for_that_reason(device: Device, member: str) -> None:
     how = device.capabilities()[member]
     try:
         USES[member](device)

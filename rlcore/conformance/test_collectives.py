@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.conformance.peer import Peer, Peers
+from rlcore.conformance.peer import Peer, PeerPool
 from rlcore.conformance.work import grown
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import Capability
@@ -43,7 +44,7 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, peers: PeerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     device = get_device(request.config.getoption("--device"))
     if device.count() < WORLD_SIZE:
         pytest.skip(f"{WORLD_SIZE} ranks need a device each; there is {device.count()} {device.spec.name} device")
@@ -94,7 +95,7 @@ def test_torchs_default_group_is_made_with_init_kwargs(ranks: Ranks) -> None:
 
 
 @pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")
-def test_operators_and_dtypes_are_declared_each_with_a_reason_where_not_native(device: Any) -> None:
+def test_operators_and_dtypes_are_declared_each_with_a_reason_where_not_native(device: Device) -> None:
     ops, dtypes = device.collectives.reduce_ops(), device.collectives.dtypes()
     assert {"sum", "min", "max"} <= {op for op, how in ops.items() if how.support != "unsupported"}
     assert {torch.float32, torch.bfloat16, torch.int64} <= {
@@ -106,14 +107,14 @@ def test_operators_and_dtypes_are_declared_each_with_a_reason_where_not_native(d
 
 
 @pytest.mark.covers("collectives.init_kwargs")
-def test_a_timeout_that_is_none_is_refused(device: Any) -> None:
+def test_a_timeout_that_is_none_is_refused(device: Device) -> None:
     with pytest.raises(InvalidInputError, match="timeout_s must be more than 0 seconds, got 0"):
         device.collectives.init_kwargs(timeout_s=0)
     assert device.collectives.init_kwargs(timeout_s=7)["timeout"] == timedelta(seconds=7)
 
 
 @pytest.mark.covers("collectives.init_kwargs")
-def test_a_high_priority_stream_is_given_or_refused_with_the_reason(device: Any) -> None:
+def test_a_high_priority_stream_is_given_or_refused_with_the_reason(device: Device) -> None:
     try:
         assert "pg_options" in device.collectives.init_kwargs(is_high_priority=True)
     except UnsupportedError as error:

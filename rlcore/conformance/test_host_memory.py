@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rlcore.conformance.work import MB, BusyWork
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError, StateError
 
 
 @pytest.mark.covers("memory.host_alloc", "memory.host_free")
 @pytest.mark.parametrize("nbytes", [1, 4097, 3 * MB + 5])  # smallest, one past a page, no round number
-def test_a_host_buffer_has_exactly_its_size_and_travels_there_and_back(device: Any, nbytes: int) -> None:
+def test_a_host_buffer_has_exactly_its_size_and_travels_there_and_back(device: Device, nbytes: int) -> None:
     buffer = device.memory.host_alloc(nbytes)
     assert buffer.nbytes == nbytes
     assert buffer.is_pinned == device.memory.can_pin
@@ -31,7 +32,7 @@ def test_a_host_buffer_has_exactly_its_size_and_travels_there_and_back(device: A
 
 
 @pytest.mark.covers("memory.host_free")
-def test_a_host_buffer_is_freed_once_and_not_while_a_tensor_looks_at_it(device: Any) -> None:
+def test_a_host_buffer_is_freed_once_and_not_while_a_tensor_looks_at_it(device: Device) -> None:
     buffer = device.memory.host_alloc(4096)
     tensor = buffer.tensor
     with pytest.raises(StateError, match="cannot be freed while a tensor looks at it"):
@@ -45,7 +46,7 @@ def test_a_host_buffer_is_freed_once_and_not_while_a_tensor_looks_at_it(device: 
 
 
 @pytest.mark.covers("memory.host_free")
-def test_a_host_buffer_waits_for_the_copies_that_use_it(device: Any) -> None:
+def test_a_host_buffer_waits_for_the_copies_that_use_it(device: Device) -> None:
     busy = BusyWork.of(device)
     buffer = device.memory.host_alloc(MB)
     buffer.tensor.fill_(7)
@@ -58,13 +59,13 @@ def test_a_host_buffer_waits_for_the_copies_that_use_it(device: Any) -> None:
 
 @pytest.mark.covers("memory.host_alloc")
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "1", True])
-def test_a_size_that_is_none_is_refused(device: Any, nbytes: Any) -> None:
+def test_a_size_that_is_none_is_refused(device: Device, nbytes: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"at least 1 byte, got {nbytes!r}"):
         device.memory.host_alloc(nbytes)
 
 
 @pytest.mark.covers("memory.copy_batch")
-def test_a_batch_copies_every_pair_whatever_its_direction_dtype_and_strides(device: Any) -> None:
+def test_a_batch_copies_every_pair_whatever_its_direction_dtype_and_strides(device: Device) -> None:
     host = [torch.randn(size + 1).to(dtype) for size, dtype in zip(range(300), _dtypes(), strict=False)]
     there = [torch.zeros_like(tensor, device=device.torch_device) for tensor in host]
     device.memory.copy_batch(there, host)
@@ -77,7 +78,7 @@ def test_a_batch_copies_every_pair_whatever_its_direction_dtype_and_strides(devi
 
 
 @pytest.mark.covers("memory.copy_batch")
-def test_a_batch_of_strided_tensors(device: Any) -> None:
+def test_a_batch_of_strided_tensors(device: Device) -> None:
     source = torch.arange(96.0, device=device.torch_device).view(8, 12)
     target = torch.zeros(12, 8, device=device.torch_device)
     device.memory.copy_batch([target.t()[::2], target.t()[1::2]], [source[::2], source[1::2]])
@@ -85,7 +86,7 @@ def test_a_batch_of_strided_tensors(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.copy_batch")
-def test_a_batch_is_queued_on_the_stream_it_is_given(device: Any) -> None:
+def test_a_batch_is_queued_on_the_stream_it_is_given(device: Device) -> None:
     busy, stream = BusyWork.of(device), device.streams.new()
     source = torch.zeros(MB, device=device.torch_device)
     target = torch.zeros_like(source)
@@ -99,7 +100,7 @@ def test_a_batch_is_queued_on_the_stream_it_is_given(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.copy_batch")
-def test_pairs_that_differ_or_overlap_are_refused(device: Any) -> None:
+def test_pairs_that_differ_or_overlap_are_refused(device: Device) -> None:
     values = torch.zeros(8, device=device.torch_device)
     for dst, src, message in (
         ([values], [], "a source for each destination, got 1 and 0"),

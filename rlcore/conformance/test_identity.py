@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
 from rlcore.conformance.peer import Peer
+from rlcore.device import Device
 from rlcore.registry import get_device, list_devices
 
 
 @pytest.mark.covers("identity.name")
-def test_a_device_says_which_it_is(device: Any) -> None:
+def test_a_device_says_which_it_is(device: Device) -> None:
     assert device.name == f"{device.spec.name}:{device.index}"
     assert device.vendor == device.spec.vendor
     assert device.type == device.spec.torch_type == device.torch_device.type
@@ -23,19 +23,19 @@ def test_a_device_says_which_it_is(device: Any) -> None:
 
 
 @pytest.mark.covers("identity.name")
-def test_a_tensor_made_there_is_there(device: Any) -> None:
+def test_a_tensor_made_there_is_there(device: Device) -> None:
     assert torch.ones(1, device=device.torch_device).device == device.torch_device
 
 
 @pytest.mark.covers("identity.count")
-def test_count_is_what_the_list_of_devices_says(device: Any) -> None:
+def test_count_is_what_the_list_of_devices_says(device: Device) -> None:
     (listed,) = [info.count for info in list_devices() if info.name == device.spec.name]
     assert device.count() == listed
     assert 0 <= device.index < device.count()
 
 
 @pytest.mark.covers("identity.properties")
-def test_properties_describe_the_device_and_stay(device: Any) -> None:
+def test_properties_describe_the_device_and_stay(device: Device) -> None:
     found = device.properties()
     assert found == device.properties()
     assert found.name.strip()
@@ -45,7 +45,7 @@ def test_properties_describe_the_device_and_stay(device: Any) -> None:
 
 
 @pytest.mark.covers("identity.properties")
-def test_devices_with_memory_of_their_own_have_uuids_of_their_own(device: Any) -> None:
+def test_devices_with_memory_of_their_own_have_uuids_of_their_own(device: Device) -> None:
     if device.spec.is_host or device.count() == 1:
         pytest.skip(f"{device.spec.name} has one memory here")
     uuids = [get_device(f"{device.spec.name}:{index}").properties().uuid for index in range(device.count())]
@@ -53,13 +53,13 @@ def test_devices_with_memory_of_their_own_have_uuids_of_their_own(device: Any) -
 
 
 @pytest.mark.covers("identity.properties")
-def test_another_process_knows_the_device_by_the_same_uuid(device: Any, peer: Peer) -> None:
+def test_another_process_knows_the_device_by_the_same_uuid(device: Device, peer: Peer) -> None:
     _, uuids = peer.ask("rlcore.conformance.launch_tasks:count_and_uuids")
     assert uuids[device.index] == device.properties().uuid
 
 
 @pytest.mark.covers("identity.activate")
-def test_the_active_device_is_where_tensors_land_that_name_only_its_type(device: Any) -> None:
+def test_the_active_device_is_where_tensors_land_that_name_only_its_type(device: Device) -> None:
     last = get_device(f"{device.spec.name}:{device.count() - 1}")
     try:
         last.activate()
@@ -70,7 +70,7 @@ def test_the_active_device_is_where_tensors_land_that_name_only_its_type(device:
 
 
 @pytest.mark.covers("identity.seed")
-def test_a_seed_decides_what_is_drawn(device: Any) -> None:
+def test_a_seed_decides_what_is_drawn(device: Device) -> None:
     first, second, other = (_seeded(device, seed) for seed in (7, 7, 8))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
@@ -78,7 +78,7 @@ def test_a_seed_decides_what_is_drawn(device: Any) -> None:
 
 
 @pytest.mark.covers("identity.rng_state", "identity.set_rng_state")
-def test_a_random_state_continues_where_it_was_taken(device: Any) -> None:
+def test_a_random_state_continues_where_it_was_taken(device: Device) -> None:
     device.seed(7)
     torch.rand(3, device=device.torch_device)
     state = device.rng_state()
@@ -90,7 +90,7 @@ def test_a_random_state_continues_where_it_was_taken(device: Any) -> None:
 
 
 @pytest.mark.covers("identity.seed", "identity.rng_state")
-def test_the_host_and_other_devices_draw_for_themselves(device: Any) -> None:
+def test_the_host_and_other_devices_draw_for_themselves(device: Device) -> None:
     if device.spec.is_host:
         pytest.skip("the host's generator is its own")
     other = get_device(f"{device.spec.name}:{(device.index + 1) % device.count()}")
@@ -103,7 +103,7 @@ def test_the_host_and_other_devices_draw_for_themselves(device: Any) -> None:
 
 
 @pytest.mark.covers("identity.count", "capabilities")
-def test_probing_listing_and_capabilities_initialise_nothing(device: Any) -> None:
+def test_probing_listing_and_capabilities_initialise_nothing(device: Device) -> None:
     if device.spec.is_host:
         pytest.skip("the host is always initialised")
     code = f"""
@@ -126,7 +126,7 @@ print(before, is_initialized())
     assert answer == "False False"
 
 
-def _seeded(device: Any, seed: int) -> torch.Tensor:
+def _seeded(device: Device, seed: int) -> torch.Tensor:
     device.seed(seed)
     return torch.rand(8, device=device.torch_device)
 

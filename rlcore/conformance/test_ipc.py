@@ -13,6 +13,7 @@ import torch
 
 from rlcore.conformance.peer import Peer, PeerError
 from rlcore.conformance.work import MB, BusyWork, grown
+from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import maker_of_shared_memory
 from rlcore.types import IpcHandle
@@ -27,14 +28,14 @@ pytestmark = pytest.mark.covers("memory.export_ipc", "memory.import_ipc")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_exported(device: Any) -> Iterator[None]:
+def _nothing_stays_exported(device: Device) -> Iterator[None]:
     before = {export.export_id for export in device.memory.ledger()}
     yield
     left = [export for export in device.memory.ledger() if export.export_id not in before]
     assert not left, f"the ledger still has {left}"
 
 
-def exported(device: Any, values: torch.Tensor) -> tuple[torch.Tensor, IpcHandle]:
+def exported(device: Device, values: torch.Tensor) -> tuple[torch.Tensor, IpcHandle]:
     tensor = values.to(device.torch_device, copy=True)
     device.synchronize()
     return tensor, device.memory.export_ipc(tensor)
@@ -51,7 +52,7 @@ def wait_until(is_true: Any, what: str, timeout_s: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_values_go_both_ways_through_one_memory(device: Any, peer: Peer, dtype: torch.dtype) -> None:
+def test_values_go_both_ways_through_one_memory(device: Device, peer: Peer, dtype: torch.dtype) -> None:
     tensor, handle = exported(device, torch.arange(12).view(3, 4).to(dtype))
     assert peer.ask(OPEN, 1, handle.to_bytes()) == list(range(12))
     tensor.fill_(7)
@@ -63,7 +64,7 @@ def test_values_go_both_ways_through_one_memory(device: Any, peer: Peer, dtype: 
     device.memory.revoke(handle)
 
 
-def test_an_imported_tensor_is_no_copy(device: Any, peer: Peer, other_peer: Peer) -> None:
+def test_an_imported_tensor_is_no_copy(device: Device, peer: Peer, other_peer: Peer) -> None:
     tensor, handle = exported(device, torch.zeros(16 * MB))
     importers = (peer, other_peer)
     for importer in importers:
@@ -80,7 +81,7 @@ def test_an_imported_tensor_is_no_copy(device: Any, peer: Peer, other_peer: Peer
     device.memory.revoke(handle)
 
 
-def test_views_of_one_storage_are_one_export_and_keep_their_strides(device: Any, peer: Peer) -> None:
+def test_views_of_one_storage_are_one_export_and_keep_their_strides(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(24.0).view(4, 6))
     views = [tensor.t(), tensor[1:3, ::2], tensor[3, 5]]
     handles = [device.memory.export_ipc(view) for view in views]
@@ -95,7 +96,7 @@ def test_views_of_one_storage_are_one_export_and_keep_their_strides(device: Any,
     device.memory.revoke(handle)
 
 
-def test_a_parameter_stays_what_it_is(device: Any, peer: Peer) -> None:
+def test_a_parameter_stays_what_it_is(device: Device, peer: Peer) -> None:
     parameter = torch.nn.Parameter(torch.ones(5, device=device.torch_device))
     view = parameter.detach()[1:]
     handle = device.memory.export_ipc(parameter)
@@ -109,7 +110,7 @@ def test_a_parameter_stays_what_it_is(device: Any, peer: Peer) -> None:
     device.memory.revoke(handle)
 
 
-def test_importing_twice_opens_once_and_closing_one_leaves_the_other(device: Any, peer: Peer) -> None:
+def test_importing_twice_opens_once_and_closing_one_leaves_the_other(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     for key in (1, 2):
         peer.ask(OPEN, key, handle.to_bytes())
@@ -123,7 +124,7 @@ def test_importing_twice_opens_once_and_closing_one_leaves_the_other(device: Any
     device.memory.revoke(handle)
 
 
-def test_the_exporter_imports_its_own_memory_as_a_view(device: Any) -> None:
+def test_the_exporter_imports_its_own_memory_as_a_view(device: Device) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     with device.memory.import_ipc(handle) as mapping:
         mapping.tensor.add_(1)
@@ -139,7 +140,7 @@ def test_the_exporter_imports_its_own_memory_as_a_view(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.revoke", "memory.ledger")
-def test_revoke_has_importers_close_and_lets_the_memory_go(device: Any, peer: Peer) -> None:
+def test_revoke_has_importers_close_and_lets_the_memory_go(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     peer.ask(OPEN, 1, handle.to_bytes(), True)
     (row,) = [export for export in device.memory.ledger() if export.export_id == handle.export_id]
@@ -154,7 +155,7 @@ def test_revoke_has_importers_close_and_lets_the_memory_go(device: Any, peer: Pe
 
 
 @pytest.mark.covers("memory.revoke")
-def test_what_was_revoked_can_be_neither_revoked_nor_imported_but_exported_again(device: Any, peer: Peer) -> None:
+def test_what_was_revoked_can_be_neither_revoked_nor_imported_but_exported_again(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     peer.ask(OPEN, 1, handle.to_bytes(), True)
     device.memory.revoke(handle)
@@ -171,7 +172,7 @@ def test_what_was_revoked_can_be_neither_revoked_nor_imported_but_exported_again
 
 
 @pytest.mark.covers("memory.revoke", "memory.ledger")
-def test_memory_that_an_importer_keeps_stays_owned_and_the_importer_is_named(device: Any, peer: Peer) -> None:
+def test_memory_that_an_importer_keeps_stays_owned_and_the_importer_is_named(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     address = tensor.data_ptr()
     peer.ask(OPEN, 1, handle.to_bytes())
@@ -188,7 +189,7 @@ def test_memory_that_an_importer_keeps_stays_owned_and_the_importer_is_named(dev
 
 
 @pytest.mark.covers("memory.revoke")
-def test_only_the_exporter_revokes(device: Any, peer: Peer) -> None:
+def test_only_the_exporter_revokes(device: Device, peer: Peer) -> None:
     handle = IpcHandle.from_bytes(peer.ask(EXPORT, 1, [1.0, 2.0]))
     with pytest.raises(StateError, match=f"belongs to process {peer.pid}: only that one can revoke it"):
         device.memory.revoke(handle)
@@ -198,7 +199,7 @@ def test_only_the_exporter_revokes(device: Any, peer: Peer) -> None:
 
 
 @pytest.mark.covers("memory.revoke")
-def test_a_killed_importer_has_closed(device: Any, peer: Peer) -> None:
+def test_a_killed_importer_has_closed(device: Device, peer: Peer) -> None:
     tensor, handle = exported(device, torch.arange(4.0))
     peer.ask(OPEN, 1, handle.to_bytes())
     peer.kill()
@@ -206,7 +207,7 @@ def test_a_killed_importer_has_closed(device: Any, peer: Peer) -> None:
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
-def test_a_killed_exporter_is_noticed_and_named_and_others_go_on(device: Any, peer: Peer, other_peer: Peer) -> None:
+def test_a_killed_exporter_is_noticed_and_named_and_others_go_on(device: Device, peer: Peer, other_peer: Peer) -> None:
     handle = IpcHandle.from_bytes(peer.ask(EXPORT, 1, [1.0, 2.0]))
     heard: list[Any] = []
     mapping = device.memory.import_ipc(handle, heard.append)
@@ -227,7 +228,7 @@ def test_a_killed_exporter_is_noticed_and_named_and_others_go_on(device: Any, pe
 
 
 @pytest.mark.covers("memory.revoke", "memory.ledger")
-def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: Any, peer: Peer) -> None:
+def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: Device, peer: Peer) -> None:
     def cycle() -> None:
         tensor = torch.ones(MB // 4, device=device.torch_device)
         device.synchronize()
@@ -238,7 +239,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         device.memory.empty_cache()  # so that each cycle has a block of its own to open and close
 
     def footprint() -> dict[str, int]:
-        """Of this process and the peer."""
+        """Return the figures of this process and of the peer."""
         gc.collect()
         device.synchronize()
         device.memory.empty_cache()
@@ -270,7 +271,7 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
 
 
 @pytest.mark.covers("streams.export_event", "streams.import_event", "streams.event")
-def test_an_interprocess_event_orders_another_process_behind_this_one(device: Any, peer: Peer) -> None:
+def test_an_interprocess_event_orders_another_process_behind_this_one(device: Device, peer: Peer) -> None:
     busy = BusyWork.of(device)
     tensor, handle = exported(device, torch.zeros(4))
     peer.ask(OPEN, 1, handle.to_bytes())
@@ -283,7 +284,7 @@ def test_an_interprocess_event_orders_another_process_behind_this_one(device: An
     device.memory.revoke(handle)
 
 
-def test_a_handle_is_plain_bytes(device: Any) -> None:
+def test_a_handle_is_plain_bytes(device: Device) -> None:
     _, handle = exported(device, torch.ones(2))
     assert IpcHandle.from_bytes(handle.to_bytes()) == handle
     assert b"pickle" not in handle.to_bytes()
@@ -292,10 +293,10 @@ def test_a_handle_is_plain_bytes(device: Any) -> None:
     device.memory.revoke(handle)
 
 
-def test_what_cannot_be_exported_or_imported_is_refused(device: Any) -> None:
+def test_what_cannot_be_exported_or_imported_is_refused(device: Device) -> None:
     with pytest.raises(InvalidInputError, match="export it with that device"):
         device.memory.export_ipc(torch.ones(1, device="meta"))
     with pytest.raises(InvalidInputError, match=r"takes a plain torch.Tensor, got list"):
-        device.memory.export_ipc([1.0])
+        device.memory.export_ipc([1.0])  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="import_ipc takes an IpcHandle, got bytes"):
-        device.memory.import_ipc(b"")
+        device.memory.import_ipc(b"")  # type: ignore[arg-type]

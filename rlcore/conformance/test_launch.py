@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from rlcore.conformance.peer import Peer
+from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import get_device, launch
 
@@ -16,7 +16,7 @@ COUNT_AND_UUIDS = "rlcore.conformance.launch_tasks:count_and_uuids"
 
 
 @pytest.mark.covers("launch.ray_resource", "launch.visible_devices_variable")
-def test_launch_facts_can_be_had_without_the_device(device: Any) -> None:
+def test_launch_facts_can_be_had_without_the_device(device: Device) -> None:
     assert launch(device.spec.name) == device.launch
     code = f"from rlcore.registry import launch; f = launch({device.spec.name!r}); " + (
         "print(f.ray_resource, f.visible_devices_variable, f.worker_environment([0]))"
@@ -27,7 +27,7 @@ def test_launch_facts_can_be_had_without_the_device(device: Any) -> None:
 
 
 @pytest.mark.covers("launch.worker_environment", "launch.visible_devices")
-def test_a_worker_sees_the_devices_it_was_given_under_numbers_of_its_own(device: Any) -> None:
+def test_a_worker_sees_the_devices_it_was_given_under_numbers_of_its_own(device: Device) -> None:
     if device.launch.visible_devices_variable is None:
         pytest.skip(f"{device.spec.name} has no variable that restricts what a process sees")
     count = device.count()
@@ -40,7 +40,7 @@ def test_a_worker_sees_the_devices_it_was_given_under_numbers_of_its_own(device:
 
 
 @pytest.mark.covers("launch.worker_environment")
-def test_indices_that_repeat_or_are_none_are_refused(device: Any) -> None:
+def test_indices_that_repeat_or_are_none_are_refused(device: Device) -> None:
     with pytest.raises(InvalidInputError, match="these indices repeat"):
         device.launch.worker_environment([0, 0])
     with pytest.raises(InvalidInputError, match="a whole number of at least 0, got -1"):

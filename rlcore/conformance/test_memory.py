@@ -9,6 +9,7 @@ import torch
 
 from rlcore.conformance.peer import Peer
 from rlcore.conformance.work import MB, filled
+from rlcore.device import Device
 from rlcore.errors import InvalidInputError
 from rlcore.registry import get_device
 
@@ -18,20 +19,20 @@ SLACK = 16 * MB
 HOLD = "rlcore.conformance.memory_tasks:hold"
 
 
-def allocated(device: Any) -> int:
+def allocated(device: Device) -> int:
     device.synchronize()
     return int(device.memory.stats().allocated_bytes)
 
 
 @pytest.fixture(autouse=True)
-def _warm(device: Any) -> None:
+def _warm(device: Device) -> None:
     filled(device, 1)  # the first tensor makes the context
     device.synchronize()
     device.memory.empty_cache()
 
 
 @pytest.mark.covers("memory.stats")
-def test_allocated_and_reserved_bytes_follow_a_tensor(device: Any) -> None:
+def test_allocated_and_reserved_bytes_follow_a_tensor(device: Device) -> None:
     before = allocated(device)
     tensor = filled(device, NUM_BYTES)
     assert allocated(device) - before == pytest.approx(NUM_BYTES, abs=SLACK)
@@ -44,7 +45,7 @@ def test_allocated_and_reserved_bytes_follow_a_tensor(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.stats")
-def test_each_of_several_tensors_counts(device: Any) -> None:
+def test_each_of_several_tensors_counts(device: Device) -> None:
     before = allocated(device)
     tensors = [filled(device, NUM_BYTES // 4) for _ in range(4)]
     for left in range(4, 0, -1):
@@ -54,7 +55,7 @@ def test_each_of_several_tensors_counts(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.stats", "memory.reset_peak")
-def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Any) -> None:
+def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Device) -> None:
     device.memory.reset_peak()
     before = device.memory.stats().peak_allocated_bytes
     filled(device, NUM_BYTES)
@@ -66,7 +67,7 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Any) -> Non
 
 
 @pytest.mark.covers("memory.stats", "memory.reset_peak")
-def test_a_reset_peak_is_what_is_there(device: Any) -> None:
+def test_a_reset_peak_is_what_is_there(device: Device) -> None:
     tensor = filled(device, NUM_BYTES)
     device.synchronize()
     device.memory.reset_peak()
@@ -76,7 +77,7 @@ def test_a_reset_peak_is_what_is_there(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.stats")
-def test_statistics_are_of_this_device_alone(device: Any) -> None:
+def test_statistics_are_of_this_device_alone(device: Device) -> None:
     if device.spec.is_host or device.count() == 1:
         pytest.skip(f"{device.spec.name} has one memory here")
     other = get_device(f"{device.spec.name}:{(device.index + 1) % device.count()}")
@@ -88,7 +89,7 @@ def test_statistics_are_of_this_device_alone(device: Any) -> None:
 
 
 @pytest.mark.covers("memory.empty_cache", "memory.stats")
-def test_empty_cache_gives_freed_memory_back_and_keeps_what_is_used(device: Any) -> None:
+def test_empty_cache_gives_freed_memory_back_and_keeps_what_is_used(device: Device) -> None:
     before = device.memory.stats().reserved_bytes
     tensors = [filled(device, MB // 16) for _ in range(NUM_BYTES // (MB // 16))]
     last = tensors[-1]  # an allocator keeps what was freed below it
@@ -100,14 +101,14 @@ def test_empty_cache_gives_freed_memory_back_and_keeps_what_is_used(device: Any)
 
 
 @pytest.mark.covers("memory.info")
-def test_info_is_of_a_device_with_room(device: Any) -> None:
+def test_info_is_of_a_device_with_room(device: Device) -> None:
     info = device.memory.info()
     assert 0 < info.free_bytes <= info.total_bytes
     assert device.memory.stats().allocated_bytes <= info.total_bytes
 
 
 @pytest.mark.covers("memory.info")
-def test_free_bytes_fall_when_another_process_takes_memory(device: Any, request: pytest.FixtureRequest) -> None:
+def test_free_bytes_fall_when_another_process_takes_memory(device: Device, request: pytest.FixtureRequest) -> None:
     if device.spec.is_host:
         pytest.skip("the kernel keeps freed pages back for each processor, and does not count them as free at once")
     peer: Peer = request.getfixturevalue("peer")
@@ -124,7 +125,7 @@ def test_free_bytes_fall_when_another_process_takes_memory(device: Any, request:
 
 
 @pytest.mark.covers("memory.stats")
-def test_too_large_an_allocation_is_an_out_of_memory_error_that_one_recovers_from(device: Any) -> None:
+def test_too_large_an_allocation_is_an_out_of_memory_error_that_one_recovers_from(device: Device) -> None:
     if device.spec.is_host:
         pytest.skip("the host may promise memory that it does not have")
     with pytest.raises(torch.OutOfMemoryError):
@@ -133,7 +134,7 @@ def test_too_large_an_allocation_is_an_out_of_memory_error_that_one_recovers_fro
 
 
 @pytest.mark.covers("memory.stats")
-def test_a_storage_can_give_up_its_memory_in_place_and_get_new(device: Any) -> None:
+def test_a_storage_can_give_up_its_memory_in_place_and_get_new(device: Device) -> None:
     tensor = filled(device, NUM_BYTES)
     before = allocated(device)
     tensor.untyped_storage().resize_(0)
@@ -146,7 +147,7 @@ def test_a_storage_can_give_up_its_memory_in_place_and_get_new(device: Any) -> N
 
 
 @pytest.mark.covers("memory.pool")
-def test_a_pool_has_the_memory_allocated_in_it_and_no_other(device: Any) -> None:
+def test_a_pool_has_the_memory_allocated_in_it_and_no_other(device: Device) -> None:
     with device.memory.pool("conformance") as pool:
         inside = filled(device, NUM_BYTES)
     outside = filled(device, NUM_BYTES)
@@ -163,7 +164,7 @@ def test_a_pool_has_the_memory_allocated_in_it_and_no_other(device: Any) -> None
 
 
 @pytest.mark.covers("memory.pool")
-def test_pools_of_two_tags_are_apart(device: Any) -> None:
+def test_pools_of_two_tags_are_apart(device: Device) -> None:
     with device.memory.pool("conformance a") as a:
         first = filled(device, MB)
     with device.memory.pool("conformance b") as b:
@@ -179,6 +180,6 @@ def test_pools_of_two_tags_are_apart(device: Any) -> None:
 
 @pytest.mark.covers("memory.pool")
 @pytest.mark.parametrize("tag", ["", 7])
-def test_a_tag_that_is_none_is_refused(device: Any, tag: Any) -> None:
+def test_a_tag_that_is_none_is_refused(device: Device, tag: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"pool takes a tag such as 'weights', got {tag!r}"):
         device.memory.pool(tag)

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from rlcore.conformance.work import MB, BusyWork, is_asynchronous
+from rlcore.device import Device
 
 ROUNDS = 5
 
 
-def rounds(device: Any) -> int:
+def rounds(device: Device) -> int:
     """In one of several the work may be done by itself; where it is always done when it is queued, one will do."""
     return ROUNDS if is_asynchronous(device) else 1
 
 
 @pytest.fixture
-def busy(device: Any) -> BusyWork:
+def busy(device: Device) -> BusyWork:
     return BusyWork.of(device)
 
 
@@ -28,39 +29,39 @@ Order = Callable[[Any, Any, Any], None]
 """(device, producer, consumer): what is queued on the consumer from now on comes after the producer's work so far."""
 
 
-def _nothing(device: Any, producer: Any, consumer: Any) -> None:
+def _nothing(device: Device, producer: Any, consumer: Any) -> None:
     pass
 
 
-def _wait_stream(device: Any, producer: Any, consumer: Any) -> None:
+def _wait_stream(device: Device, producer: Any, consumer: Any) -> None:
     consumer.wait_stream(producer)
 
 
-def _wait_event(device: Any, producer: Any, consumer: Any) -> None:
+def _wait_event(device: Device, producer: Any, consumer: Any) -> None:
     consumer.wait_event(producer.record_event())
 
 
-def _event_wait(device: Any, producer: Any, consumer: Any) -> None:
+def _event_wait(device: Device, producer: Any, consumer: Any) -> None:
     event = device.streams.event()
     event.record(producer)
     event.wait(consumer)
 
 
-def _synchronize_stream(device: Any, producer: Any, consumer: Any) -> None:
+def _synchronize_stream(device: Device, producer: Any, consumer: Any) -> None:
     producer.synchronize()
 
 
-def _synchronize_event(device: Any, producer: Any, consumer: Any) -> None:
+def _synchronize_event(device: Device, producer: Any, consumer: Any) -> None:
     event = device.streams.event()
     event.record(producer)
     event.synchronize()
 
 
-def _synchronize_device(device: Any, producer: Any, consumer: Any) -> None:
+def _synchronize_device(device: Device, producer: Any, consumer: Any) -> None:
     device.synchronize()
 
 
-def rounds_in_order(device: Any, busy: BusyWork, order: Order, producer: Any, consumer: Any) -> list[bool]:
+def rounds_in_order(device: Device, busy: BusyWork, order: Order, producer: Any, consumer: Any) -> list[bool]:
     """In each round, whether the consumer saw what the producer wrote behind a lot of work."""
     value = torch.zeros(MB, device=device.torch_device)
     seen = torch.zeros_like(value)
@@ -88,7 +89,7 @@ def rounds_in_order(device: Any, busy: BusyWork, order: Order, producer: Any, co
     [_wait_stream, _wait_event, _event_wait, _synchronize_stream, _synchronize_event, _synchronize_device],
     ids=lambda order: order.__name__.strip("_"),
 )
-def test_what_waits_sees_what_it_waited_for(device: Any, busy: BusyWork, order: Order, towards: str) -> None:
+def test_what_waits_sees_what_it_waited_for(device: Device, busy: BusyWork, order: Order, towards: str) -> None:
     producer, consumer = device.streams.new(), device.streams.new()
     if towards == "the first stream":
         consumer = device.streams.current()
@@ -102,7 +103,7 @@ def test_what_waits_sees_what_it_waited_for(device: Any, busy: BusyWork, order: 
 
 
 @pytest.mark.covers("streams.new", "streams.use")
-def test_work_on_one_stream_is_done_in_order(device: Any, busy: BusyWork) -> None:
+def test_work_on_one_stream_is_done_in_order(device: Device, busy: BusyWork) -> None:
     value = torch.ones(MB, device=device.torch_device)
     device.synchronize()
     stream = device.streams.new()
@@ -114,8 +115,8 @@ def test_work_on_one_stream_is_done_in_order(device: Any, busy: BusyWork) -> Non
     assert value.max().item() == value.min().item() == 2**21 - 1
 
 
-def reads_what_was_there(device: Any, busy: BusyWork, owner: Any, reader: Any, is_recorded: bool) -> bool:
-    """Whether a read behind a lot of work finds its values, though their memory was freed and asked for meanwhile."""
+def reads_what_was_there(device: Device, busy: BusyWork, owner: Any, reader: Any, is_recorded: bool) -> bool:
+    """Return True if a read behind queued work finds its values, although their memory was freed and reused."""
     seen = torch.zeros(MB, device=device.torch_device)
     device.synchronize()
     with device.streams.use(owner):
@@ -135,7 +136,7 @@ def reads_what_was_there(device: Any, busy: BusyWork, owner: Any, reader: Any, i
 
 
 @pytest.mark.covers("streams.new", "streams.use")
-def test_freed_memory_waits_for_the_stream_that_it_was_recorded_on(device: Any, busy: BusyWork) -> None:
+def test_freed_memory_waits_for_the_stream_that_it_was_recorded_on(device: Device, busy: BusyWork) -> None:
     if not is_asynchronous(device):
         pytest.skip(f"the host never got ahead of {device.name}: what was freed was read before")
     owner, reader = device.streams.new(), device.streams.new()
@@ -145,7 +146,7 @@ def test_freed_memory_waits_for_the_stream_that_it_was_recorded_on(device: Any, 
 
 
 @pytest.mark.covers("identity.synchronize", "streams.new")
-def test_synchronize_leaves_no_stream_with_work(device: Any, busy: BusyWork) -> None:
+def test_synchronize_leaves_no_stream_with_work(device: Device, busy: BusyWork) -> None:
     streams = [device.streams.new() for _ in range(3)] + [device.streams.current()]
     for _ in range(rounds(device)):
         for stream in streams:
@@ -156,7 +157,7 @@ def test_synchronize_leaves_no_stream_with_work(device: Any, busy: BusyWork) -> 
 
 
 @pytest.mark.covers("streams.current", "streams.use")
-def test_use_sets_the_current_stream_and_puts_the_last_one_back(device: Any) -> None:
+def test_use_sets_the_current_stream_and_puts_the_last_one_back(device: Device) -> None:
     before = device.streams.current()
     stream = device.streams.new()
     with device.streams.use(stream):
@@ -167,7 +168,7 @@ def test_use_sets_the_current_stream_and_puts_the_last_one_back(device: Any) -> 
 
 @pytest.mark.covers("streams.new")
 @pytest.mark.parametrize("priority", [0, -1])
-def test_a_stream_of_any_priority_works(device: Any, priority: int) -> None:
+def test_a_stream_of_any_priority_works(device: Device, priority: int) -> None:
     stream = device.streams.new(priority=priority)
     with device.streams.use(stream):
         value = torch.ones(8, device=device.torch_device) * 3
@@ -176,8 +177,8 @@ def test_a_stream_of_any_priority_works(device: Any, priority: int) -> None:
 
 
 @pytest.mark.covers("streams.new", "streams.use")
-def test_a_stream_that_has_work_says_so(device: Any, busy: BusyWork) -> None:
-    """Whether the host is ahead is told by the clock here; the other tests ask the stream."""
+def test_a_stream_that_has_work_says_so(device: Device, busy: BusyWork) -> None:
+    """The clock tells here if the host is ahead; the other tests ask the stream."""
     stream = device.streams.new()
     was_idle = []
     for _ in range(2 * ROUNDS):
@@ -196,7 +197,7 @@ def test_a_stream_that_has_work_says_so(device: Any, busy: BusyWork) -> None:
 
 
 @pytest.mark.covers("streams.event")
-def test_an_event_is_reached_when_the_work_before_it_is_done(device: Any, busy: BusyWork) -> None:
+def test_an_event_is_reached_when_the_work_before_it_is_done(device: Device, busy: BusyWork) -> None:
     stream = device.streams.new()
     event = device.streams.event()
     was_reached = []
@@ -212,7 +213,7 @@ def test_an_event_is_reached_when_the_work_before_it_is_done(device: Any, busy: 
 
 
 @pytest.mark.covers("streams.event")
-def test_elapsed_time_grows_with_the_work_between(device: Any, busy: BusyWork) -> None:
+def test_elapsed_time_grows_with_the_work_between(device: Device, busy: BusyWork) -> None:
     found = []
     for _ in range(10):  # a machine has others to do too
         short, long = (_milliseconds(device, busy, times) for times in (1, 4))
@@ -223,7 +224,7 @@ def test_elapsed_time_grows_with_the_work_between(device: Any, busy: BusyWork) -
 
 
 @pytest.mark.covers("streams.event")
-def test_elapsed_time_is_in_milliseconds(device: Any, busy: BusyWork) -> None:
+def test_elapsed_time_is_in_milliseconds(device: Device, busy: BusyWork) -> None:
     found = []
     for _ in range(10):  # the host's clock may run on while somebody else has the processor
         device.synchronize()
@@ -235,7 +236,7 @@ def test_elapsed_time_is_in_milliseconds(device: Any, busy: BusyWork) -> None:
     pytest.fail(f"events and the host's clock told, in milliseconds: {found}")
 
 
-def _milliseconds(device: Any, busy: BusyWork, times: int) -> float:
+def _milliseconds(device: Device, busy: BusyWork, times: int) -> float:
     begin, end = device.streams.event(timing=True), device.streams.event(timing=True)
     stream = device.streams.current()
     begin.record(stream)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from rlcore.conformance.accuracy import inaccuracy
+from rlcore.device import Device
 
 STEPS = 4
 
@@ -65,7 +65,7 @@ def trained(device: torch.device, kind: str, dtype: torch.dtype = torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["plain", "foreach", "fused"])
-def test_adamw_steps_are_those_of_the_cpu(device: Any, kind: str) -> None:
+def test_adamw_steps_are_those_of_the_cpu(device: Device, kind: str) -> None:
     cpu = torch.device("cpu")
     exact, on_cpu = trained(cpu, "plain", torch.float64), trained(cpu, "plain")
     try:
@@ -80,7 +80,7 @@ def test_adamw_steps_are_those_of_the_cpu(device: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_the_cpu(device: Any, dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_the_cpu(device: Device, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     values, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((8, 16), (16, 4)))
 
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_cpu(device: Any, dtype: torch.dtype) -> None
     assert inaccuracy(gradient(device.torch_device, dtype), on_cpu, exact) == ""
 
 
-def test_a_backward_pass_ends_on_the_stream_where_the_forward_pass_ran(device: Any) -> None:
+def test_a_backward_pass_ends_on_the_stream_where_the_forward_pass_ran(device: Device) -> None:
     stream = device.streams.new()
     values = torch.ones(1 << 20, device=device.torch_device, requires_grad=True)
     device.synchronize()

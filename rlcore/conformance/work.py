@@ -1,4 +1,4 @@
-"""Work for a device that takes a while, and memory of it that is really there."""
+"""Work that keeps a device busy for a while, and device memory that is really allocated."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
+
+from rlcore.device import Device
+from rlcore.registry import get_device
 
 MB = 2**20
 _BUSY_S = 0.03
 _TRIES = 5
 
 
-def filled(device: Any, num_bytes: int) -> torch.Tensor:
-    """Written, because a page that was never written may not be there."""
+def filled(device: Device, num_bytes: int) -> torch.Tensor:
+    """Return written device memory, because a page that was never written may not be allocated."""
     return torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
 
 
 class BusyWork:
-    """About 30 ms of work, so that what is queued behind it has not happened when the host looks."""
+    """About 30 ms of work, so that work queued after it is not done when the host looks."""
 
     @staticmethod
-    @functools.cache
-    def of(device: Any) -> BusyWork:
-        """The one of this process, as measuring how much that is takes longer than most tests."""
-        return BusyWork(device)
+    def of(device: Device) -> BusyWork:
+        """Return the instance of this process: measuring the number of steps takes longer than most tests."""
+        return _busy_work(device.name)
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        # So large that a step takes longer than queueing it: else the host would never get ahead.
+        # A step on so many values takes longer than queueing it, so that the host gets ahead.
         self._values = torch.ones(64 * MB // 4, device=device.torch_device)
         self.num_steps = 1
-        # The fastest of three: somebody else may have had the processor.
+        # The fastest of three, because other processes may have used the processor.
         while self.num_steps < 1 << 14 and min(self._seconds() for _ in range(3)) < _BUSY_S:
             self.num_steps *= 2
 
     def queue(self, times: int = 1) -> None:
-        """On the current stream."""
+        """Queue the work on the current stream."""
         for _ in range(self.num_steps * times):
             self._values.mul_(1.0)
 
     def finish(self) -> None:
-        """What was queued on the current stream is done: a value of it is read, so that no wait needs to be right."""
+        """Wait for the current stream by reading a value, so that the test does not rely on the device's own waits."""
         self._values[-1].item()
 
     def _seconds(self) -> float:
@@ -55,10 +56,15 @@ class BusyWork:
         return time.perf_counter() - began
 
 
-def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> set[str]:
-    """What has grown from each state to the next by more than it may.
+@functools.cache
+def _busy_work(device_name: str) -> BusyWork:
+    return BusyWork(get_device(device_name))
 
-    What is leaked does; once may grow what something else needed, or what was just ending.
+
+def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> set[str]:
+    """Return the figures that grew from each state to the next by more than ``may_grow`` allows.
+
+    A leak grows every time; other needs and processes that are just ending may grow a figure once.
     """
     steps = list(itertools.pairwise(states))
     return {
@@ -66,10 +72,14 @@ def grown(states: Sequence[Mapping[str, int]], may_grow: Mapping[str, int]) -> s
     }
 
 
+def is_asynchronous(device: Device) -> bool:
+    """Return True if the host gets ahead of the device in one of several tries; other processes may slow the host."""
+    return _is_asynchronous(device.name)
+
+
 @functools.cache
-def is_asynchronous(device: Any) -> bool:
-    """Whether the host gets ahead of the device: in one of some tries, because the host may lose its processor."""
-    busy = BusyWork.of(device)
+def _is_asynchronous(device_name: str) -> bool:
+    device, busy = get_device(device_name), _busy_work(device_name)
     stream = device.streams.new()
     for _ in range(_TRIES):
         with device.streams.use(stream):

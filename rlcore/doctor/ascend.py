@@ -1,4 +1,4 @@
-"""Checks of what torch_npu stands on, CANN and the driver, from files and variables: no library is loaded."""
+"""Checks of CANN and the NPU driver below torch_npu, from files and variables: no library is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlcore.devices.ascend import versions
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 
 _SOURCE = (
     "source <where CANN is>/set_env.sh: /usr/local/Ascend/cann/set_env.sh, or before CANN 9 "
@@ -16,13 +16,13 @@ _SOURCE = (
 _NEEDED_FOLDERS = ("runtime", "compiler")
 _CANN_OF_TORCH_NPU = {"2.10.0.post4": "9.1.0", "2.11.0": "9.1.0", "2.12.0": "9.1.0", "2.14.0": "9.1.0"}
 """COMPATIBILITY.en.md of Ascend/pytorch (commit b48e648), whose newest row is 2.12.0, and of 2.14.0 the README in its
-wheel. For 2.13.0 and other posts nobody says it."""
+wheel. No document says it for 2.13.0 and other post releases."""
 _DRIVER_FLOORS = {(8, 5): "25.0", (9, 0): "25.0", (9, 1): "25.2"}
 """The oldest driver (Ascend HDK) by CANN's minor version: release notes of CANN 8.5.0 and 9.1.1."""
 
 
-def cann(installed: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Verdict:
-    """torch_npu loads its libraries at import, and with it fails ``import torch``."""
+def cann(installed: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> CheckVerdict:
+    """Check CANN: torch_npu loads its libraries at import, and ``import torch`` fails with it."""
     if "torch-npu" not in installed:
         return ok("torch-npu is not installed")
     home = versions.cann_home(environ)
@@ -41,7 +41,7 @@ def cann(installed: Mapping[str, str], environ: Mapping[str, str] = os.environ) 
     return _beside_torch_npu(found, installed["torch-npu"])
 
 
-def _beside_torch_npu(found: versions.Version, torch_npu: str) -> Verdict:
+def _beside_torch_npu(found: versions.Version, torch_npu: str) -> CheckVerdict:
     told, wanted = f"CANN {found}", _CANN_OF_TORCH_NPU.get(torch_npu)
     if wanted is None:
         return _with_ipc(f"{told}; no table says which torch-npu {torch_npu} is for", found, versions.CANN_FOR_IPC)
@@ -57,8 +57,8 @@ def driver(
     installed: Mapping[str, str],
     path: Path = versions.DRIVER_FILE,
     environ: Mapping[str, str] = os.environ,
-) -> Verdict:
-    """The driver against CANN."""
+) -> CheckVerdict:
+    """Check the driver against CANN."""
     if "torch-npu" not in installed:
         return ok("torch-npu is not installed")
     found = versions.driver(path)
@@ -74,7 +74,7 @@ def driver(
     return _with_ipc(f"driver {found}", found, versions.DRIVER_FOR_IPC)
 
 
-def _with_ipc(words: str, found: versions.Version, floor: versions.Version) -> Verdict:
+def _with_ipc(words: str, found: versions.Version, floor: versions.Version) -> CheckVerdict:
     if found < floor:
         lacking = f"processes share NPU memory from {floor} on, and until then weights go through the host's"
         return warn(f"{words}: {lacking}", f"install {floor} or newer")

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.packages import TorchBuild, dotted
 
 _RELEASE = re.compile(r"\brelease (\d+)\.(\d+)")
@@ -18,8 +18,8 @@ _OWN_PTXAS = "TRITON_PTXAS_PATH"
 _TIMEOUT_S = 5.0
 
 
-def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> Verdict:
-    """By which triton makes programs of its kernels; the one that it ships, or that the user names."""
+def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
+    """Check the assembler of Triton's kernels: the one that triton ships, or that the user names."""
     if build is None or build.cuda is None:
         return ok("not needed: torch is not built for CUDA")
     package = importlib.util.find_spec("triton")
@@ -37,8 +37,8 @@ def ptxas(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> 
     return ok(f"CUDA {dotted(found)}{f', {path}' if own else ', shipped with triton'}")
 
 
-def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> Verdict:
-    """The one that torch would compile an extension with, such as flash-attn."""
+def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> CheckVerdict:
+    """Check the compiler that torch would use for an extension, such as flash-attn."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     found_path = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     if not found_path:
@@ -56,7 +56,7 @@ def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> V
 
 
 def _release(path: Path) -> tuple[int, int] | None:
-    """What ``--version`` says; None if it cannot be run or says something else."""
+    """Return the release that ``--version`` prints; None if the program does not run or prints something else."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

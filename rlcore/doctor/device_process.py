@@ -1,7 +1,7 @@
-"""Checks that run code of torch, of plugins and of devices, in a process of their own: it may crash there.
+"""Checks that run code of torch, of plugins and of devices. They have their own process, because that code may crash.
 
-To the descriptor it is given go lines of JSON: the name of a check when it begins, its finding when it ends, and at
-last null.
+The process writes lines of JSON to a descriptor: the name of a check when it begins, its result when it ends, and null
+at the end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
+from rlcore.cli.inventory import capabilities_of, summary
 from rlcore.deadline import call_within
-from rlcore.doctor.finding import CHECK_TIMEOUT_S, Finding, Verdict, fail, ok, run_check, warn
-from rlcore.doctor.ipc import Importer, share
+from rlcore.doctor.check import CHECK_TIMEOUT_S, CheckResult, CheckVerdict, fail, ok, run_check, warn
+from rlcore.doctor.ipc import ImportingProcess, share
 from rlcore.doctor.packages import torch_back_ends
 from rlcore.errors import PluginError
-from rlcore.inventory import capabilities_of, summary
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.plugins import PluginRecord
 from rlcore.registry import device_info, get_device, launch, list_devices, registry
 from rlcore.settings import Settings
@@ -30,7 +30,7 @@ from rlcore.settings import Settings
 
 def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
-    importer = Importer()
+    importer = ImportingProcess()
     with os.fdopen(descriptor, "w", buffering=1) as out:
         _check_all(_Reporter(out), importer)
         print("null", file=out)
@@ -42,33 +42,33 @@ class _Reporter:
         self._out = out
 
     def begin(self, check: str) -> None:
-        """Say what is running, for the case that it ends this process."""
+        """Report the check that runs next, in case it ends this process."""
         print(json.dumps(check), file=self._out)
 
-    def tell(self, finding: Finding) -> None:
+    def tell(self, finding: CheckResult) -> None:
         print(json.dumps(asdict(finding)), file=self._out)
 
     def run(
-        self, name: str, check: Callable[..., Verdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
+        self, name: str, check: Callable[..., CheckVerdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
     ) -> None:
         self.begin(name)
         self.tell(run_check(name, check, *arguments, timeout_s=timeout_s))
 
 
-def _check_all(report: _Reporter, importer: Importer) -> None:
+def _check_all(report: _Reporter, importer: ImportingProcess) -> None:
     report.begin("import torch")
-    report.tell(Finding("import torch", "OK", _import_torch()))
+    report.tell(CheckResult("import torch", "OK", _import_torch()))
     report.run("flash-attn", flash_attn)
     report.begin("plugins")
     try:
         records = list(call_within(CHECK_TIMEOUT_S, lambda: registry().plugins))
     except Exception as error:
-        report.tell(Finding("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE))
+        report.tell(CheckResult("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE))
         return
     for record in records:
         if record.error:
             report.tell(_plugin(record))
-    report.tell(Finding("plugins", "OK", "; ".join(_name(record) for record in records if not record.error)))
+    report.tell(CheckResult("plugins", "OK", "; ".join(_name(record) for record in records if not record.error)))
     for kind in registry().devices:
         report.run(f"device {kind}", device, kind, timeout_s=Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S)
     report.run("default device", default_device)
@@ -84,15 +84,15 @@ _DISABLE = "RLCORE_DISABLE_PLUGINS=all, then without one after the other"
 
 
 def _import_torch() -> str:
-    """Outside every deadline but that of the process: nothing goes on without it, and its traceback is the reason."""
+    """Import torch without a deadline of its own: all later checks need it, and its traceback tells the reason."""
     start = time.perf_counter()
     importlib.import_module("torch")
     loaded = ", ".join(torch_back_ends()) or "none"
     return f"{time.perf_counter() - start:.1f} s; back ends that it loads: {loaded}"
 
 
-def flash_attn() -> Verdict:
-    """It is compiled against one torch, and does not say so before it is imported."""
+def flash_attn() -> CheckVerdict:
+    """Check flash-attn by importing it: it is compiled against one torch, which its metadata does not name."""
     if importlib.util.find_spec("flash_attn") is None:
         return ok("not installed")
     version = importlib.metadata.version("flash-attn")
@@ -104,8 +104,8 @@ def flash_attn() -> Verdict:
     return ok(version)
 
 
-def device(kind: str) -> Verdict:
-    """Its probe, and if it is there whether it can be made and says what it can do."""
+def device(kind: str) -> CheckVerdict:
+    """Check the probe of a device, and if it is available, its construction and capabilities."""
     info = device_info(kind)
     if info.is_broken:
         return fail(info.reason, _leave_out(info.plugin))
@@ -121,14 +121,14 @@ def device(kind: str) -> Verdict:
     return ok(f"{info.count} of {info.vendor}; members: {summary(found)}; evidence: {evidence or 'none'}")
 
 
-def default_device() -> Verdict:
+def default_device() -> CheckVerdict:
     try:
         return ok(get_device().name)
     except Exception as error:
         return fail(str(error), "unset RLCORE_DEVICE, or name a device of `rlcore devices`")
 
 
-def visible_devices(facts: Launch) -> Verdict:
+def visible_devices(facts: LaunchFacts) -> CheckVerdict:
     variable = facts.visible_devices_variable or ""
     visible = facts.visible_devices()
     if visible is None:
@@ -143,9 +143,9 @@ def visible_devices(facts: Launch) -> Verdict:
     return ok(found)
 
 
-def _plugin(record: PluginRecord) -> Finding:
+def _plugin(record: PluginRecord) -> CheckResult:
     found = f"{_name(record)} failed at stage {record.stage}: {record.reason}"
-    return Finding(f"plugin {record.name}", "FAIL", found, _leave_out(record.name))
+    return CheckResult(f"plugin {record.name}", "FAIL", found, _leave_out(record.name))
 
 
 def _leave_out(plugin: str) -> str:

@@ -1,4 +1,4 @@
-"""All checks together: those of this machine here, those that could crash in another process meanwhile."""
+"""All checks: those of the machine run here, and those that could crash run meanwhile in another process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlcore import __version__
 from rlcore.bench.system import installed_versions
 from rlcore.deadline import call_within
 from rlcore.doctor import ascend, cuda_toolkit, host, nvidia, packages
-from rlcore.doctor.finding import Finding, Status, run_check
+from rlcore.doctor.check import CheckResult, Status, run_check
 from rlcore.doctor.secrets import without_secrets
 from rlcore.settings import Settings
 
@@ -35,19 +35,19 @@ _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Exit|Warning)\b.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What ``rlcore doctor`` found."""
+class DoctorReport:
+    """The result of ``rlcore doctor``."""
 
     schema: Literal["rlcore.doctor/1"] = "rlcore.doctor/1"
     rlcore: str
     status: Status
-    """The worst of the checks."""
+    """The worst status of the checks."""
     seconds: float
-    checks: tuple[Finding, ...]
+    checks: tuple[CheckResult, ...]
 
 
-def examine() -> Report:
-    """Run every check. What a check raises, or that it hangs, is its finding."""
+def examine() -> DoctorReport:
+    """Run every check. A check that raises or hangs has failed; the error is its result."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process, findings = _start(errors)
@@ -55,10 +55,10 @@ def examine() -> Report:
     shown = tuple(_safe(finding) for finding in checks)
     levels: tuple[Status, ...] = ("FAIL", "WARN", "OK")
     worst = next(level for level in levels if any(finding.status == level for finding in shown))
-    return Report(rlcore=__version__, status=worst, seconds=round(time.perf_counter() - start, 1), checks=shown)
+    return DoctorReport(rlcore=__version__, status=worst, seconds=round(time.perf_counter() - start, 1), checks=shown)
 
 
-def _checks_here() -> Iterator[Finding]:
+def _checks_here() -> Iterator[CheckResult]:
     build, versions = packages.torch_build(), installed_versions()
     yield run_check("python", host.python)
     yield run_check("path of torch", packages.path_of_torch)
@@ -88,7 +88,7 @@ def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
     ours, theirs = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(theirs), json.dumps(sys.path)],
-        # Strict would end it at the first broken plugin; here all of them are wanted.
+        # The strict mode would end it at the first broken plugin; the doctor reports all of them.
         env=os.environ | {"RLCORE_STRICT_PLUGINS": "0"},
         pass_fds=(theirs,),
         stdin=subprocess.DEVNULL,
@@ -100,19 +100,19 @@ def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
     return process, os.fdopen(ours)
 
 
-def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[Finding]:
-    found: list[Finding] = []
+def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) -> list[CheckResult]:
+    found: list[CheckResult] = []
     begun: list[str] = []
     timeout_s = _DEVICES_TIMEOUT_S + Settings.from_env().probe_timeout_s
     try:
         is_whole = call_within(timeout_s, _read, lines, begun, found)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it; it has said all it had to say
+            process.wait(_END_TIMEOUT_S)  # a plugin's thread may keep it alive, but its report is complete
         how = _how_it_ended(process, errors)
     except TimeoutError:
         is_whole, how = False, f"did not end within {timeout_s:g} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it, and the process it shared memory with
+        with contextlib.suppress(ProcessLookupError):  # this process, and the one that it shared memory with
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if is_whole:
@@ -120,11 +120,14 @@ def _collect(process: subprocess.Popen[bytes], lines: IO[str], errors: IO[str]) 
     if not found:
         return [_torch_without_back_ends(how)]
     fix = "RLCORE_DISABLE_PLUGINS=all rlcore doctor, to see whether a plugin does it"
-    return [*found, Finding(begun[-1], "FAIL", f"the process of this check {how}; nothing after it was checked", fix)]
+    return [
+        *found,
+        CheckResult(begun[-1], "FAIL", f"the process of this check {how}; nothing after it was checked", fix),
+    ]
 
 
-def _read(lines: IO[str], begun: list[str], found: list[Finding]) -> bool:
-    """Whether the process said all it had to say."""
+def _read(lines: IO[str], begun: list[str], found: list[CheckResult]) -> bool:
+    """Read the reports of the process. Returns True if they are complete."""
     for line in lines:
         entry = json.loads(line)
         if entry is None:
@@ -132,7 +135,7 @@ def _read(lines: IO[str], begun: list[str], found: list[Finding]) -> bool:
         if isinstance(entry, str):
             begun.append(entry)
         else:
-            found.append(Finding(**entry))
+            found.append(CheckResult(**entry))
     return False
 
 
@@ -148,8 +151,8 @@ def _how_it_ended(process: subprocess.Popen[bytes], errors: IO[str]) -> str:
     return f"failed: {said[-1]}{cause}"
 
 
-def _torch_without_back_ends(how: str) -> Finding:
-    """Why ``import torch`` fails: the same without the back ends that it loads by itself."""
+def _torch_without_back_ends(how: str) -> CheckResult:
+    """Find out why ``import torch`` fails, by importing it without the back ends that it loads."""
     command = [sys.executable, "-c", "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import torch"]
     try:
         alone = subprocess.run(
@@ -165,15 +168,15 @@ def _torch_without_back_ends(how: str) -> Finding:
     found = f"it {how}. No device was checked"
     back_ends = packages.torch_back_ends()
     if not works or not back_ends:
-        return Finding("import torch", "FAIL", found, "pip install --force-reinstall torch")
+        return CheckResult("import torch", "FAIL", found, "pip install --force-reinstall torch")
     advice = (
         f"torch alone works, a back end that it loads does not: install what {', '.join(back_ends)} needs (torch-npu: "
         f"CANN, and source its set_env.sh), or pip uninstall {' '.join(back_ends)}; meanwhile "
         "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     )
-    return Finding("import torch", "FAIL", found, advice)
+    return CheckResult("import torch", "FAIL", found, advice)
 
 
-def _safe(finding: Finding) -> Finding:
+def _safe(finding: CheckResult) -> CheckResult:
     found, fix = (without_secrets(text, os.environ) for text in (finding.found, finding.fix))
-    return Finding(finding.check, finding.status, found, fix)
+    return CheckResult(finding.check, finding.status, found, fix)

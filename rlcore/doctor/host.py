@@ -1,4 +1,4 @@
-"""Checks of the machine and of this process's surroundings, which need no torch."""
+"""Checks of the machine and of this process's environment, which need no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
 from rlcore.engines.launchers.living import LivingProcess
 from rlcore.engines.launchers.traces import is_store_of_the_dead, records
@@ -27,15 +27,15 @@ _SOCKET = re.compile(r"ipc-(\d+)-(\d+)\b.*")
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
 
-def python() -> Verdict:
+def python() -> CheckVerdict:
     found = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info >= _LEAST_PYTHON:
         return ok(found)
     return fail(found, f"install Python {'.'.join(map(str, _LEAST_PYTHON))} or newer")
 
 
-def shared_memory(folder: Path = Path("/dev/shm")) -> Verdict:
-    """Free bytes where POSIX shared memory lives."""
+def shared_memory(folder: Path = Path("/dev/shm")) -> CheckVerdict:
+    """Check the free bytes of POSIX shared memory."""
     enlarge = "mount -o remount,size=16G /dev/shm, or in a container: docker run --shm-size=16g (or --ipc=host)"
     if not folder.is_dir():
         return fail(f"there is no {folder}", "mount -t tmpfs -o size=16G tmpfs /dev/shm")
@@ -47,8 +47,8 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Verdict:
     return ok(found) if free >= _LEAST_SHARED_BYTES else warn(found, enlarge)
 
 
-def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> Verdict:
-    """The limit binds InfiniBand; GPU drivers lock pages past it."""
+def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> CheckVerdict:
+    """Check the limit of locked memory, which binds InfiniBand; GPU drivers lock pages beyond it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ok("unlimited")
@@ -58,7 +58,7 @@ def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> Verdict:
     return ok(_size(limit))
 
 
-def open_files() -> Verdict:
+def open_files() -> CheckVerdict:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= _LEAST_FILES:
         return ok("unlimited" if limit == resource.RLIM_INFINITY else str(limit))
@@ -66,8 +66,8 @@ def open_files() -> Verdict:
     return warn(f"{limit}; each shared segment, socket and worker takes some", f"ulimit -n {allowed}")
 
 
-def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
-    """Files, sockets and segments of processes of this user that no longer run."""
+def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
+    """Find files, sockets and shared memory that ended processes of this user left behind."""
     dead = [path for path in runtime_folder().iterdir() if _is_left_behind(path)]
     dead += [
         path
@@ -85,8 +85,8 @@ def leftovers(shared: Path = Path("/dev/shm")) -> Verdict:
     )
 
 
-def allocator(environ: Mapping[str, str] = os.environ) -> Verdict:
-    """torch reads some of the settings from the first name that is set, others from the second."""
+def allocator(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
+    """Check the allocator's variables: torch reads some settings from the first that is set, others from the second."""
     given = {name: environ[name] for name in _ALLOCATORS if name in environ}
     shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set"
     if len(given) > 1:
@@ -103,8 +103,8 @@ def allocator(environ: Mapping[str, str] = os.environ) -> Verdict:
     return ok(shown)
 
 
-def environment(environ: Mapping[str, str] = os.environ) -> Verdict:
-    """The variables that explain most surprises, by an allow-list."""
+def environment(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
+    """Show the variables of an allow-list, which explain most surprises."""
     shown = shown_environment(environ)
     found = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none of the known variables is set"
     if shown.get("CUDA_LAUNCH_BLOCKING", "0") != "0":

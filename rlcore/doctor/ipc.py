@@ -1,6 +1,6 @@
-"""Whether memory can be shared with another process: by doing it.
+"""A check that shares memory of a device with another process.
 
-The other process is started early (``Importer``), because it has to import torch as well.
+The other process (``ImportingProcess``) starts early, because it must import torch too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.errors import UnsupportedError
 
 _PROGRAM = """\
@@ -26,8 +26,8 @@ _NUM_VALUES = 1024
 _CONTAINERS = "run both processes as one user in one container, or with: docker run --ipc=host --pid=host"
 
 
-class Importer:
-    """The other process."""
+class ImportingProcess:
+    """The process that imports the memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Importer:
         )
 
     def ask(self, device: str, handle: bytes) -> dict[str, Any]:
-        """Open the handle there, check what it holds and add 1 to it."""
+        """Open the handle there, check the values and add 1 to them."""
         assert self._process.stdin and self._process.stdout
         print(json.dumps([device, base64.b64encode(handle).decode()]), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
@@ -51,8 +51,8 @@ class Importer:
         self._process.wait()
 
 
-def share(name: str, importer: Importer) -> Verdict:
-    """Give device memory to the other process, and see it read there and written from there."""
+def share(name: str, importer: ImportingProcess) -> CheckVerdict:
+    """Share device memory with the other process, which reads and writes it."""
     import torch
 
     from rlcore.registry import get_device
@@ -79,16 +79,16 @@ def share(name: str, importer: Importer) -> Verdict:
 
 
 def serve() -> None:
-    """The other process: one line in, one line out."""
+    """Answer each line of standard input with one line; the main function of the other process."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what plugins print is no answer
+    os.dup2(2, 1)  # plugins may print; only answers go to standard output
     import torch  # noqa: F401  (before the first handle comes)
 
     for line in sys.stdin:
         device, handle = json.loads(line)
         try:
             answer = _open(device, base64.b64decode(handle))
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:  # the error is the answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlcore.devices.cuda.nvml import Nvml
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.packages import TorchBuild
 from rlcore.errors import DeviceError, MissingDependencyError
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def driver(build: TorchBuild | None, path: Path = DRIVER) -> Verdict:
-    """The driver against the CUDA that torch was built with."""
+def driver(build: TorchBuild | None, path: Path = DRIVER) -> CheckVerdict:
+    """Check the driver against the CUDA version of the torch build."""
     if not path.exists():
         return ok("no NVIDIA driver on this machine")
     try:
@@ -24,8 +24,8 @@ def driver(build: TorchBuild | None, path: Path = DRIVER) -> Verdict:
     return _suits(build, f"{version}, for CUDA {newest[0]}.{newest[1]} and before", newest[0])
 
 
-def _suits(build: TorchBuild | None, found: str, newest_major: int) -> Verdict:
-    """A driver runs builds of its own major version of CUDA, and of those before."""
+def _suits(build: TorchBuild | None, found: str, newest_major: int) -> CheckVerdict:
+    """Compare major versions: a driver runs builds for its own major version of CUDA, and for older ones."""
     if build is None:
         return ok(found)
     if build.cuda is None:
@@ -37,8 +37,8 @@ def _suits(build: TorchBuild | None, found: str, newest_major: int) -> Verdict:
     return ok(f"{found}; torch has CUDA {build.cuda}")
 
 
-def peer_access(path: Path = DRIVER) -> Verdict:
-    """Which GPUs reach each other's memory without the host."""
+def peer_access(path: Path = DRIVER) -> CheckVerdict:
+    """Check which GPUs can access each other's memory without the host."""
     if not path.exists():
         return ok("no NVIDIA driver on this machine")
     try:
@@ -59,7 +59,7 @@ def peer_access(path: Path = DRIVER) -> Verdict:
     )
 
 
-def _unanswered(error: MissingDependencyError | DeviceError, path: Path) -> Verdict:
+def _unanswered(error: MissingDependencyError | DeviceError, path: Path) -> CheckVerdict:
     if isinstance(error, DeviceError):
         return fail(str(error), "nvidia-smi; if that fails too, reboot, or install the driver again")
     return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")

@@ -1,4 +1,4 @@
-"""Checks of what is installed, from metadata: none of it is imported, so a broken package cannot break them."""
+"""Checks of installed packages by their metadata. No package is imported, so a broken one cannot break a check."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore.doctor.finding import Verdict, fail, ok, warn
+from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What torch/version.py says."""
+    """The content of torch/version.py."""
 
     version: str
     cuda: str | None
@@ -30,31 +30,32 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Versions rlcore works with: the least it accepts, and the newest it was tried with."""
+class VersionRange:
+    """The least and the newest minor version of a package that rlcore accepts."""
 
     least: tuple[int, int]
     newest: tuple[int, int]
 
 
-TORCH = Range((2, 10), (2, 15))
+TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
+"""The minor versions that the tests have run with, as the README's table of evidence says; the first is the floor."""
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
-"""Not a range: what rlcore uses of it was looked up in these alone."""
-VLLM = Range((0, 26), (0, 33))
+"""Not a range: the parts that rlcore uses were compared with these versions only."""
+VLLM = VersionRange((0, 26), (0, 33))
 VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
-"""Not a range: rlcore's executor was held against these alone."""
+"""Not a range: rlcore's executor was compared with these versions only."""
 _TRITON_ASCEND_PYTHON = (3, 11)
 """The newest for which triton-ascend 3.2.0, the newest on PyPI, has a wheel."""
 
 
 def torch_version_file() -> Path | None:
-    """Of the torch that would be imported; None when there is none."""
+    """Return the path of version.py of the torch that would be imported; None when there is none."""
     spec = importlib.util.find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
 
 
-def path_of_torch(file: Path | None = None) -> Verdict:
-    """torch.compile gives a compiler for the host's kernels its own folder, and does not quote it."""
+def path_of_torch(file: Path | None = None) -> CheckVerdict:
+    """Check the path of torch for spaces: torch.compile passes it to the host's compiler without quotes."""
     found = file or torch_version_file()
     if found is None:
         return ok("there is no torch")
@@ -67,18 +68,18 @@ def path_of_torch(file: Path | None = None) -> Verdict:
 
 
 def torch_build() -> TorchBuild | None:
-    """Of the torch that would be imported; None when there is none, or half of one."""
+    """Return the build of the torch that would be imported; None when there is none, or a half-installed one."""
     file = torch_version_file()
     if file is None:
         return None
     try:
         said = runpy.run_path(str(file))
         return TorchBuild(said["__version__"], said.get("cuda"), said.get("hip"))
-    except Exception:  # whatever an installation that was cut short has left there
+    except Exception:  # an interrupted installation can leave anything there
         return None
 
 
-def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | None = None) -> Verdict:
+def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | None = None) -> CheckVerdict:
     for_npu = _pair(build, versions["torch-npu"]) if "torch-npu" in versions else ""
     if build is None and file is not None:
         reinstall = for_npu or "pip install --force-reinstall torch"
@@ -86,17 +87,18 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | No
     if build is None:
         return fail("not installed", for_npu or "pip install torch")
     found, release = f"{build.version}, {build.kind}", _release(build.version)
-    if release < TORCH.least:
-        return fail(f"{found}; rlcore needs at least {dotted(TORCH.least)}", for_npu or "pip install --upgrade torch")
-    if release > TORCH.newest:
-        newest = dotted(TORCH.newest)
-        fix = for_npu or f"pip install 'torch=={newest}.*'"
-        return warn(f"{found}; rlcore was tried with none newer than {newest}", fix)
-    return ok(found)
+    if release < TORCH[0]:
+        return fail(f"{found}; rlcore needs at least {dotted(TORCH[0])}", for_npu or "pip install --upgrade torch")
+    if release in TORCH:
+        return ok(found)
+    told = f"{found}; rlcore was tested with {', '.join(map(dotted, TORCH))}"
+    if "torch-npu" in versions and not for_npu:  # which asks for this torch
+        return ok(told)
+    return warn(told, for_npu or f"pip install 'torch=={dotted(TORCH[-1])}.*'")
 
 
-def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
-    """It is built for one minor version of torch, and for torch's CPU build."""
+def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVerdict:
+    """Check torch-npu, which is built for one minor version of torch, and for torch's CPU build."""
     npu = versions.get("torch-npu")
     if npu is None or build is None:
         return ok(npu or "not installed")
@@ -111,9 +113,9 @@ def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> Verdict:
 
 
 def _pair(build: TorchBuild | None, npu: str) -> str:
-    """What makes torch and torch-npu suit each other; torch stays where there is a torch-npu for it.
+    """Return the commands that install a matching torch and torch-npu, "" if none; torch stays where possible.
 
-    What PyPI has of torch for x86-64 is a CUDA build.
+    PyPI's torch for x86-64 is a CUDA build.
     """
     by_torch = {_release(known): known for known in TORCH_NPU}
     torch_now = _release(build.version) if build else None
@@ -129,13 +131,13 @@ def _pair(build: TorchBuild | None, npu: str) -> str:
 
 
 def torch_back_ends() -> list[str]:
-    """Distributions whose code ``import torch`` runs: entry points of torch.backends."""
+    """Return the distributions whose code ``import torch`` runs: entry points of torch.backends."""
     found = importlib.metadata.entry_points(group="torch.backends")
     return sorted({entry.dist.name if entry.dist else entry.name for entry in found})
 
 
-def triton(versions: Mapping[str, str]) -> Verdict:
-    """triton and triton-ascend both install a package called ``triton``."""
+def triton(versions: Mapping[str, str]) -> CheckVerdict:
+    """Check Triton: triton and triton-ascend both install a package called ``triton``."""
     both = {name: versions[name] for name in ("triton", "triton-ascend") if name in versions}
     found = ", ".join(f"{name} {version}" for name, version in both.items())
     if len(both) == 2:
@@ -162,7 +164,7 @@ def triton(versions: Mapping[str, str]) -> Verdict:
     return warn(f"{found} builds nothing for this torch", f"pip uninstall -y {other}, then pip install {wanted}")
 
 
-def vllm(versions: Mapping[str, str]) -> Verdict:
+def vllm(versions: Mapping[str, str]) -> CheckVerdict:
     version = versions.get("vllm")
     if version is None:
         return ok("not installed")
@@ -171,11 +173,11 @@ def vllm(versions: Mapping[str, str]) -> Verdict:
     if VLLM.least <= _release(version) <= VLLM.newest:
         return ok(version)
     known = f"{dotted(VLLM.least)} to {dotted(VLLM.newest)}"
-    return warn(f"{version}; rlcore works with {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
+    return warn(f"{version}; rlcore knows {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
 
 
-def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
-    """It is made for the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
+def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:
+    """Check vllm-ascend, which needs the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
     version = versions.get("vllm-ascend")
     if version is None:
         return ok("not installed")
@@ -200,7 +202,7 @@ def vllm_ascend(versions: Mapping[str, str]) -> Verdict:
 
 
 def _pins(distribution: str) -> dict[str, str]:
-    """Packages of which it names one version, from its metadata."""
+    """Return name -> version of the packages that a distribution pins, from its metadata."""
     lines = importlib.metadata.requires(distribution) or []
     found = (re.match(r"(torch|torch[-_]npu|triton[-_]ascend)\s*\(?==\s*([\w.]+)", line) for line in lines)
     return {one[1].replace("_", "-"): one[2] for one in found if one}

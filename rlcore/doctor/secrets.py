@@ -1,4 +1,4 @@
-"""What of the environment may be shown, and taking out what may not where an error repeats it."""
+"""An allow-list of variables that may be shown, and the removal of secrets from other text, such as errors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SHOWN = (
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TRITON_INTERPRET",
 )
-"""Variables whose values are reported, beside the allocators' and those of visible devices. No other is."""
+"""The only variables whose values are reported, beside those of allocators and of visible devices."""
 
 _SECRET_NAME = re.compile(r"token|secret|passw|key|credential|auth|proxy|cookie|session|dsn|url", re.IGNORECASE)
 _CREDENTIALS_IN_URL = re.compile(r"(\w[\w+.-]*://)[^\s/@]+@")
-_SHORTEST = 6  # a shorter value stands in too many words
+_SHORTEST = 6  # characters; a shorter value occurs in ordinary words
 
 
 def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -39,7 +39,7 @@ def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """``text`` without credentials in URLs and without the values of variables that sound like secrets."""
+    """Return ``text`` without credentials in URLs and without values of variables that are named like secrets."""
     for name, value in environ.items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"<{name}>")

@@ -1,9 +1,9 @@
 """Hidden states of packed sequences: one row of all tokens, and no attention from one sequence to another.
 
-A decoder that ``proof`` finds to be causal attention and nothing else across positions runs on [1, T] with
-position ids that start again at each sequence. Its attention, registered with transformers, then is the best of
-``choice``. Every other decoder runs right-padded [N, L] under its own causal mask: right too, but it
-pays for the padding. ``explain`` says which, and why.
+``eligibility`` tells whether a decoder mixes positions by causal attention only. Such a decoder runs on [1, T] with
+position ids that start again at each sequence, and its attention is the best implementation of ``choice``, registered
+with transformers. Every other decoder runs right-padded [N, L] under its own causal mask, which is correct and computes
+the padding too. ``explain`` tells which one runs, and why.
 
 Letters: T packed tokens, N sequences, L longest sequence, H hidden size.
 """
@@ -24,33 +24,33 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
-from rlcore.packed.choice import IMPLEMENTATIONS, Choice, choose, implementations
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
+from rlcore.packed.eligibility import Eligibility, eligibility_of, no_attention_mask
 from rlcore.packed.implementations import PackedSequences, attention_dtype, own_attention
-from rlcore.packed.proof import Proof, no_attention_mask, prove
 
 logger = logging.getLogger(__name__)
 
 _OWN = ("sdpa", "eager")
-"""Attention of a model that packed attention stands in for."""
+"""The model's attention implementations that packed attention can replace."""
 _SUFFIX = "_or_packed"
 
 
 @dataclass(slots=True)
-class _Plan:
-    """How one decoder runs."""
+class _DecoderPlan:
+    """The way in which one decoder runs: packed, and by which implementation for each dtype, or padded."""
 
     own: str
-    proof: Proof
+    eligibility: Eligibility
     choices: dict[torch.dtype, str] = field(default_factory=dict)
 
 
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
 
 
 def packed_hidden_states(
     decoder: Any, input_ids: Tensor, cu_seqlens: Tensor, *, implementation: str | None = None
 ) -> Tensor:
-    """The last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
+    """Return the last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
 
     Args:
         input_ids: [T] int64.
@@ -62,20 +62,21 @@ def packed_hidden_states(
     """
     lengths = tuple(cu_seqlens.diff().tolist())
     plan = _plan(decoder)
-    if implementation == "padded" or (implementation is None and plan.proof.reason is not None):
+    if implementation == "padded" or (implementation is None and plan.eligibility.reason is not None):
         return _run_padded(decoder, input_ids, lengths)
-    if plan.proof.reason is not None:
-        raise UnsupportedError(f"packed attention by {implementation!r}", plan.proof.reason)
+    if plan.eligibility.reason is not None:
+        raise UnsupportedError(f"packed attention by {implementation!r}", plan.eligibility.reason)
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
         choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(plan.proof.calls, device, dtype, implementation).implementation,
+        choose=lambda device, dtype: choose(plan.eligibility.calls, device, dtype, implementation).implementation,
     )
-    # Before a compiled block asks, which would stay in pieces. In FSDP's forward the root's parameters have the dtype.
+    # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
+    # parameters have the compute dtype.
     dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
     name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
-    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.proof.calls})
+    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
     hidden_1TH: Tensor = decoder(
         input_ids=input_ids[None],
         position_ids=_positions(packed.cu_seqlens, lengths)[None],
@@ -86,42 +87,44 @@ def packed_hidden_states(
     return hidden_1TH[0]
 
 
-def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Choice:
-    """What ``packed_hidden_states`` runs on ``device`` where attention computes in ``dtype``, and why nothing else."""
-    reason = _plan(decoder).proof.reason
+def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
+    """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others."""
+    reason = _plan(decoder).eligibility.reason
     if reason is not None:
-        return Choice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_plan(decoder).proof.calls, device, dtype)
+        return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
+    return choose(_plan(decoder).eligibility.calls, device, dtype)
 
 
-def _plan(decoder: nn.Module) -> _Plan:
+def _plan(decoder: nn.Module) -> _DecoderPlan:
     whole: Any = getattr(decoder, "_orig_mod", decoder)  # torch.compile's wrapper
     config = getattr(whole, "config", None)
     name = str(getattr(config, "_attn_implementation", None))
     plan = _plans.get(whole)
     if plan is None or name.removesuffix(_SUFFIX) != plan.own:
         plan = _plans[whole] = _make_plan(whole, name.removesuffix(_SUFFIX))
-    if plan.proof.reason is None:  # at every call: somebody may have set it back
+    if plan.eligibility.reason is None:  # at every call: somebody may have reset it
         whole.config._attn_implementation_internal = plan.own + _SUFFIX
     return plan
 
 
-def _make_plan(decoder: nn.Module, own: str) -> _Plan:
+def _make_plan(decoder: nn.Module, own: str) -> _DecoderPlan:
     if own in _OWN:
-        proof = prove(decoder, own)
+        eligibility = eligibility_of(decoder, own)
         _register(own)
     else:
-        proof = Proof(frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}")
-    if proof.reason is not None:
-        logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, proof.reason)
-    return _Plan(own, proof)
+        eligibility = Eligibility(
+            frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}"
+        )
+    if eligibility.reason is not None:
+        logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, eligibility.reason)
+    return _DecoderPlan(own, eligibility)
 
 
 # ---------------------------------------------------------------------------------- in transformers' registries
 
 
 def _register(own: str) -> None:
-    """The attention ``own`` that packs where the model is handed ``packed_sequences``, and is ``own`` elsewhere."""
+    """Register an attention that packs if the call has ``packed_sequences``, and is the model's ``own`` otherwise."""
     AttentionInterface.register(own + _SUFFIX, partial(_attention, own))
     AttentionMaskInterface.register(own + _SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[own])
 
@@ -143,7 +146,7 @@ def _attention(  # noqa: PLR0917  # transformers' signature
         return result
     dtype = attention_dtype(query.device.type, query.dtype)
     name = packed_sequences.choices.get(dtype) or _choose(packed_sequences, query, dtype)
-    # Compiled code looks no further than the table.
+    # Compiled code reads only the constant table.
     found = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else implementations(query.device.type)[name]
     attend: Callable[..., Tensor] = found.attend
     return attend(module, query, key, value, packed_sequences, own=own, **options), None
@@ -151,7 +154,7 @@ def _attention(  # noqa: PLR0917  # transformers' signature
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
-    # Only here is it known what attention computes in: FSDP and autocast cast on the way.
+    # Only the attention call knows the compute dtype: FSDP and autocast cast before it.
     return packed.choices.setdefault(dtype, packed.choose(query.device, dtype))
 
 
@@ -159,14 +162,14 @@ def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
 
 
 def _run_padded(decoder: Any, input_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Right padding under a causal mask: no token sees another sequence or the padding, whatever the attention."""
+    """Run right-padded under a causal mask: no token sees another sequence or the padding, with any attention."""
     padded_NL = nn.utils.rnn.pad_sequence(list(torch.split(input_ids, list(lengths))), batch_first=True)
     hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
     return torch.cat([hidden_LH[:length] for hidden_LH, length in zip(hidden_NLH, lengths, strict=True)])
 
 
 def _positions(cu_seqlens: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[T]: the position of every token in its sequence."""
+    """Return the position of every token in its sequence, [T] int64."""
     total = sum(lengths)
     starts_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=total)
     return torch.arange(total, device=cu_seqlens.device) - starts_T

@@ -1,7 +1,7 @@
-"""Which packed attention runs, and why the others do not.
+"""The choice of an implementation of packed attention, with the reasons against the others.
 
-One is chosen by what it says it cannot do and by a probe: forward and backward over a few short sequences on the
-device, held against plain torch. So what a device, a torch or a package can do is tried, not assumed.
+An implementation is refused by its declared limits, or by a probe: forward and backward over a few short sequences on
+the device, compared with plain torch. So the abilities of a device, a torch or a package are tried, not assumed.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rlcore.registry import registry, resolve
 logger = logging.getLogger(__name__)
 
 OPERATOR = "packed_attention"
-_PROBE_LENGTHS = (1, 37, 5, 150)  # one token, odd ones, and more than one block of 128
+_PROBE_LENGTHS = (1, 37, 5, 150)  # one token, odd lengths, and more than one block of 128
 _PROBE_WINDOW = 16
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, torch.float64: 1e-9}
 """Largest relative error of a probe. A wrong mask is off by 0.1 and more; TF32 products by 1e-3."""
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of its attention."""
+    """The properties of the attention call of one layer."""
 
     query_heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     window: int | None = None
-    """A token attends to this many tokens, itself among them; None is all before it."""
+    """The number of tokens that a token attends to, itself included; None: all before it."""
     softcap: float | None = None
     has_sinks: bool = False
     has_dropout: bool = False
 
 
-class Choice(NamedTuple):
-    """Which implementation runs, and why each other one does not."""
+class AttentionChoice(NamedTuple):
+    """The implementation that runs, and the reason against each better one."""
 
     implementation: str
     """One of ``IMPLEMENTATIONS``, or "padded"."""
@@ -112,7 +112,7 @@ class Implementation(NamedTuple):
     attend: Callable[..., Tensor]
     lacks: Callable[[AttentionCall, torch.device], str | None]
     prepare: Callable[[PackedSequences, Iterable[int | None]], None] = _prepare_nothing
-    """Makes for the windows that layers have what ``attend`` would make, once per batch and before any layer runs."""
+    """Makes the masks of all windows once per batch, before any layer runs; ``attend`` would make them in a layer."""
 
 
 IMPLEMENTATIONS = {
@@ -122,13 +122,14 @@ IMPLEMENTATIONS = {
     "flex_attention": Implementation(attend_flex, _flex_lacks, prepare_flex),
     "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
 }
-"""Best first; the last can do all that the model itself can."""
+"""Best first; the last has no limits."""
 
 
 def implementations(device_type: str) -> dict[str, Implementation]:
-    """Those that plugins registered for the device as "packed_attention", by priority, and then these.
+    """Return the implementations that plugins registered for the device, by priority, and then the built-in ones.
 
-    What they register is a function as above; its ``when`` takes an ``AttentionCall`` and a device.
+    A plugin registers a function like those of ``IMPLEMENTATIONS`` as the operator "packed_attention"; its ``when``
+    takes an ``AttentionCall`` and a device.
     """
     return _offered(device_type) | IMPLEMENTATIONS
 
@@ -147,12 +148,12 @@ def _offered(device_type: str) -> dict[str, Implementation]:
 
 def choose(
     calls: frozenset[AttentionCall], device: torch.device, dtype: torch.dtype, implementation: str | None = None
-) -> Choice:
-    """The first implementation that serves every one of ``calls``; ``implementation`` asks for one by name.
+) -> AttentionChoice:
+    """Return the first implementation that serves all ``calls``; ``implementation`` asks for one by name.
 
     Raises:
         InvalidInputError: no such implementation.
-        UnsupportedError: the one asked for cannot; says why.
+        UnsupportedError: the requested one cannot serve them; says why.
     """
     known = implementations(device.type)
     if implementation is not None and implementation not in known:
@@ -163,7 +164,7 @@ def choose(
             (found for call in sorted(calls, key=repr) if (found := why_not(name, call, device, dtype))), None
         )
         if reason is None:
-            choice = Choice(name, tuple(refused))
+            choice = AttentionChoice(name, tuple(refused))
             logger.info("packed attention in %s on %s: %s", dtype, device.type, str(choice).replace("\n", "; "))
             return choice
         refused.append((name, reason))
@@ -171,7 +172,7 @@ def choose(
 
 
 def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the implementation cannot serve the call here, or None; what it does not lack is tried."""
+    """Return the reason why an implementation cannot serve the call here, or None: its limits first, then its probe."""
     reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
         return reason
@@ -179,7 +180,7 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
 
 
 def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the results or gradients of ``name`` are wrong, or None."""
+    """Return the reason why the results or gradients of ``name`` are wrong, or None."""
     call = call._replace(window=call.window and _PROBE_WINDOW)
     total = sum(_PROBE_LENGTHS)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
@@ -219,7 +220,7 @@ def _definition(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Packed attention in plain torch, with every score in memory."""
+    """Compute packed attention in plain torch, with the whole score matrix in memory."""
     group, total = query.shape[1] // key.shape[1], query.shape[2]
     scores = query @ key.repeat_interleave(group, 1).mT * scaling
     if softcap is not None:

@@ -1,6 +1,6 @@
-"""Ways to attend within packed sequences and never across them.
+"""Implementations of attention within packed sequences, never across them.
 
-Each takes what transformers gives an attention function, with the T tokens of all sequences in one row, and returns
+Each has the arguments of a transformers attention function, with the T tokens of all sequences in one row, and returns
 [1, T, heads, D].
 
 Letters: T packed tokens, N sequences, L tokens of one sequence, D width of a head.
@@ -25,9 +25,9 @@ from rlcore.errors import UnsupportedError
 
 
 class PackedSequences:
-    """Where the sequences of one packed row are; handed through the decoder to every attention call.
+    """The boundaries of the sequences in one packed row; the decoder passes it to every attention call.
 
-    No dataclass: FSDP copies those, and what is in them, on the way into each block.
+    It is not a dataclass, because FSDP copies dataclasses and their fields on the way into each block.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class PackedSequences:
         """
         Args:
             cu_seqlens: [N+1] int32 on the device.
-            choices: the implementation by the dtype that attention computes in.
-            choose: asked for a dtype that is not among ``choices``.
+            choices: compute dtype of attention -> name of the implementation.
+            choose: returns the implementation for a device and a dtype that is not in ``choices``.
         """
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
@@ -53,12 +53,12 @@ class PackedSequences:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """(count, length) of neighbours of equal length."""
+        """Return (count, length) of runs of sequences of equal length."""
         return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths) if length]
 
 
 def attend_flash(version: int) -> Callable[..., Tensor]:
-    """The flash-attn package, through transformers."""
+    """Return the attention of the package flash-attn, called through transformers."""
 
     def attend(
         module: Any,
@@ -89,13 +89,13 @@ def attend_flash(version: int) -> Callable[..., Tensor]:
 
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-"""Torch 2.11 has no such option, and its kernels take fewer heads of keys and values without being told."""
+"""torch 2.11 has no such option; its kernels accept fewer heads of keys and values without it."""
 
 
 def attend_varlen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
 ) -> Tensor:
-    """torch's variable-length attention."""
+    """Call torch's variable-length attention."""
     window = options.get("sliding_window")
     attend: Callable[..., Any] = varlen.varlen_attn
     result: Tensor = attend(
@@ -114,7 +114,7 @@ def attend_varlen(
 def attend_flex(
     module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
 ) -> Tensor:
-    """Compiled flex attention under a mask of blocks, through transformers."""
+    """Call compiled flex attention with a block mask, through transformers."""
     window, masks = options.get("sliding_window"), packed.block_masks
     result: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](
         module,
@@ -129,10 +129,10 @@ def attend_flex(
 
 
 _WHOLE_SEQUENCES = {"BACKEND": "TRITON"}
-"""Below 128 tokens torch would take its kernel for decoding, and torch 2.11 finds no form of that in float32."""
+"""Below 128 tokens torch would take its decoding kernel, of which torch 2.11 has no float32 version."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over lengths would compile for every batch
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop over lengths would be compiled for every batch
 def attend_per_sequence(
     module: nn.Module,
     query: Tensor,
@@ -144,7 +144,7 @@ def attend_per_sequence(
     sliding_window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """The model's ``own`` attention, "sdpa" or "eager", over one run of equally long sequences after another."""
+    """Call the model's ``own`` attention, "sdpa" or "eager", for each run of equally long sequences."""
     attend = own_attention(module, own)
     outputs, start = [], 0
     for count, length in packed.runs:
@@ -156,7 +156,7 @@ def attend_per_sequence(
 
 
 def _sequences(x: Tensor, rows: slice, count: int) -> Tensor:
-    """[1, heads, T, D] to [count, heads, L, D], for the T rows of ``count`` sequences."""
+    """Reshape the rows of ``count`` sequences from [1, heads, T, D] to [count, heads, L, D]."""
     part = x[0, :, rows]
     return part.reshape(part.shape[0], count, -1, part.shape[2]).transpose(0, 1)
 
@@ -170,7 +170,7 @@ def _attend_causal(
     is_additive: bool,
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """[count * L, heads, D] of ``count`` sequences; a window is walked in steps, so that memory grows as L."""
+    """Return [count * L, heads, D] of ``count`` sequences; a window is computed in steps, so memory grows with L."""
     query, key, value = qkv
     length = query.shape[2]
     if window is None or window >= length:
@@ -197,7 +197,7 @@ def _band_mask(like: Tensor, rows: range, columns: range, window: int, *, is_add
 
 
 def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The function that transformers would call for ``attn_implementation=name``; "eager" is in the model's file."""
+    """Return transformers' function for ``attn_implementation=name``; "eager" is in the model's own file."""
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
@@ -208,25 +208,25 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def cast_alike(*tensors: Tensor) -> list[Tensor]:
-    """As autocast does for scaled_dot_product_attention: rotary embeddings leave queries and keys in float32."""
+    """Cast as autocast does for scaled_dot_product_attention: rotary embeddings return float32 queries and keys."""
     dtype = attention_dtype(tensors[0].device.type, tensors[0].dtype)
     return [tensor.to(dtype) for tensor in tensors]
 
 
 def attention_dtype(device_type: str, query_dtype: torch.dtype) -> torch.dtype:
-    """What attention computes in for queries of ``query_dtype``."""
+    """Return the dtype in which attention computes for queries of ``query_dtype``."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query_dtype
 
 
 def prepare_flex(packed: PackedSequences, windows: Iterable[int | None]) -> None:
-    """Makes the masks of these windows, which compiled code cannot: it would stay in pieces."""
+    """Make the masks of these windows, because making them in compiled code would break its graph."""
     for window in windows:
         _block_mask(packed, window)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _block_mask(packed: PackedSequences, window: int | None) -> BlockMask:
-    """What ``create_block_mask`` gives, which would look at [T, T]: a token sees all from its first one to itself.
+    """Return the mask of ``create_block_mask`` without its work on [T, T]: a token sees its sequence up to itself.
 
     Letters: B blocks of tokens.
     """
@@ -252,10 +252,10 @@ def _block_mask(packed: PackedSequences, window: int | None) -> BlockMask:
 
 
 _BLOCK = 128
-"""Tokens, as flex attention has them by default."""
+"""Tokens in a block, flex attention's default."""
 
 
 def _listed(is_there_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns each row has, and all columns, those first."""
+    """Return the number of columns in each row, and the column indices with those of the row first."""
     columns_BB = is_there_BB.int().argsort(dim=-1, descending=True, stable=True).int()
     return is_there_BB.sum(-1, dtype=torch.int32)[None, None], columns_BB[None, None]

@@ -1,4 +1,4 @@
-"""What one quickstart run is asked to do. Checked when made; a run's folder remembers it as JSON."""
+"""The options of a quickstart run, checked when they are made, and kept as JSON in the folder of the run."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class QuickstartConfig:
     model: Path | None = None
     """Folder of a Hugging Face causal language model; None is the quickstart's own small one."""
     device: str | None = None
-    """Such as "cuda:1"; None is ``rlcore.get_device()``'s choice."""
+    """A name such as "cuda:1"; None is the choice of ``rlcore.get_device()``."""
     executor: str = "hf"
     """The inference executor that samples: "hf" or "vllm"."""
     seed: int = 0
-    """Of the splits, the model's first weights and everything drawn; in [0, 2**63)."""
+    """Seed of the splits, the initial weights and all sampling; in [0, 2**63)."""
     steps: int = 100
-    """GRPO steps in all, those before a resume included; at least 1."""
+    """Total number of GRPO steps, with those before a resume; at least 1."""
     output: Path = Path(_OUTPUT)
     """Folder of the run: metrics, picture and checkpoint."""
     resume: bool = False
     """Continue the run that ``output`` holds."""
     shuffle_rewards: bool = False
-    """The control: rewards are given to the wrong answers, so that nothing can be learned."""
+    """The control experiment: rewards are shuffled within each group, so that nothing can be learned."""
 
     def __post_init__(self) -> None:
         self._require("model", self.model is None or isinstance(self.model, Path), "a pathlib.Path or None")
@@ -62,7 +62,7 @@ class QuickstartConfig:
 
     @classmethod
     def from_json(cls, data: bytes) -> QuickstartConfig:
-        """Raises CheckpointError if ``data`` is not what ``to_json`` writes."""
+        """Read the JSON of ``to_json``. Raises CheckpointError for anything else."""
         try:
             found = msgspec.json.decode(data, type=dict[str, Any])
             names = {field.name for field in dataclasses.fields(cls)}
@@ -74,7 +74,7 @@ class QuickstartConfig:
 
     @classmethod
     def resuming(cls, output: Path, **given: Any) -> QuickstartConfig:
-        """Return what the run in ``output`` was asked to do, but for what is given now; if there is one.
+        """Return the options of the run in ``output``, if there is one, replaced by those that are given now.
 
         Raises:
             CheckpointError: run.json is damaged.
@@ -86,23 +86,23 @@ class QuickstartConfig:
 
     @classmethod
     def read(cls, record: Path) -> QuickstartConfig:
-        """Raises CheckpointError that names the file."""
+        """Read a file. Raises CheckpointError that names it."""
         try:
             return cls.from_json(record.read_bytes())
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{record} cannot be read: {error}; use another --output") from error
 
     def resume_command(self) -> str:
-        """What to type in a shell to continue this run, in the same directory."""
+        """Return the shell command that continues this run in the same directory."""
         command = [*_program(), "quickstart", "--resume"]
         if self.output != Path(_OUTPUT):
             command += ["--output", str(self.output)]
         return shlex.join(command)
 
     def differences(self, other: QuickstartConfig) -> list[str]:
-        """Where ``other`` is another run, such as ``["seed 0, not 1"]``: its curve would not go on from ours.
+        """Return the differences that make ``other`` another run with another curve, such as ``["seed 0, not 1"]``.
 
-        The device, the place and a larger number of steps do not matter.
+        The device, the folder and a larger number of steps do not matter.
         """
         return [
             f"{name} {_shown(ours)}, not {_shown(theirs)}"
@@ -112,7 +112,7 @@ class QuickstartConfig:
 
 
 def _program() -> list[str]:
-    """``rlcore`` if the shell finds the one of this interpreter, as in an activated environment."""
+    """Return the command: ``rlcore`` if the shell finds that of this interpreter, as in an activated environment."""
     found = shutil.which("rlcore")
     is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
     return ["rlcore"] if is_ours else [sys.executable, "-m", "rlcore"]

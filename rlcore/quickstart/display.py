@@ -1,6 +1,6 @@
-"""What a person sees of a quickstart run: live on a terminal, else a line every few steps.
+"""The display of a quickstart run: live on a terminal, else a line every few steps.
 
-All of it goes to stderr but the last table, so that stdout can be JSON.
+It goes to stderr except for the last table, so that stdout can be JSON.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlcore.console import console_of
+from rlcore.cli.console import console_of
 from rlcore.quickstart.output import PHASES, RunFolder
 
 _LINE_EVERY, _IMITATION_LINE_EVERY = 10, 50  # steps, where there is no terminal
 _LONG_S = 180
 _ECHO = len("^C")
-"""Columns that a terminal writes where the cursor is: a line that it pushes over the edge would stay behind."""
+"""Columns that a terminal echoes at the cursor: a line that they push over the edge would remain visible."""
 
 
 class _Pace:
-    """Of steps of one kind, in this process."""
+    """The speed of the steps of one kind in this process."""
 
     def __init__(self) -> None:
         self._first: tuple[float, float] | None = None  # step, and when it was done
@@ -39,7 +39,7 @@ class _Pace:
         self._first = self._first or self._last
 
     def left(self, end: float) -> str:
-        """Such as "35 s" until step ``end``; "" as long as one step is all there was."""
+        """Return the estimated time until step ``end``, such as "35 s"; "" after fewer than two steps."""
         (first, began), (last, now) = self._first or self._last, self._last
         if last == first:
             return ""
@@ -79,17 +79,17 @@ class Display:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """One line that stays: what the run does besides steps."""
+        """Print a line that stays, about work other than steps."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def doing(self, what: str) -> None:
-        """Show on a terminal what goes on until the next step."""
+        """Show on a terminal the work until the next step."""
         self._doing = [what]
         self._refresh()
 
     def stopping(self, text: str) -> None:
-        """Show that the run is about to stop. A signal handler may call it amid anything: on a terminal it only says so
-        in the next picture."""
+        """Show that the run is about to stop. A signal handler may call it at any moment, so on a terminal the text
+        appears at the next refresh only."""
         self._stopping = text
         if not self._live:
             try:
@@ -168,14 +168,14 @@ def _one_line(text: str, width: int) -> Text:
 
 
 def print_table(title: str, rows: Mapping[str, str], *, stream: TextIO | None = None) -> None:
-    """Print two columns to ``stream`` (None: stdout): plain text, in which the terminal folds no path."""
+    """Print two columns of plain text to ``stream`` (None: stdout); the terminal folds no path in it."""
     width = max(map(len, rows), default=0)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows.items())
     print("\n".join([title, *lines]), file=stream)
 
 
 def summary(folder: RunFolder) -> dict[str, str]:
-    """What a run that has ended came to, for ``print_table``."""
+    """Return the results of a run that has ended, for ``print_table``."""
     steps = folder.read()
     learning = [metrics for metrics in steps if "reward" in metrics]
     spent = {phase: sum(metrics[f"{phase}_s"] for metrics in learning) for phase in PHASES}

@@ -1,4 +1,4 @@
-"""Ctrl-C: once, the run ends after the step it is in; twice, or before the first step, at once."""
+"""Ctrl-C: the first ends the run after the current step; a second, or one before the first step, ends it at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for i
 
 
 class Interrupt:
-    """While entered, the first SIGINT is only noted, if there is anything to save."""
+    """A context in which the first SIGINT only sets ``is_requested``, if there is anything to save."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.is_requested = False
         self.has_begun = False
-        """The run makes steps, and looks after each whether it is to stop."""
+        """The run makes steps, and checks ``is_requested`` after each."""
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._on_signal)

@@ -32,7 +32,7 @@ _CHECKSUMS = "checksums.json"
 
 
 def quickstart_model(*, seed: int, cache: Path | None = None) -> Path:
-    """The folder of the small model, written if it is not there whole.
+    """Return the folder of the small model, which is written if it is missing or damaged.
 
     Args:
         seed: of the random weights.
@@ -65,7 +65,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         checksums = json.loads((folder / _CHECKSUMS).read_bytes())
         return bool(checksums == _checksums(folder))
-    except (OSError, ValueError):  # absent or damaged: either way it is written anew
+    except (OSError, ValueError):  # absent or damaged: it is written again in both cases
         return False
 
 
@@ -75,7 +75,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _put_in_place(made: Path, folder: Path) -> None:
-    """Rename ``made`` to ``folder``, whatever is there; of several processes that try, one wins and all are served."""
+    """Rename ``made`` to ``folder`` and replace what is there; if several processes try, all end with one model."""
     for file in made.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -147,7 +147,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_errors() -> tuple[type[Exception], ...]:
-    """What safetensors and the tokenizer raise for a full disk besides OSError."""
+    """Return the exceptions that safetensors and the tokenizer raise for a full disk."""
     try:
         from safetensors import SafetensorError
     except ImportError:

@@ -1,13 +1,13 @@
 """The folder of one quickstart run.
 
-    run.json         what the run was asked to do
+    run.json         the options of the run
     metrics.jsonl    one object a step, as the steps were done
-    checkpoint/      the train engine's, the newest
+    checkpoint/      the newest checkpoint of the train engine
     model/           the trained model, as a Hugging Face folder
-    reward.png       the curve, drawn from metrics.jsonl
+    reward.png       the curve of metrics.jsonl
 
-A kill at any moment leaves a folder that ``--resume`` can continue: a line of metrics.jsonl that was cut short does
-not count, and steps after the checkpoint are dropped, because they are done again. A resume that fails changes nothing.
+After a kill at any moment ``--resume`` can continue the folder: it ignores an incomplete line of metrics.jsonl, and
+drops the steps after the checkpoint, which are done again. A resume that fails changes nothing.
 
 A step's metrics are numbers by name. The picture shows "reward" (mean of the step's samples), "accuracy" (greedy,
 on held-out problems, at the steps where it was measured) and the seconds of each of ``PHASES``.
@@ -30,7 +30,7 @@ from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyE
 from rlcore.quickstart.config import RECORD, QuickstartConfig
 
 PHASES = ("generate", "train", "sync", "offload")
-"""What a step spends its time on; "<phase>_s" is the metric, in seconds."""
+"""The phases of a step; "<phase>_s" is the metric, in seconds."""
 
 Metrics = dict[str, float]
 
@@ -39,17 +39,17 @@ _INCHES, _DOTS_PER_INCH = (8.0, 6.0), 150
 
 @final
 class RunFolder:
-    """Use with ``with``: one process at a time has a run's folder."""
+    """A run's folder, locked in a ``with`` statement: one process at a time uses it."""
 
     def __init__(self, config: QuickstartConfig) -> None:
-        """Makes the folder, or on ``config.resume`` takes the one that is there; ``begin`` or ``go_on`` writes into it.
+        """Make the folder, or open the existing one on ``config.resume``; ``begin`` or ``go_on`` writes to it.
 
-        A run that ended before its first checkpoint left nothing: another may start in its place.
+        A run that ended before its first checkpoint left nothing, so another one may start in its folder.
 
         Raises:
             InvalidInputError: the folder holds another run, or something else.
             CheckpointError: there is nothing to resume, it is damaged, in use, or cannot be written.
-            MissingDependencyError: matplotlib is absent; said now rather than when the run has ended.
+            MissingDependencyError: matplotlib is absent; checked at the start and not at the end of the run.
         """
         self.path = config.output
         self.checkpoint = config.output / "checkpoint"
@@ -80,14 +80,14 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Let another process have the folder. One that was made for nothing goes."""
-        with contextlib.suppress(OSError):  # there is something in it
+        """Unlock the folder, and remove it if it was made here and is empty."""
+        with contextlib.suppress(OSError):  # it is not empty
             for folder in self._made:
                 folder.rmdir()
         os.close(self._lock)
 
     def begin(self) -> None:
-        """Write what a new run was asked to do, in the place of a run that left nothing."""
+        """Write the options of a new run, and remove the metrics of a run that left no checkpoint."""
         self._write([])
 
     # --------------------------------------------------------------------------------------------- metrics
@@ -103,7 +103,7 @@ class RunFolder:
         with self._named_errors("append a step's metrics to"), self.metrics.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
-                while line:  # a disk that fills up takes a part, and gives its error for the rest
+                while line:  # a full disk takes a part, and fails at the rest
                     line = line[file.write(line) :]
                 os.fsync(file.fileno())  # before the checkpoint, which go_on() compares it with
             except OSError:
@@ -111,13 +111,13 @@ class RunFolder:
                 raise
 
     def _write(self, steps: list[Metrics]) -> None:
-        """The run's options, and the metrics of the steps that it has done."""
+        """Write the run's options, and the metrics of its steps."""
         with self._named_errors("write to"):
             write_file(self.metrics, b"".join(map(_encode, steps)))
             write_file(self._record, self._config.to_json())
 
     def read(self) -> list[Metrics]:
-        """The metrics of every step, in order; NaN where a value was not a number."""
+        """Return the metrics of every step, in order; NaN where a value was not finite."""
         with self._named_errors("read"):
             lines = self.metrics.read_bytes().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
@@ -125,7 +125,7 @@ class RunFolder:
         return [self._decode(number, line) for number, line in enumerate(lines, start=1)]
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one to go on from; False if the run ended before its first.
+        """Return True if the run can continue from a checkpoint; False if it ended before its first.
 
         Raises:
             CheckpointError: steps were done, and the checkpoint is gone.
@@ -140,15 +140,15 @@ class RunFolder:
         return False
 
     def _num_done(self) -> int:
-        """GRPO steps; step 0, before the first, is none."""
+        """Return the number of GRPO steps in the metrics; step 0 is the evaluation before the first."""
         return sum(metrics["step"] > 0 for metrics in self.read()) if self.metrics.exists() else 0
 
     def go_on(self, step: int) -> None:
-        """Drop what comes after ``step``, the one of the checkpoint that the run goes on from (-1: it has no step).
+        """Drop the metrics after ``step``, the step of the checkpoint from which the run continues (-1: no step yet).
 
         Raises:
             CheckpointError: the metrics of a step up to it are missing or there twice; nothing has changed.
-            InvalidInputError: the run is to end before that step; nothing has changed.
+            InvalidInputError: the requested number of steps is smaller; nothing has changed.
         """
         if step > self._config.steps:
             raise InvalidInputError(
@@ -219,7 +219,7 @@ class RunFolder:
 
     def _take(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however it does
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at any end of the process
         except BlockingIOError as error:
             raise CheckpointError(
                 f"{self.path} is in use by another process; wait for it to end, or use another --output"
@@ -246,7 +246,7 @@ def _encode(metrics: Mapping[str, float]) -> bytes:
 
 
 def _draw(steps: list[Metrics]) -> bytes:
-    """A PNG: how well it does above, where the time goes below."""
+    """Return a PNG with the learning curve above and the seconds by phase below."""
     figure = _figure()
     learning, spending = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_learning(learning, steps)
@@ -274,7 +274,7 @@ def _draw_spending(axes: Any, steps: list[Metrics]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(PHASES))  # above: nothing is hidden
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(PHASES))  # above the axes
 
 
 def _series(steps: list[Metrics], name: str) -> tuple[list[float], list[float]]:
@@ -289,5 +289,5 @@ def _figure() -> Any:
     except ImportError as error:
         raise MissingDependencyError("matplotlib", needed_for="drawing reward.png", extra="quickstart") from error
     figure = Figure(figsize=_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot: it would keep the figure, and look for a screen
+    FigureCanvasAgg(figure)  # not pyplot, which would keep the figure and look for a screen
     return figure

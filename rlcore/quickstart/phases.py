@@ -1,4 +1,4 @@
-"""How many seconds each phase of a step takes."""
+"""The seconds of each phase of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's part that runs where the weights are: methods on the model, called through the train engine."""
+"""The methods of the quickstart's model, which the train engine calls where the weights are."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.pretrained import model_class
 
 
-class Policy(HuggingFaceTrainModule):
-    """``policy_class`` mixes it into the model's own class."""
+class PolicyMethods(HuggingFaceTrainModule):
+    """Mixed into the model's own class by ``policy_class``."""
 
     def on_weights_materialized(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), betas=(0.9, 0.95))
 
     def imitate(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> float:
-        """One supervised step."""
+        """Do one supervised step; return the loss."""
         device: Any = self.device
         logits = self(input_ids.to(device), attention_mask.to(device)).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten().to(device))
@@ -30,7 +30,7 @@ class Policy(HuggingFaceTrainModule):
         return float(loss.detach())
 
     def begin_reinforcement(self) -> None:
-        """Forget the moments of another objective's gradients."""
+        """Start GRPO with a new optimizer, without the moments of the warm-start."""
         self.optimizer = torch.optim.AdamW(self.parameters())
 
     def set_rate(self, rate: float) -> None:
@@ -39,5 +39,5 @@ class Policy(HuggingFaceTrainModule):
 
 
 def policy_class(path: Path) -> Any:
-    """``class QuickstartPolicy(Policy, <the class of the model in the folder>)``; raises as ``model_class``."""
-    return type("QuickstartPolicy", (Policy, model_class(path)), {})
+    """Return ``class QuickstartPolicy(PolicyMethods, <model class of the folder>)``; raises as ``model_class``."""
+    return type("QuickstartPolicy", (PolicyMethods, model_class(path)), {})

@@ -1,4 +1,4 @@
-"""What the quickstart takes from a model folder, its own or anybody's: the tokenizer and the model's class."""
+"""The tokenizer and the model class of a model folder, the quickstart's own or the user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlcore.errors import CheckpointError, MissingDependencyError, one_line
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The folder's tokenizer.
+    """Return the folder's tokenizer.
 
     Raises:
         CheckpointError: the folder is missing or incomplete, or has no tokenizer.
@@ -25,7 +25,7 @@ def tokenizer_of(path: Path) -> Any:
 
 
 def model_class(path: Path) -> Any:
-    """The class that transformers has for the folder's model.
+    """Return transformers' class of the folder's model.
 
     Raises:
         CheckpointError: it is not a causal language model, or not one that transformers knows.
@@ -44,7 +44,7 @@ def model_class(path: Path) -> Any:
 
 
 def load_transformers() -> Any:
-    """The module, or MissingDependencyError with the pip command."""
+    """Return the module transformers; raises MissingDependencyError with the pip command."""
     try:
         import transformers
     except ImportError as error:

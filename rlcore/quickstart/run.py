@@ -1,9 +1,9 @@
-"""GRPO on rlcore, whole: the algorithm of ``rlcore quickstart``, to be read as a first lesson.
+"""The whole GRPO algorithm of ``rlcore quickstart``, to be read as a first lesson.
 
-A step samples eight answers to each of 32 problems, lets the verifier judge them, and makes the better answers of
-each group likelier (arXiv:2402.03300; asymmetric clipping from arXiv:2503.14476). Trainer and sampler share one
-device and take turns on it, as they would on a GPU that cannot hold both. Begin at ``Quickstart.run``; the methods
-called on ``self.train`` that are not the engine's own are those of ``policy.py``.
+A step samples eight answers to each of 32 problems, gives each a reward by the verifier, and makes the better answers
+of each group likelier (arXiv:2402.03300; asymmetric clipping from arXiv:2503.14476). Trainer and sampler share one
+device and use it alternately, as on a GPU that cannot hold both. Begin at ``Quickstart.run``; methods of ``self.train``
+that are not the engine's own are in ``policy.py``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ IMITATION_BATCH, IMITATION_RATE, WARM_UP, GATE_ACCURACY, MAX_IMITATION_STEPS = 2
 USUAL_IMITATION_STEPS = (150, 450)  # of the quickstart's own model: 150 to 430 for seeds 0 to 4, on CPUs and an H200
 EVERY = 10  # steps between evaluations, and between checkpoints
 SMALL_VLLM: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
-"""For a model of seconds: nothing is compiled at the start, and no cache of all the memory comes and goes each step."""
+"""For a small model: nothing is compiled at the start, and each step moves a small KV cache."""
 
 
 class Quickstart:
-    """One run: imitation until the model is half right, then GRPO."""
+    """One run: imitation until half of the sampled answers are right, then GRPO."""
 
     def __init__(self, config: QuickstartConfig, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
         self.config, self.folder, self.display, self.interrupt = config, folder, display, interrupt
@@ -52,7 +52,7 @@ class Quickstart:
         self.infer = rlcore.InferenceEngine(path, executor=config.executor)
 
     def run(self) -> None:
-        """Raises Interrupted between steps, with everything saved."""
+        """Run all steps. Raises Interrupted between two steps, with everything saved."""
         with self.train, self.infer:
             self.display.doing("loading the model and starting the trainer")
             self.train.build(devices=self.config.device)
@@ -73,7 +73,7 @@ class Quickstart:
             self.train.export(self.folder.model)
 
     def build_sampler(self) -> None:
-        """In the trainer's dtype, so that both say the same log-probs."""
+        """Build the sampler in the trainer's dtype, so that both compute the same log-probs."""
         self.display.doing("starting the sampler")
         if self.config.executor != "hf":
             self.display.note(f"starting the sampler, {self.config.executor}: 10 s to a minute")
@@ -102,7 +102,7 @@ class Quickstart:
         self.save_when_due()
 
     def grpo_step(self, step: int) -> dict[str, float]:
-        """Sample, judge, learn, hand over the new weights."""
+        """Sample, compute rewards, train, and sync the new weights; return the metrics."""
         phases, generator = Phases(), self.generator("grpo", step)
         asked = task.draw(self.training, PROMPTS, generator)
         with phases("generate"):
@@ -124,7 +124,7 @@ class Quickstart:
         return metrics
 
     def judge(self, asked: list[task.Problem], outputs: list[Any]) -> Tensor:
-        """The verifier's reward of each answer: [problems, samples] float32."""
+        """Return the verifier's reward of each answer, [problems, samples] float32."""
         return torch.tensor(
             [
                 [task.reward(problem, answer.text) for answer in output.outputs]
@@ -133,7 +133,7 @@ class Quickstart:
         )
 
     def learn(self, batch: dict[str, Tensor], step: int, generator: torch.Generator) -> dict[str, float]:
-        """One optimizer step a minibatch. Parity: how far the trainer's log-probs are from the sampler's."""
+        """Do one optimizer step for each minibatch. Parity is the largest gap of the two engines' log-probs."""
         self.train.set_rate(RATE * (1 - (step - 1) / self.config.steps))
         parity = (self.train.forward_logprobs(batch, temperature=TEMPERATURE) - batch["old_logprobs"]).abs().max()
         metrics: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Quickstart:
         return metrics | {"parity": float(parity)}
 
     def hand_over(self, phases: Phases) -> None:
-        """The device, and the new weights, from the trainer to the sampler."""
+        """Give the device and the new weights to the sampler."""
         with phases("offload"):
             self.train.offload("optimizer", "grads")
             self.infer.onload("weights")
@@ -155,18 +155,18 @@ class Quickstart:
             self.infer.onload("kv_cache")
 
     def sample(self, asked: list[task.Problem], *, generator: torch.Generator, **params: Any) -> list[Any]:
-        """Completions for each problem, each prompt with a seed of its own."""
+        """Sample completions for each problem; each prompt has its own seed."""
         seeds = torch.randint(2**62, (len(asked),), generator=generator).tolist()
         each = [{"max_tokens": self.max_tokens, "seed": seed} | params for seed in seeds]
         return self.infer.generate([task.prompt_text(problem) for problem in asked], each, progress=False)
 
     def accuracy(self, asked: list[task.Problem], *, temperature: float = 0.0) -> float:
-        """Share of right answers, greedy unless a temperature is given."""
+        """Return the share of right answers, greedy unless a temperature is given."""
         outputs = self.sample(asked, temperature=temperature, generator=self.generator("accuracy", 0))
         return task.accuracy(asked, [output.outputs[0].text for output in outputs])
 
     def generator(self, purpose: str, index: int) -> torch.Generator:
-        """Depends on nothing but the seed and what it is for, so that a resumed run draws the same."""
+        """Return a generator that depends only on seed, purpose and index, so that a resumed run draws the same."""
         seed = random.Random(f"{self.config.seed} {purpose} {index}").getrandbits(63)
         return torch.Generator().manual_seed(seed)
 
@@ -175,7 +175,7 @@ class Quickstart:
         self.display.update(metrics)
 
     def save_when_due(self) -> None:
-        """Checkpoint every so many GRPO steps, at the end, and when the user wants to stop."""
+        """Save every ``EVERY`` GRPO steps, at the end, and when the user wants to stop."""
         step = self.done["step"]
         is_due = step >= 0 and (step % EVERY == 0 or step == self.config.steps)
         if is_due or self.interrupt.is_requested:
@@ -187,7 +187,7 @@ class Quickstart:
             raise Interrupted
 
     def resume(self) -> None:
-        """Go on from the checkpoint; from the beginning if the run ended before its first."""
+        """Continue from the checkpoint, or from the beginning if there is none yet."""
         has_checkpoint = self.folder.has_checkpoint()
         if has_checkpoint:
             self.done = self.train.load(self.folder.checkpoint)
@@ -202,7 +202,7 @@ class Quickstart:
 
 
 def run(config: QuickstartConfig) -> int:
-    """The whole run; returns the exit code of ``rlcore quickstart``."""
+    """Do the whole run; return the exit code of ``rlcore quickstart``."""
     with RunFolder(config) as folder:
         try:
             with Display(steps=config.steps) as display, Interrupt(display.stopping) as interrupt:

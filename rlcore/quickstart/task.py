@@ -6,10 +6,10 @@
 Backwards, each digit of the answer depends on two digits of the prompt and one carry. The supervised warm-start
 imitates a teacher that forgets each carry with probability 0.65. The teacher is right 49.03 % of the time, and its
 likeliest answers, which are what a perfect imitator gives when it is asked greedily, 30.25 %. So imitation does not
-lead to the right answers, but makes them likely enough to be found; the verifier's reward does the rest.
+lead to the right answers, but makes them likely enough for reinforcement learning to find them.
 
-Everything is plain text, so that any tokenizer will do. What is held out is unordered pairs: where 47+85 is
-reported, 85+47 is not trained on either.
+Everything is plain text, so that any tokenizer works. Unordered pairs are held out: if 47+85 is evaluated, 85+47 is
+not trained on either.
 
 Letters: N sequences, L longest sequence.
 """
@@ -45,7 +45,7 @@ class Problem:
 
 
 def problems(split: Split, *, seed: int) -> list[Problem]:
-    """The problems of a split: for one seed always the same, in the same order.
+    """Return the problems of a split; one seed always gives the same ones in the same order.
 
     Args:
         split: "held-out", 512 problems, for the accuracy that is reported; "gate", 512, for deciding when the
@@ -68,7 +68,7 @@ def problems(split: Split, *, seed: int) -> list[Problem]:
 
 
 def draw(source: Sequence[Problem], count: int, generator: torch.Generator) -> list[Problem]:
-    """``count`` different problems, drawn with a CPU ``generator``."""
+    """Return ``count`` different problems, drawn with a CPU ``generator``."""
     if not 1 <= count <= len(source):
         raise InvalidInputError(f"count must be from 1 to the {len(source)} problems there are, got {count!r}")
     chosen = torch.randperm(len(source), generator=generator)[:count]
@@ -84,7 +84,7 @@ def answer_text(problem: Problem) -> str:
 
 
 def written_answer(problem: Problem, *, carries_kept: tuple[bool, bool]) -> str:
-    """What one who adds digit by digit writes, who keeps the carry out of the units, and out of the tens, or not."""
+    """Return the digits of the sum if the carry of the units and that of the tens are each kept, or forgotten."""
     units = problem.a % 10 + problem.b % 10
     tens = problem.a // 10 + problem.b // 10 + (units >= 10 and carries_kept[0])
     hundreds = "1" if tens >= 10 and carries_kept[1] else ""
@@ -92,7 +92,7 @@ def written_answer(problem: Problem, *, carries_kept: tuple[bool, bool]) -> str:
 
 
 def teacher_texts(asked: Sequence[Problem], generator: torch.Generator) -> list[str]:
-    """The forgetful teacher's answers, drawn with a CPU ``generator``."""
+    """Return the forgetful teacher's answers, drawn with a CPU ``generator``."""
     kept_N2 = torch.rand(len(asked), 2, generator=generator) >= FORGET_PROBABILITY
     return [
         written_answer(problem, carries_kept=(kept[0], kept[1]))
@@ -101,28 +101,28 @@ def teacher_texts(asked: Sequence[Problem], generator: torch.Generator) -> list[
 
 
 def reward(problem: Problem, text: str) -> float:
-    """1.0 if ``text`` begins with the answer, else 0.0.
+    """Return 1.0 if ``text`` begins with the answer, else 0.0.
 
-    The answer read is the first run of digits, after any white space. What follows it is not judged, so that a
-    foreign model may say more, or have another end of sequence; a digit too many makes another answer.
+    The answer is the first run of digits after any white space. Later text is ignored, because another model may add
+    words, or have another end of sequence. A digit too many makes the answer wrong.
     """
     found = _FIRST_DIGITS.match(text)
     return float(found is not None and found[1] == answer_text(problem))
 
 
 def accuracy(asked: Sequence[Problem], texts: Sequence[str]) -> float:
-    """The mean reward, in [0, 1]."""
+    """Return the mean reward, in [0, 1]."""
     return sum(reward(problem, text) for problem, text in zip(asked, texts, strict=True)) / len(asked)
 
 
 def prompt_tokens(problem: Problem, tokenizer: Any) -> list[int]:
-    """The prompt's token ids, with what the tokenizer puts before every text."""
+    """Return the prompt's token ids, with the tokens that the tokenizer puts before every text."""
     tokens: list[int] = tokenizer(prompt_text(problem)).input_ids
     return tokens
 
 
 def answer_tokens(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of an answer, the end of sequence included."""
+    """Return the token ids of an answer, the end of sequence included."""
     if tokenizer.eos_token_id is None:
         raise InvalidInputError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, which ends an answer; "
@@ -133,7 +133,7 @@ def answer_tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def max_answer_tokens(tokenizer: Any) -> int:
-    """Tokens of the longest answer, the end of sequence included: ``max_tokens`` for sampling."""
+    """Return the tokens of the longest answer, the end of sequence included: ``max_tokens`` for sampling."""
     every_sum = (Problem(total // 2, total - total // 2) for total in range(199))
     return max(len(answer_tokens(answer_text(problem), tokenizer)) for problem in every_sum)
 
@@ -141,7 +141,7 @@ def max_answer_tokens(tokenizer: Any) -> int:
 def imitation_batch(
     source: Sequence[Problem], size: int, tokenizer: Any, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Problems drawn from ``source`` with the teacher's answers, to be imitated.
+    """Draw problems from ``source``, with the teacher's answers as labels.
 
     Returns:
         ``input_ids`` [N, L] int64, padded on the right; ``attention_mask`` [N, L] int64, 1 for tokens that count;

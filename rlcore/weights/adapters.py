@@ -1,7 +1,7 @@
-"""Adapters that peft has put into a module in place, by ``module.add_adapter`` or ``peft.inject_adapter_in_model``.
+"""Adapters that peft added to a module in place, by ``module.add_adapter`` or ``peft.inject_adapter_in_model``.
 
-A layer with an adapter holds the layer it replaced as ``base_layer``, whose weights keep the names they had. Merging
-and initialization are peft's own, done on a copy of one layer at a time: the live weights are never written.
+A layer with an adapter holds the replaced layer as ``base_layer``. The weights of that layer keep their names here.
+peft's own code merges and initializes, on a copy of one layer at a time: the live weights are never written.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlcore.errors import UnsupportedError
 from rlcore.weights.view import whole
 
 _INITIAL = (True, False, "gaussian")
-"""Of ``init_lora_weights``: those that do not need the base weights, which are on meta when peft computes them."""
+"""Values of ``init_lora_weights`` that need no base weights: those are on meta when peft initializes adapters."""
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that hold adapters, outermost first, by path."""
-    peft = sys.modules.get("peft.tuners.tuners_utils")  # else nobody can have used it
+    """Return path -> layer for the layers with adapters, outermost first."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # if it is not imported, nobody has used it
     if peft is None:
         return {}
     return {path: part for path, part in module.named_modules() if isinstance(part, peft.BaseTunerLayer)}
 
 
 def check_adapters(module: nn.Module) -> None:
-    """Raise UnsupportedError for what cannot be trained, sharded and merged here."""
+    """Raise UnsupportedError for adapters that cannot be trained, sharded and merged here."""
     layers = adapted_layers(module)
     if not layers:
         return
@@ -60,7 +60,7 @@ def check_adapters(module: nn.Module) -> None:
 
 
 def _check_tied(module: nn.Module, layers: Mapping[str, Any]) -> None:
-    """A merge would change the other layer too."""
+    """Refuse adapters on tied weights, because a merge would change the other layer too."""
     held_at: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         path = next((path for path in layers if name.startswith(f"{path}.")), "")
@@ -69,7 +69,7 @@ def _check_tied(module: nn.Module, layers: Mapping[str, Any]) -> None:
 
 
 def base_name(layers: Mapping[str, Any], name: str) -> str | None:
-    """The name that a parameter has in the module without adapters; None if it is an adapter's own."""
+    """Return a parameter's name in the module without adapters; None for a parameter of an adapter."""
     kept: list[str] = []
     path = ""
     for part in name.split("."):
@@ -82,7 +82,7 @@ def base_name(layers: Mapping[str, Any], name: str) -> str | None:
 
 
 def adapter_names(module: nn.Module) -> dict[str, str]:
-    """Parameters of the active adapters: their names in the module, and those that peft's files have without prefix."""
+    """Return name in the module -> name in peft's files without prefix, for the parameters of active adapters."""
     layers = adapted_layers(module)
     found = {}
     for name, _ in module.named_parameters() if layers else ():
@@ -93,7 +93,7 @@ def adapter_names(module: nn.Module) -> dict[str, str]:
 
 
 class Merged:
-    """Base weights with the active adapters added: of one layer at a time, as views of one parameter come together."""
+    """Base weights with the active adapters added. One layer is kept, because views of a parameter come in a row."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = layers
@@ -102,21 +102,21 @@ class Merged:
         self._weights: dict[str, Tensor] = {}
 
     def changes(self, name: str) -> bool:
-        """Whether ``name``, in the module as it is, belongs to a layer with adapters."""
+        """Return True if the parameter ``name`` of the module belongs to a layer with adapters."""
         return any(name.startswith(f"{path}.") for path in self._layers)
 
     def weight(self, name: str, asker: str) -> Tensor:
-        """Whole, and on every rank; all take part. Made anew for one who asks again."""
+        """Return a whole merged weight; all ranks call this. A second request of the same asker merges again."""
         path = next(path for path in self._layers if name.startswith(f"{path}."))  # the outermost
         if path != self._path or asker in self._given:
-            self.release()  # before there is a second one
+            self.release()  # before the next copy is made
             self._weights, self._path = _merged(self._layers[path]), path
         self._given.add(asker)
         return self._weights[name.removeprefix(f"{path}.").replace("base_layer.", "")]
 
     def release(self) -> None:
-        """What comes next is merged anew. Only the caller knows when the parameters may have changed: a write through
-        ``.data`` leaves no trace."""
+        """Forget the merged layer. Only the caller knows when parameters may have changed: a write to ``.data`` leaves
+        no trace."""
         self._weights, self._path, self._given = {}, "", set()
 
 
@@ -124,7 +124,7 @@ class Merged:
 def _merged(layer: Any) -> dict[str, Tensor]:
     values = {id(parameter): _whole_copy(parameter) for parameter in layer.parameters()}
     copied = copy.deepcopy(layer, values)
-    for part in adapted_layers(copied).values():  # itself, and those that it wraps
+    for part in adapted_layers(copied).values():  # the layer itself, and those inside it
         if not part.merged:
             part.merge()
     return {name: parameter.detach() for name, parameter in copied.get_base_layer().named_parameters()}
@@ -136,7 +136,7 @@ def _whole_copy(parameter: Tensor) -> nn.Parameter:
 
 
 def fresh_adapter(module: nn.Module, name: str) -> Tensor:
-    """What peft makes of the adapter's parameter ``name`` at the start, with the host's random numbers."""
+    """Return the initial value that peft gives the adapter's parameter ``name``, with the host's random numbers."""
     layers = adapted_layers(module)
     path = _innermost(layers, name)
     layer = layers[path]
@@ -147,7 +147,7 @@ def fresh_adapter(module: nn.Module, name: str) -> Tensor:
     for child in (child for key, child in copied.named_children() if key != "base_layer"):
         for part in child.modules():
             if hasattr(part, "reset_parameters"):
-                part.reset_parameters()  # what init_lora_weights=False leaves
+                part.reset_parameters()  # init_lora_weights=False keeps these values
     for adapter, config in module.peft_config.items():  # type: ignore[union-attr, operator]
         copied.reset_lora_parameters(adapter, config.init_lora_weights)
     fresh: Tensor = copied.get_parameter(name.removeprefix(f"{path}.")).detach()

@@ -1,4 +1,4 @@
-"""Every weight of a module, and where it is."""
+"""The list of all weights of a module, as views of its parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlcore.weights.view import Adapters, WeightPart, WeightView, seen_in, whole
 
 
 def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | None = None) -> Iterator[WeightView]:
-    """Parameters, tied ones once, and persistent buffers.
+    """Yield the weights of a module: parameters, tied ones once, and persistent buffers.
 
     Args:
-        conversion: to the names of checkpoints; None: they are the module's own.
+        conversion: from the module's names to those of checkpoints; None where they are the same.
     """
     if adapters == "only":
         for name, short in adapter_names(module).items():
@@ -26,7 +26,7 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
         return
     layers = adapted_layers(module)
     merged = Merged(layers if adapters == "merged" else {})
-    own_names: dict[str, str] = {}  # by the names without adapters
+    own_names: dict[str, str] = {}  # name without adapters -> name in the module
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_tensors(module):
         if (base := base_name(layers, name)) is not None:
@@ -60,9 +60,9 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What checkpoints hold of a module that is not sharded, as views of its parameters and persistent buffers.
+    """Return the checkpoint tensors of an unsharded module, as views of its parameters and persistent buffers.
 
-    By the names of the checkpoint that transformers has loaded it from; of another module by its own.
+    The names are those of the checkpoint that transformers loaded; for another module they are its own.
     """
     conversion = Conversion(module) if hasattr(module, "_weight_conversions") else None
     weights = weights_of(module, "base", conversion)
@@ -70,7 +70,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones by each name, and persistent buffers: what ``state_dict()`` has, without its hooks."""
+    """Yield parameters, tied ones by each name, and persistent buffers, as ``state_dict()`` without its hooks."""
     yield from module.named_parameters(remove_duplicate=False)
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():

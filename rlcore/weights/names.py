@@ -1,4 +1,4 @@
-"""Whether named tensors of two sources are those of one model."""
+"""Comparison of the named tensors of two sources that should belong to one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Shaped(Protocol):
 
 
 def mismatch(own: Mapping[str, Shaped], given: Mapping[str, Shaped]) -> str:
-    """How ``given`` differs from ``own`` in names and shapes, for an error; "" if it does not."""
+    """Return how ``given`` differs from ``own`` in names and shapes, for an error; "" if it does not."""
     kinds = {
         "missing": own.keys() - given.keys(),
         "unexpected": given.keys() - own.keys(),

@@ -18,31 +18,31 @@ _log = logging.getLogger(__name__)
 
 
 class TensorSlices:
-    """One tensor, of which ``read`` copies no more than it is asked for."""
+    """One tensor; ``read`` copies only the requested slice."""
 
     def __init__(self, found: Any) -> None:
-        self._found = found  # a tensor, or safetensors' slice of a memory map: both are indexed the same
+        self._found = found  # a tensor, or a safetensors slice of a memory map: both have the same indexing
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self._found.shape if isinstance(self._found, Tensor) else self._found.get_shape())
 
     def read(self, box: tuple[slice, ...]) -> Tensor:
-        """On the host, in the dtype of the source; perhaps a view of a memory map."""
+        """Return a slice in host memory, in the dtype of the source; it may be a view of a memory map."""
         read: Tensor = self._found[box or ...]
         return read.detach()
 
 
 class WeightSource(Mapping[str, TensorSlices]):
-    """Where the weights of a module are, by its own names."""
+    """The tensors from which a module takes its weights, by its own names."""
 
     def __init__(self, named: Mapping[str, Any], *, is_whole: bool = False) -> None:
         self._named = named
         self.is_whole = is_whole
-        """Read whole into host memory and converted, rather than a slice at a time."""
+        """The tensors were read whole into host memory and converted, instead of a slice at a time."""
 
     def renamed(self, names: Mapping[str, str]) -> WeightSource:
-        """With these tensors alone: new name -> name here."""
+        """Return a source with only these tensors; ``names`` maps new name -> name here."""
         return WeightSource({new: self._named[name] for new, name in names.items()}, is_whole=self.is_whole)
 
     def __getitem__(self, name: str) -> TensorSlices:
@@ -56,10 +56,10 @@ class WeightSource(Mapping[str, TensorSlices]):
 
 
 def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
-    """The source of a module that is not sharded yet.
+    """Return the source of a module that is not sharded yet.
 
     Raises:
-        CheckpointError: no file there, or a damaged one.
+        CheckpointError: there is no file, or a damaged one.
     """
     source = module.materialization_source()
     if isinstance(source, Mapping):
@@ -79,12 +79,12 @@ def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
 
 
 def in_files(files: Iterable[Path]) -> WeightSource:
-    """The tensors of safetensors files."""
+    """Return the tensors of safetensors files."""
     return WeightSource({name: found for file in files for name, found in _slices(file).items()})
 
 
 def _files(source: Path) -> list[Path]:
-    """As transformers chooses: what the index names, else the one file, else whatever there is."""
+    """Return the files that transformers would read: those of the index, else the one file, else all there are."""
     if source.is_file():
         return [source]
     index = source / "model.safetensors.index.json"
@@ -97,4 +97,4 @@ def _files(source: Path) -> list[Path]:
 
 def _slices(file: Path) -> dict[str, Any]:
     opened = safetensors_library().safe_open(file, framework="pt", device="cpu")
-    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping

@@ -1,8 +1,8 @@
-"""By which names, and as which views of its tensors, a transformers model stands in checkpoints.
+"""The names under which a transformers model's tensors are in checkpoints, and the views of them that these are.
 
-Transformers renames, splits and joins tensors as it loads, and ``save_pretrained`` reverts that. Its reversal is run
-here on meta tensors: what comes out in the storage of one that went in is a view of it, and what was joined of such
-views is known part by part.
+Transformers renames, splits and joins tensors when it loads, and ``save_pretrained`` reverts that. The reversal runs
+here on meta tensors under a dispatch mode. An output in the storage of an input is a view of it; an output that joins
+such views is recorded part by part.
 """
 
 from __future__ import annotations
@@ -12,42 +12,41 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from rlcore.weights.dispatch_tracer import DispatchTracer, Handler, storage_key, tensors_in
 from rlcore.weights.view import Box, divided, whole_box
 
 _aten = torch.ops.aten
 
 
 class StoredPart(NamedTuple):
-    """A part of a tensor of a checkpoint: a view of one of the model's own tensors."""
+    """A part of a checkpoint tensor that is a view of one of the model's own tensors."""
 
     box: Box
-    """In the checkpoint's tensor."""
+    """The place of the part in the checkpoint tensor."""
     source: str
     view: Tensor
-    """On meta, of the box's shape, or with some of its dimensions divided: a view of a contiguous tensor of the shape
-    of ``source``."""
+    """On meta: a view of a contiguous tensor of the shape of ``source``. It has the box's shape, or that shape with
+    some dimensions divided."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint."""
+    """A checkpoint tensor."""
 
     name: str
     sources: tuple[str, ...]
-    """The model's own tensors that it is made of."""
+    """Names of the model's own tensors from which it is computed."""
     meta: Tensor
     """Its shape and dtype."""
     parts: tuple[StoredPart, ...]
-    """All of it; none if it is no view, and not joined of views."""
+    """The parts that make all of it; empty if it is neither a view nor joined from views."""
 
 
 class Conversion:
-    """From the own tensors of a transformers model to those of its checkpoint.
+    """Conversion of a transformers model's own tensors to those of its checkpoint.
 
     Args:
-        model: that transformers has loaded.
+        model: a model that transformers has loaded.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,7 +55,10 @@ class Conversion:
 
     @classmethod
     def of_checkpoint(cls, model_class: Any, config: Any, names: Collection[str] = ()) -> Self:
-        """Of a model that is not loaded by transformers, but from tensors of these names; without, of a new one."""
+        """Return the conversion of a model that is loaded from tensors of these names, but not by transformers.
+
+        Without names it is that of a new model.
+        """
         with torch.device("meta"):
             model = model_class._from_config(config)
         if names:
@@ -64,24 +66,24 @@ class Conversion:
         return cls(model)
 
     def revert(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors made of the model's own."""
+        """Return the checkpoint tensors computed from the model's own."""
         from transformers.core_model_loading import revert_weight_conversion
 
         reverted: dict[str, Tensor] = revert_weight_conversion(self._model, dict(own))
         return reverted
 
     def stored(self, own: Mapping[str, Tensor]) -> list[StoredTensor]:
-        """Every tensor of the checkpoint, given the model's own on meta."""
+        """Return every checkpoint tensor, given the model's own tensors on meta."""
         key = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if self._stored[0] != key:
-            with _Provenance(own) as provenance:
+            with _ConversionTracer(own) as tracer:
                 reverted = self.revert(own)
-            self._stored = key, [provenance.trace(name, tensor) for name, tensor in reverted.items()]
+            self._stored = key, [tracer.trace(name, tensor) for name, tensor in reverted.items()]
         return self._stored[1]
 
 
 def _used(model: Any, names: Collection[str]) -> list[Any]:
-    """The conversions that a load of tensors of these names uses: only they are to be reverted."""
+    """Return the conversions that loading tensors of these names would use: only they must be reverted."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -94,39 +96,60 @@ def _used(model: Any, names: Collection[str]) -> list[Any]:
     return [conversion for conversion in conversions if conversion.was_used()]
 
 
-class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves out copies, which are there to make tensors contiguous, and remembers what each tensor comes from."""
+class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
+    """Remembers the own tensors that each tensor is made of, and where it is a view of one or joined of views.
+
+    Copies that only make a tensor contiguous are left out: their result is the view that was copied.
+    """
 
     def __init__(self, own: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sources: dict[int, tuple[str, ...]] = {_storage(tensor): (name,) for name, tensor in own.items()}
+        super().__init__()
+        self._sources: dict[int, tuple[str, ...]] = {storage_key(tensor): (name,) for name, tensor in own.items()}
         self._views = set(self._sources)
         self._joined: dict[int, tuple[torch.Size, tuple[StoredPart, ...]]] = {}
-        self._held: list[Tensor] = []  # so that no storage takes the place of another
+        self._held: list[Tensor] = []  # kept alive, so that no storage reuses the address of another
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _aten.clone.default:
-            return _aten.alias.default(args[0])
-        if func is _aten._unsafe_view.default and not args[0].is_contiguous():  # a reshape that has to copy
-            made: Any = torch.empty(args[1], dtype=args[0].dtype, device="meta")
-            self._joined[_storage(made)] = made.shape, self._merged(args[0], made)
-        else:
-            made = func(*args, **(kwargs or {}))
-        given = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def handler(self, func: Any) -> Handler:
+        known = {
+            _aten.clone.default: self._clone,
+            _aten._unsafe_view.default: self._reshape,
+            _aten.cat.default: self._cat,
+        }
+        return known.get(func, self._run)
+
+    def _clone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return _aten.alias.default(args[0])
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if args[0].is_contiguous():
+            return self._run(func, args, kwargs)
+        made = torch.empty(args[1], dtype=args[0].dtype, device="meta")  # it has to copy
+        self._joined[storage_key(made)] = made.shape, self._merged(args[0], made)
+        return self._remember(func, args, kwargs, made)
+
+    def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        self._joined[storage_key(made)] = made.shape, self._parts_side_by_side(*args)
+        return self._remember(func, args, kwargs, made)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._remember(func, args, kwargs, func(*args, **kwargs))
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        given = map(storage_key, tensors_in((args, kwargs)))
         sources = tuple(dict.fromkeys(name for storage in given for name in self._sources.get(storage, ())))
-        if func is _aten.cat.default:
-            self._joined[_storage(made)] = made.shape, self._parts_side_by_side(*args)
-        for result in (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
+        for result in tensors_in(made):
             self._held.append(result)
-            if _storage(result) not in self._views or func._schema.is_mutable:
-                self._views.discard(_storage(result))
-                self._sources[_storage(result)] = sources
+            key = storage_key(result)
+            if key not in self._views or func._schema.is_mutable:
+                self._views.discard(key)
+                self._sources[key] = sources
             if func._schema.is_mutable:
-                self._joined.pop(_storage(result), None)
+                self._joined.pop(key, None)
         return made
 
     def _parts_side_by_side(self, tensors: Sequence[Tensor], dim: int = 0) -> tuple[StoredPart, ...]:
-        """Of what these are joined to; none if one of them has none."""
+        """Return the parts of what these are joined to; none if one of them has none."""
         found: list[StoredPart] = []
         start, dim = 0, dim % tensors[0].dim()
         for tensor in tensors:
@@ -138,26 +161,21 @@ class _Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def _merged(self, tensor: Tensor, to: Tensor) -> tuple[StoredPart, ...]:
-        """Of a view, some of whose dimensions are merged; none of what else a reshape is."""
-        is_merge = _storage(tensor) in self._views and divided(tensor.shape, to.shape) is not None
+        """Return the parts of a view some of whose dimensions were merged; none for any other reshape."""
+        is_merge = storage_key(tensor) in self._views and divided(tensor.shape, to.shape) is not None
         return tuple(part._replace(box=whole_box(to)) for part in self._parts(tensor)) if is_merge else ()
 
     def _parts(self, tensor: Tensor) -> tuple[StoredPart, ...]:
-        storage = _storage(tensor)
+        storage = storage_key(tensor)
         if storage in self._views:
             return (StoredPart(whole_box(tensor), self._sources[storage][0], tensor),)
         shape, parts = self._joined.get(storage, (None, ()))
-        # nothing is known of other views of what was joined
+        # other views of a joined tensor have no recorded parts
         return parts if tensor.shape == shape and tensor.is_contiguous() else ()
 
     def trace(self, name: str, tensor: Tensor) -> StoredTensor:
-        return StoredTensor(name, self._sources[_storage(tensor)], tensor, self._parts(tensor))
+        return StoredTensor(name, self._sources[storage_key(tensor)], tensor, self._parts(tensor))
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:
     return (*box[:dim], slice(box[dim].start + by, box[dim].stop + by), *box[dim + 1 :])
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

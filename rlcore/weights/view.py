@@ -1,4 +1,4 @@
-"""Where a weight is, by the name that checkpoints and inference engines have for it."""
+"""A weight by its checkpoint name, as a view of the parameter that holds it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Adapters = Literal["merged", "base", "only"]
-"""Which weights of a module with adapters: merged into the base, the base as if there were none, or theirs alone."""
-
+"""The weights of a module with adapters: with adapters merged, the base weights only, or the adapters only."""
 
 Box = tuple[slice, ...]
 """A slice for each dimension."""
@@ -21,10 +20,10 @@ class WeightPart(NamedTuple):
     """A part of a weight that is a view of one parameter."""
 
     box: Box
-    """In the weight."""
+    """The place of the part in the weight."""
     parameter: Tensor
     view: Tensor
-    """As that of ``WeightView``, of the box's shape, or with some of its dimensions divided."""
+    """A view as in ``WeightView``, of the box's shape, or with some of its dimensions divided."""
 
 
 class WeightView(NamedTuple):
@@ -36,28 +35,28 @@ class WeightView(NamedTuple):
 
     name: str
     parameter: Tensor | None
-    """The Parameter itself, a DTensor where it is sharded, or a persistent buffer. None: the weight is a view of
-    none, such as merged adapters; ``compute`` makes it."""
+    """The Parameter itself, a DTensor where it is sharded, or a persistent buffer. None where the weight is a view of
+    no parameter, as with merged adapters; ``compute`` makes it then."""
     view: Tensor
     """On meta, of the weight's shape and dtype: a view of a contiguous tensor of the parameter's whole shape."""
     compute: Callable[[], Tensor] | None = None
-    """Given instead of ``parameter``: makes the whole weight on every rank. All ranks call it together, in order."""
+    """Present instead of ``parameter``: makes the whole weight on every rank. All ranks call it together, in order."""
     release: Callable[[], None] | None = None
-    """Forgets what ``compute`` keeps for the weights that follow. Whoever takes only some, or has the views for longer
-    than one pass over them, calls it after each pass: what is kept does not follow every change of a parameter."""
+    """Forgets the tensors that ``compute`` keeps for the next weights. A caller that skips views, or reuses them for
+    another pass, calls it after each pass: the kept tensors do not follow every change of a parameter."""
     joined: tuple[WeightPart, ...] = ()
-    """Beside ``compute``, where that does nothing but join parameters: all of the weight, part by part."""
+    """Present beside ``compute`` if that only joins parameters: the parts that make all of the weight."""
 
     @property
     def parts(self) -> tuple[WeightPart, ...]:
-        """All of the weight as views of parameters; none if it is more than that."""
+        """Return all of the weight as views of parameters; empty if it is more than that."""
         if self.parameter is None:
             return self.joined
         return (WeightPart(whole_box(self.view), self.parameter, self.view),)
 
 
 def divided(shape: Sequence[int], merged: Sequence[int]) -> list[range] | None:
-    """Which dimensions of ``shape`` make each one of ``merged``, if neighbours merge to that."""
+    """Return for each dimension of ``merged`` the neighbours in ``shape`` that merge to it; None if they do not."""
     found, start = [], 0
     for size in merged:
         stop = start + 1
@@ -75,10 +74,10 @@ def whole_box(tensor: Tensor) -> Box:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered if it is sharded, by all ranks together."""
+    """Return the whole tensor; a sharded one is gathered by all ranks together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def seen_in(whole: Tensor, view: Tensor) -> Tensor:
-    """What ``view`` describes, in ``whole``, which is contiguous."""
+    """Return the view of the contiguous tensor ``whole`` that ``view`` describes."""
     return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlcore.errors import DeviceError, InvalidInputError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from rlcore.registry import launch
 
 UUIDS = [f"{number}{number}c5b9d6-0000-0000-0000-00000000000{number}" for number in range(8)]
@@ -21,7 +21,7 @@ def visible(value: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def cuda() -> Launch:
+def cuda() -> LaunchFacts:
     return launch("cuda")
 
 
@@ -45,26 +45,26 @@ def cuda() -> Launch:
         ("²", []),
     ],
 )
-def test_the_variable_is_read_as_the_driver_does(cuda: Launch, value: str, ids: list[str]) -> None:
+def test_the_variable_is_read_as_the_driver_does(cuda: LaunchFacts, value: str, ids: list[str]) -> None:
     assert cuda.visible_devices(visible(value)) == ids
 
 
 @pytest.mark.parametrize("value", ["2,0", "1,-1,2", "1,1", "", "-1", "NoDevFiles"])
-def test_torch_reads_it_alike(cuda: Launch, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_it_alike(cuda: LaunchFacts, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.cuda import _parse_visible_devices
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert [str(number) for number in _parse_visible_devices()] == cuda.visible_devices()
 
 
-def test_without_the_variable_all_are_visible(cuda: Launch) -> None:
+def test_without_the_variable_all_are_visible(cuda: LaunchFacts) -> None:
     assert cuda.visible_devices({}) is None
     assert cuda.physical_id(3, {}) == "3"
     assert cuda.visible_uuids(UUIDS, {}) == UUIDS
     assert cuda.worker_environment([1, 2], {}) == {"CUDA_VISIBLE_DEVICES": "1,2"}
 
 
-def test_a_worker_gets_what_its_parent_calls_by_that_index(cuda: Launch) -> None:
+def test_a_worker_gets_what_its_parent_calls_by_that_index(cuda: LaunchFacts) -> None:
     environ = visible("4,6")
     assert cuda.worker_environment([1], environ) == {"CUDA_VISIBLE_DEVICES": "6"}
     assert cuda.worker_environment([1, 0], environ) == {"CUDA_VISIBLE_DEVICES": "6,4"}
@@ -72,14 +72,14 @@ def test_a_worker_gets_what_its_parent_calls_by_that_index(cuda: Launch) -> None
     assert cuda.worker_environment([], environ) == {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_workers_of_workers_compose(cuda: Launch) -> None:
+def test_workers_of_workers_compose(cuda: LaunchFacts) -> None:
     environ = visible("7,5,3,1")
     for indices in ([1, 2, 3], [1, 2], [1]):
         environ = environ | cuda.worker_environment(indices, environ)
     assert environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_a_uuid_is_found_whatever_the_numbers_are(cuda: Launch) -> None:
+def test_a_uuid_is_found_whatever_the_numbers_are(cuda: LaunchFacts) -> None:
     exporter, importer = visible("4,6"), visible("6,2,4")
     uuid = cuda.visible_uuids(UUIDS, exporter)[1]
     assert uuid == UUIDS[6]
@@ -98,16 +98,16 @@ def test_a_uuid_is_found_whatever_the_numbers_are(cuda: Launch) -> None:
         ("MIG-8932f937,1", []),  # part of a device has a uuid of its own
     ],
 )
-def test_what_the_machine_does_not_have_ends_the_list(cuda: Launch, value: str, found: list[str]) -> None:
+def test_what_the_machine_does_not_have_ends_the_list(cuda: LaunchFacts, value: str, found: list[str]) -> None:
     assert cuda.visible_uuids(UUIDS, visible(value)) == found
 
 
-def test_a_uuid_cut_short_must_mean_one_device(cuda: Launch) -> None:
+def test_a_uuid_cut_short_must_mean_one_device(cuda: LaunchFacts) -> None:
     assert cuda.visible_uuids(["aa-1", "aa-2", "ab-1"], visible("GPU-ab")) == ["ab-1"]
     assert cuda.visible_uuids(["aa-1", "aa-2", "ab-1"], visible("GPU-a")) == []
 
 
-def test_an_index_that_is_not_visible_is_refused(cuda: Launch) -> None:
+def test_an_index_that_is_not_visible_is_refused(cuda: LaunchFacts) -> None:
     with pytest.raises(DeviceError) as caught:
         cuda.worker_environment([0, 2], visible("4,6"))
     assert str(caught.value) == (
@@ -117,12 +117,12 @@ def test_an_index_that_is_not_visible_is_refused(cuda: Launch) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, "0", True, None, 1.0])
-def test_what_is_no_index_is_refused(cuda: Launch, index: Any) -> None:
+def test_what_is_no_index_is_refused(cuda: LaunchFacts, index: Any) -> None:
     with pytest.raises(InvalidInputError, match="the index of a device is a whole number of at least 0, got "):
         cuda.physical_id(index, {})
 
 
-def test_an_index_twice_is_refused(cuda: Launch) -> None:
+def test_an_index_twice_is_refused(cuda: LaunchFacts) -> None:
     with pytest.raises(InvalidInputError, match=r"sees each device once; these indices repeat: \[1, 0, 1\]"):
         cuda.worker_environment([1, 0, 1], {})
 
@@ -134,7 +134,7 @@ def test_a_device_without_a_variable_needs_none() -> None:
     assert cpu.ray_resource == "CPU"
 
 
-def test_the_facts_of_cuda(cuda: Launch) -> None:
+def test_the_facts_of_cuda(cuda: LaunchFacts) -> None:
     assert (cuda.visible_devices_variable, cuda.ray_resource) == ("CUDA_VISIBLE_DEVICES", "GPU")
 
 

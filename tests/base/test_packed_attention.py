@@ -459,7 +459,7 @@ def test_other_models_run_padded_and_say_why(model_type: str, caplog: pytest.Log
         run(decoder, implementation="per_sequence")
 
 
-def explain_cpu(decoder: Decoder) -> packed_choice.Choice:
+def explain_cpu(decoder: Decoder) -> packed_choice.AttentionChoice:
     return explain(decoder, torch.device("cpu"), torch.float32)
 
 

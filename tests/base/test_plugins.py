@@ -340,7 +340,7 @@ def test_a_device_that_cannot_say_what_it_can_do_is_listed_with_the_reason(site:
         code = registering(f"register(spec('{name}', f'{{__name__}}:Device'))")
         site.install(name, f"{code}    def capabilities(self): return {answer}\n")
     result = site.run(f"""
-        from rlcore.inventory import describe, kinds
+        from rlcore.cli.inventory import describe, kinds
         found = {{kind.info.name: kind.error for kind in kinds()}}
         for name in {list(errors)}:
             print(found[name])

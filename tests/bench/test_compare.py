@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rlcore import cli_bench_output
 from rlcore.bench.compare import compare, parse_prices, run_names
 from rlcore.bench.record import CaseResult, Metric, Record, Telemetry, read, write
 from rlcore.bench.statistics import difference
-from rlcore.cli_bench import bench
+from rlcore.cli import bench_output
+from rlcore.cli.bench import bench
 from rlcore.errors import InvalidInputError
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -258,7 +258,7 @@ def test_clock_is_the_devices_own_and_on_a_shared_host_that_of_its_processors(
     ("share", "shown"), [(0.0123, "1.2%"), (1.0, "100.0%"), (41.8, "over 100%"), (math.inf, "unknown")]
 )
 def test_noise_is_shown_as_far_as_it_says_something(share: float, shown: str) -> None:
-    assert cli_bench_output._noise(share) == shown
+    assert bench_output._noise(share) == shown
 
 
 def test_clock_that_does_not_tell_of_every_sample_is_not_compared() -> None:

@@ -11,7 +11,7 @@ from typer.main import get_command
 from rlcore.bench.case import load_cases
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
-from rlcore.cli_bench import bench
+from rlcore.cli.bench import bench
 from rlcore.registry import get_device
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "bench.md").read_text()

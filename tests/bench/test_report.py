@@ -18,8 +18,8 @@ from rlcore.bench import charts
 from rlcore.bench.answers import ReportRun
 from rlcore.bench.record import CaseResult, Record, write
 from rlcore.bench.report import peer_groups, render, shares
-from rlcore.cli_bench import bench
-from rlcore.cli_bench_output import print_results
+from rlcore.cli.bench import bench
+from rlcore.cli.bench_output import print_results
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 OKABE_ITO = {"#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"}

@@ -15,7 +15,7 @@ from rlcore.bench.publish import page
 from rlcore.bench.record import CaseResult, Metric, Record, write
 from rlcore.bench.report import render
 from rlcore.bench.summary import ResultTarget, missing, outcomes, shortened, targets
-from rlcore.cli_bench_output import print_results
+from rlcore.cli.bench_output import print_results
 
 CASES = [
     result("op", "ours", 0.010, {"size": "big"}, bus_bandwidth=9e9),

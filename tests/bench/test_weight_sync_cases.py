@@ -42,7 +42,7 @@ def test_experts_are_named_one_by_one_and_planned_as_one() -> None:
     assert len(names) == len(set(names)) == 2 + 5 + 3 * 2
     for number, parameter in enumerate(trainer.parameters()):
         parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + number)
-    engine = weight_sync._Model(TINY)
+    engine = weight_sync._FusedModel(TINY)
     engine.load_weights(trainer.named_weights())
     for one, other in zip(trainer.parameters(), engine.parameters(), strict=True):
         assert torch.equal(one, other)

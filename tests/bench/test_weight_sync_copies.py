@@ -51,7 +51,7 @@ def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.
 
 def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync_copies, "_CHECKED_AT_ONCE", 1000)
-    sync = weight_sync_copies._Sync(get_device("cpu"), weight_sync_copies._for_host(QWEN2_7B), torch.bfloat16, 1)
+    sync = weight_sync_copies._CopyProblem(get_device("cpu"), weight_sync_copies._for_host(QWEN2_7B), torch.bfloat16, 1)
     copies = ViewCopies(sync.pieces, sync.sources, [sync.engine])
     assert 0 < _largest_taken(lambda: sync.check(copies.run)) < sync.engine.numel() // 2
 
@@ -66,7 +66,7 @@ def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: p
 
 
 def _largest_taken(run: Callable[[], None]) -> int:
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         run()
     return max(event.cpu_memory_usage for event in profiler.events())
 

@@ -24,12 +24,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import rlcore
-from rlcore import cli
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import run_case
 from rlcore.bench.record import Calibration, read
 from rlcore.bench.system import new_record
-from rlcore.console import print_json
+from rlcore.cli import main as cli
+from rlcore.cli.console import print_json
 from rlcore.errors import RlcoreError
 from rlcore.registry import get_device
 from tests.warm import warm
@@ -238,8 +238,8 @@ def test_wrong_environment_is_one_line_and_exits_with_1(rlcore_command: Run) -> 
 
 
 def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
-    code = "from rlcore import cli\n@cli.app.command()\ndef broken(): 1 / 0\nsys.argv[1:] = ['broken']; cli.main()"
-    result = run_python(f"import sys\n{code}")
+    code = "@cli.app.command()\ndef broken(): 1 / 0\nsys.argv[1:] = ['broken']; cli.main()"
+    result = run_python(f"import sys\nfrom rlcore.cli import main as cli\n{code}")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
@@ -406,7 +406,7 @@ import sys, types
 sys.modules["rlcore.quickstart.run"] = stand_in = types.ModuleType("run")
 stand_in.run = lambda config: print(config) or 130
 sys.argv[1:] = ["quickstart", "--device", "cpu", "--seed", "3", "--steps", "5", "--output", "here", "--resume"]
-from rlcore.cli import main
+from rlcore.cli.main import main
 main()
 """
     result = run_python(code)

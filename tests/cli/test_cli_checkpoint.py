@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlcore import cli
+from rlcore.cli import main as cli
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.saved_tensor import parts_of
 from rlcore.engines.checkpoints.tensor_file import Stamp

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rlcore import cli
 from rlcore.bench.compare import compare
-from rlcore.cli_bench_output import print_comparison
-from rlcore.console import print_table, print_text
+from rlcore.cli import main as cli
+from rlcore.cli.bench_output import print_comparison
+from rlcore.cli.console import print_table, print_text
 from tests.bench.records import a_record
 
 

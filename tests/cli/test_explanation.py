@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.cli.explanation import OPTIONS, explain
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.explanation import OPTIONS, explain
 from rlcore.kernels.dispatch import choose
-from rlcore.kernels.linear import problem as head_task
+from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
 from rlcore.kernels.returns import group_advantage as advantages
-from rlcore.kernels.token import problem as logit_task
+from rlcore.kernels.token.problem import LogitsProblem
 from rlcore.packed.attention import packed_hidden_states
 from rlcore.registry import registry
 
@@ -32,11 +32,11 @@ def test_every_operator_of_rlcore_has_its_options() -> None:
 def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = None
     logits = torch.zeros(2, 3)
-    task = logit_task.LogitTask(rows, keep_mask=logits, with_entropy=True, inplace_backward=True)
-    assert task.query(logits).options == OPTIONS["token_logprob"]
+    problem = LogitsProblem(rows, keep_mask=logits, with_entropy=True, inplace_backward=True)
+    assert problem.query(logits).options == OPTIONS["token_logprob"]
     shard: Any = object()
-    head = head_task.HeadTask(rows, softcap=1.0, with_entropy=True, memory_budget_bytes=1, shard=shard)
-    inputs = head_task.HeadInputs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3))
+    head = LinearHeadProblem(rows, softcap=1.0, with_entropy=True, memory_budget_bytes=1, shard=shard)
+    inputs = HeadInputs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3))
     assert head.query(inputs).options == OPTIONS["linear_logprob"]
     assert head.query(inputs, "sequence_level").options == OPTIONS["linear_loss"]
     queries: list[Any] = []
@@ -56,7 +56,7 @@ def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.Monke
             "linear_loss",
             "entropi",
             "--option must be one of bias, entropy, group, memory_budget, sequence_level, softcap for linear_loss, "
-            "got 'entropi'; did you mean entropy?",
+            "got 'entropi'; did you mean 'entropy'?",
         ),
         ("gae", "entropy", "--option must be left out for gae, got 'entropy'"),
         ("packed_attention", "mask", "--option must be one of dropout, sinks, softcap, window for packed_attention,"),

@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 import rlcore
-from rlcore import cli, ops
+from rlcore import ops
 from rlcore.bench.case import select_cases
 from rlcore.bench.record import read, write
+from rlcore.cli import main as cli
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.config import QuickstartConfig

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from rlcore.collectives import rendezvous
 from rlcore.collectives.groups import new_group
-from rlcore.collectives.rendezvous import Meeting, _own_card
+from rlcore.collectives.rendezvous import Rendezvous, _own_info
 from rlcore.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -109,20 +109,20 @@ def test_a_rank_given_twice_is_told_so(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already .*new folder or name"):
         new_group("cpu", rank=0, world_size=1, rendezvous=store, name="g")
     # What a killed run leaves in a folder is there for the next one, which begins to count groups again.
-    Meeting(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
-    monkeypatch.setattr(rendezvous, "_num_met", Counter())
+    Rendezvous(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=1.0)
+    monkeypatch.setattr(rendezvous, "_num_joined", Counter())
     with pytest.raises(CollectiveError, match=r"rank 0 of group 'g' has joined already"):
         new_group("cpu", rank=0, world_size=1, rendezvous=tmp_path, name="g")
 
 
-def leave_card(folder: Path, pid: int, started: int | None) -> None:
+def publish_info(folder: Path, pid: int, started: int | None) -> None:
     """What rank 1 of 2, of this process, has written when it is killed while it waits for rank 0."""
     (folder / "g-1").mkdir(mode=0o700)
     (folder / "g-1" / "member-1").touch()
     store = FileStore(str(folder / "g-1" / "store"))
     store.add("joined/1", 1)
-    card = msgspec.structs.replace(_own_card(2, "gloo"), pid=pid, started=started)
-    store.set("card/1", msgspec.json.encode(card).decode())
+    info = msgspec.structs.replace(_own_info(2, "gloo"), pid=pid, started=started)
+    store.set("info/1", msgspec.json.encode(info).decode())
 
 
 @pytest.mark.parametrize("is_number_used_again", [False, True])
@@ -130,7 +130,7 @@ def test_a_rank_that_was_killed_before_the_others_came_is_named(tmp_path: Path, 
     with subprocess.Popen(["true"]) as killed:
         killed.wait()
     pid = os.getpid() if is_number_used_again else killed.pid
-    leave_card(tmp_path, pid, started=1)
+    publish_info(tmp_path, pid, started=1)
     began = time.monotonic()
     with pytest.raises(PeerDiedError, match=rf"forming group 'g' .*rank 1 \(process {pid}\) has ended; give") as error:
         new_group("cpu", rank=0, world_size=2, rendezvous=tmp_path, timeout_s=90.0, name="g")
@@ -145,7 +145,7 @@ def join_with(rank: Any, what: str) -> str:
         if what == "world_size":
             new_group("cpu", rank=rank.rank, world_size=2 + rank.rank, **options)
         else:
-            Meeting(
+            Rendezvous(
                 rank.folder, options["name"], rank=rank.rank, world_size=2, library=f"lib{rank.rank}", timeout_s=60.0
             )
     return str(error.value)

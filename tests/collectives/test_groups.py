@@ -217,9 +217,9 @@ def join_as_many_hosts(rank: Any) -> None:
 
     from rlcore.collectives import rendezvous
 
-    card = rendezvous._own_card
-    elsewhere = lambda *args: rendezvous.msgspec.structs.replace(card(*args), network=f"host {rank.rank}")  # noqa: E731
-    with mock.patch.object(rendezvous, "_own_card", elsewhere):
+    info = rendezvous._own_info
+    elsewhere = lambda *args: rendezvous.msgspec.structs.replace(info(*args), network=f"host {rank.rank}")  # noqa: E731
+    with mock.patch.object(rendezvous, "_own_info", elsewhere):
         with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"), rank.new_group("cpu", 2, "hosts") as group:
             assert group.all_reduce(torch.ones(1)).item() == 2.0
             assert listening_addresses() == {LOOPBACK}

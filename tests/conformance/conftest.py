@@ -107,7 +107,7 @@ def simdev_python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPath
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     folders = [folder for folder in site.getsitepackages() if Path(folder).is_dir()]
-    (packages / "parent.pth").write_text("".join(f"import site; site.addsitedir({folder!r})\n" for folder in folders))
+    (packages / "parent.pth").write_text("".join(f"import site; site.addsitedir({folder!a})\n" for folder in folders))
     _pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
     yield python
     Path(f"/dev/shm/simdev-{os.getuid()}").unlink(missing_ok=True)

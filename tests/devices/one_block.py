@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 
 BLOCK_BYTES = 1 << 16
 

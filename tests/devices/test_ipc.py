@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import torch
 
-from rlcore.devices.ipc_exporter import Exporter
-from rlcore.devices.ipc_importer import Importer
-from rlcore.devices.ipc_socket import listen
+from rlcore.devices.ipc.exporter import IpcExporter
+from rlcore.devices.ipc.importer import IpcImporter
+from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.processes import start_time
 from rlcore.registry import get_device
@@ -314,7 +314,7 @@ def test_an_importer_that_hangs_up_or_is_stopped_has_not_closed_and_a_killed_one
     import_in(peer, text)
     assert claims(device, text) == {peer.pid: 1}
     peer.run(
-        "import socket; from rlcore.devices.ipc_importer import importer\n"
+        "import socket; from rlcore.devices.ipc.importer import importer\n"
         "for c in importer()._connections.values(): c._channel._connection.shutdown(socket.SHUT_RDWR)"
     )
     for seconds in (0.3, 0.2):
@@ -507,7 +507,7 @@ def test_an_exporter_that_was_never_there_is_an_error(device: Any) -> None:
 
 def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(peer.run(EXPORT.format(size=4)))
-    monkeypatch.setattr("rlcore.devices.ipc_importer._importer", Importer())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(
@@ -517,7 +517,7 @@ def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypa
 
 
 def test_an_importer_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlcore.devices.ipc_importer._importer", Importer())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
     text = peer.run(EXPORT.format(size=4))
     peer.run("getuid = os.getuid; mine = getuid(); os.getuid = lambda: mine + 1")
     try:
@@ -645,4 +645,4 @@ def test_too_few_open_files_are_an_error(peer: Peer, device: Any) -> None:
 def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / ("x" * 100)))
     with pytest.raises(StateError, match=r"^no socket for IPC could be made at .*; set RLCORE_RUNTIME to a short path"):
-        Exporter().export([torch.zeros(1).untyped_storage()], "", lambda storage: None)  # type: ignore[arg-type,return-value]
+        IpcExporter().export([torch.zeros(1).untyped_storage()], "", lambda storage: None)  # type: ignore[arg-type,return-value]

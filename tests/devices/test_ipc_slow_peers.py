@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.ipc_channel import Channel
-from rlcore.devices.ipc_messages import Release
+from rlcore.devices.ipc.channel import IpcChannel
+from rlcore.devices.ipc.messages import Release
 from rlcore.errors import DeviceError, StateError
 from rlcore.types import IpcHandle
 
@@ -28,7 +28,7 @@ SERVED_WITHIN_S = 20.0  # a stopped process stays so until the test ends; an imp
 
 FLOOD = """
 import socket
-from rlcore.devices.ipc_messages import Claim, encode
+from rlcore.devices.ipc.messages import Claim, encode
 asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asking.connect(handle_of(text).exporter)
 asking.setblocking(False)
@@ -115,7 +115,7 @@ def test_a_stopped_importer_hears_of_every_revocation_when_it_goes_on(device: An
 
 def small_buffers() -> ExitStack:
     """Sockets of this process that are open take a few messages only."""
-    from rlcore.devices.ipc_exporter import exporter
+    from rlcore.devices.ipc.exporter import exporter
 
     kept = ExitStack()
     for importer in exporter()._importers:
@@ -179,7 +179,7 @@ def test_an_exporter_that_cannot_be_reached_holds_up_imports_from_no_other(
 
 def test_what_was_never_read_keeps_no_descriptor_open(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel, path = Channel(ours), tmp_path / "shared"
+    channel, path = IpcChannel(ours), tmp_path / "shared"
 
     def num_open() -> int:
         """Descriptors of this file: others of the process come and go."""

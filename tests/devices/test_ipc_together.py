@@ -235,7 +235,9 @@ def free(tensor: torch.Tensor) -> None:
     storage: Any = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
-    else:  # of the test's own block
+    elif not hasattr(storage, "_swap_data_ptr_"):
+        pytest.skip(f"torch {torch.__version__} cannot free a storage in memory of the test's own")
+    else:
         storage._swap_data_ptr_(torch.zeros(storage.nbytes() // 4).untyped_storage())
 
 
@@ -256,7 +258,7 @@ def test_a_ctrl_c_anywhere_in_an_import_leaves_nothing_open(device: Any, peer: P
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal num_lines
-            if event == "line" and Path(frame.f_code.co_filename).name.startswith("ipc"):
+            if event == "line" and Path(frame.f_code.co_filename).parent.name == "ipc":
                 num_lines += 1
                 if num_lines == at:
                     raise KeyboardInterrupt

@@ -33,7 +33,7 @@ class Reader:
         environment = folder / "venv"
         venv.create(environment, symlinks=True)
         (packages,) = environment.glob("lib/python*/site-packages")
-        lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages() if Path(path).is_dir()]
+        lines = [f"import site; site.addsitedir({path!a})\n" for path in site.getsitepackages() if Path(path).is_dir()]
         (packages / "parent.pth").write_text("".join(lines))
         self._path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
 

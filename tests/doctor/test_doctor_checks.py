@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,13 +19,15 @@ import pytest
 import torch
 
 from rlcore.doctor import host, nvidia, packages
+from rlcore.doctor.check import CheckVerdict, ok, run_check
 from rlcore.doctor.device_process import visible_devices
-from rlcore.doctor.finding import Verdict, ok, run_check
 from rlcore.doctor.packages import TorchBuild
 from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
 from rlcore.processes import pid_namespace, start_time
 from rlcore.registry import launch
 from tests.devices.test_nvml import FakeLibrary
+
+README = Path(__file__).parents[2] / "README.md"
 
 CPU = TorchBuild("2.13.0+cpu", None, None)
 CUDA = TorchBuild("2.13.0", "13.0", None)
@@ -33,15 +36,15 @@ CUDA = TorchBuild("2.13.0", "13.0", None)
 # ------------------------------------------------------------------------------------------- running a check
 
 
-def raises() -> Verdict:
+def raises() -> CheckVerdict:
     raise KeyError("lost")
 
 
-def ends() -> Verdict:
+def ends() -> CheckVerdict:
     sys.exit("enough")
 
 
-def hangs() -> Verdict:
+def hangs() -> CheckVerdict:
     time.sleep(600)
     return ok("never")
 
@@ -67,12 +70,12 @@ def test_a_check_that_does_not_answer_has_failed(check: Any, found: str) -> None
 def test_this_python_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.python().status == "OK"
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    assert host.python() == Verdict("FAIL", host.python().found, "install Python 3.11 or newer")
+    assert host.python() == CheckVerdict("FAIL", host.python().found, "install Python 3.11 or newer")
 
 
 def test_a_torch_in_a_path_with_a_space_is_noticed(tmp_path: Path) -> None:
     assert packages.path_of_torch(Path("/opt/venv/torch/version.py")) == ok("/opt/venv/torch")
-    assert packages.path_of_torch(Path("/home/me/my venv/torch/version.py")) == Verdict(
+    assert packages.path_of_torch(Path("/home/me/my venv/torch/version.py")) == CheckVerdict(
         "WARN",
         "'/home/me/my venv/torch' has a space in it: torch.compile for the CPU fails in the linker",
         "make the virtual environment in a folder whose path has no space",
@@ -209,7 +212,9 @@ def test_the_build_is_read_without_importing_torch(run_python: Any) -> None:
         (CPU, "OK", "2.13.0+cpu, CPU only"),
         (TorchBuild("2.10.0", None, "7.0"), "OK", "2.10.0, ROCm 7.0"),
         (TorchBuild("2.9.1", "12.8", None), "FAIL", "2.9.1, CUDA 12.8; rlcore needs at least 2.10"),
-        (TorchBuild("2.16.0a0+git", "13.0", None), "WARN", "2.16.0a0+git, CUDA 13.0; rlcore was tried with none newer"),
+        (TorchBuild("2.12.0", None, None), "WARN", "2.12.0, CPU only; rlcore was tested with 2.10, 2.11, 2.13, 2.15"),
+        (TorchBuild("2.15.0", None, None), "OK", "2.15.0, CPU only"),
+        (TorchBuild("2.16.0a0+git", "13.0", None), "WARN", "2.16.0a0+git, CUDA 13.0; rlcore was tested with 2.10, "),
     ],
 )
 def test_torch_versions(build: TorchBuild | None, status: str, found: str) -> None:
@@ -249,7 +254,8 @@ def test_torch_npu_and_torch_must_match(build: TorchBuild, version: str | None, 
         ),
     ],
 )  # fmt: skip
-def test_only_one_triton(versions: dict[str, str], status: str, fix: str) -> None:
+def test_only_one_triton(versions: dict[str, str], status: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     verdict = packages.triton(versions)
     assert (verdict.status, verdict.fix) == (status, fix)
 
@@ -264,9 +270,26 @@ def test_vllm_range(version: str | None, status: str) -> None:
     assert status == "OK" or verdict.fix == "pip install 'vllm==0.33.*'"
 
 
+def test_the_readme_claims_the_torch_that_the_doctor_accepts() -> None:
+    rows = [line.split("|")[1:3] for line in README.read_text().splitlines() if line.startswith("| torch 2")]
+    claimed = {
+        tuple(map(int, number.split(".")))
+        for names, evidence in rows
+        if evidence.strip() != "not yet"
+        for number in re.findall(r"\b2\.\d+", names)
+    }
+    assert claimed == set(packages.TORCH)
+
+
+def test_torch_beside_the_torch_npu_that_asks_for_it_needs_no_other() -> None:
+    verdict = packages.torch(TorchBuild("2.14.0+cpu", None, None), {"torch-npu": "2.14.0"})
+    assert (verdict.status, verdict.fix) == ("OK", "")
+    assert verdict.found == "2.14.0+cpu, CPU only; rlcore was tested with 2.10, 2.11, 2.13, 2.15"
+
+
 def test_ranges_begin_where_the_package_says() -> None:
     required = importlib.metadata.requires("rlcore") or []
-    assert f"torch>={packages.dotted(packages.TORCH.least)}" in required
+    assert f"torch>={packages.dotted(packages.TORCH[0])}" in required
     assert any(line.startswith(f"vllm>={packages.dotted(packages.VLLM.least)};") for line in required)
 
 

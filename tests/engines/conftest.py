@@ -162,7 +162,7 @@ def policy() -> Any:
 
 @pytest.fixture
 def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """Of ``policy``, on the CPU."""
+    """An engine of ``policy``, on the CPU."""
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as built:
@@ -171,7 +171,7 @@ def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
 
 @pytest.fixture
 def short_folder(short_runtime_folder: Path) -> Path:
-    """As ``tmp_path``, for sockets, whose paths have at most 107 bytes."""
+    """A folder like ``tmp_path``, for sockets, whose paths have at most 107 bytes."""
     return Path(tempfile.mkdtemp(prefix="", dir=short_runtime_folder))
 
 

@@ -24,7 +24,7 @@ SMALLEST = 16
 
 
 class Step(NamedTuple):
-    """What one step is made of, on the host in float64."""
+    """The inputs of one step, on the host in float64."""
 
     tokens: dict[str, Tensor]
     """[R] each: what the metric of that name is the mean, the largest or the smallest of; "loss" is their sum."""
@@ -53,7 +53,7 @@ class PlainTraining:
         max_grad_norm: float | None = 1.0,
         temperature: float = 1.0,
     ) -> Step:
-        """As ``train_batch`` of a packed batch with a ``loss_mask``; the mean over tokens unless weights are given."""
+        """Take the step of ``train_batch`` on a packed batch with a ``loss_mask``; without weights, the token mean."""
         module = self.module
         mask_T, per_token = batch["loss_mask"], _per_token(batch)
         logprob_RV = (self._logits(batch) / temperature).log_softmax(-1)
@@ -133,7 +133,7 @@ class Truth:
         assert_weights_as_accurate(found, reference, exact)
 
     def both(self, take: Callable[[PlainTraining], Any]) -> tuple[Any, Any]:
-        """Of the reference, and of the exact one."""
+        """Return the result of the reference, and of the exact one."""
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = self._is_tf32  # kernels of an engine may compute so
         try:
@@ -167,7 +167,7 @@ def assert_metrics(found: Mapping[str, float], reference: Step, exact: Step) -> 
 
 
 def _allowed(reference: Step, exact: Step) -> dict[str, tuple[float, float, float]]:
-    """By metric: its true value, the reference's error, and what rounding adds."""
+    """Return for each metric its true value, the reference's error, and what rounding adds."""
     norm, apart = exact.gradient.norm(), (reference.gradient - exact.gradient).norm()
     allowed = {"grad_norm": (norm, apart, rounding(exact.largest) * norm)}
     for name, value_R in exact.tokens.items():
@@ -184,7 +184,7 @@ def _allowed(reference: Step, exact: Step) -> dict[str, tuple[float, float, floa
 
 
 def _per_token(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What loss functions read, [R] each; an entry of one value a sequence is that of all its tokens."""
+    """Return the entries that loss functions read, [R] each; an entry of a sequence is repeated for its tokens."""
     mask_T, lengths_N = batch["loss_mask"], batch["cu_seqlens"].diff()
     entries = {name: entry for name, entry in batch.items() if name not in ("input_ids", "cu_seqlens")}
     return {

@@ -26,7 +26,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def graphs_run(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Those that were compiled and run, in order."""
+    """Return the graphs that were compiled and run, in order."""
     found: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -92,7 +92,7 @@ def test_blocks_have_more_graphs_than_the_compiler_keeps_by_itself(graphs_run: l
 
 
 class GatedBlock(torch.nn.Module):
-    """As a decoder's: 3 products, and between them what reads and writes memory only."""
+    """A block like a decoder's: 3 products, and between them operators that only read and write memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def kept_and_gradients(device: torch.device, **options: Any) -> tuple[int, list[
 
 
 def exact_gradients() -> list[Tensor]:
-    """What ``kept_and_gradients`` comes to in float64."""
+    """Return the gradients of ``kept_and_gradients`` in float64."""
     torch.manual_seed(0)
     module = Blocks(GatedBlock, SIZE).double()
     module.both(torch.randn(TOKENS, SIZE).double()).square().mean().backward()
@@ -157,7 +157,7 @@ def test_a_graph_keeps_what_products_gave_and_no_more(monkeypatch: pytest.Monkey
 
 
 class DroppingBlock(torch.nn.Module):
-    """What it gives is what its second product reads, whose gradient adds that up."""
+    """A block whose output is what its second product reads; the gradient sums it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def stepped(make: Callable[..., Any], max_norm: float | None) -> tuple[Tensor, Tensor]:
-    """What a step changes of 64 zeros, and their gradient; its norm is about 8."""
+    """Return the change of 64 zeros by a step, and their gradient, whose norm is about 8."""
     parameter = torch.nn.Parameter(torch.zeros(64))
     gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
     parameter.grad = gradient.clone()

@@ -1,4 +1,4 @@
-"""Which blocks FSDP gathers together."""
+"""The blocks that FSDP gathers together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_inner_blocks_come_first_and_keep_to_themselves() -> None:
 
 
 class _State:
-    """What torch keeps of a group."""
+    """torch's state of a group."""
 
     def __init__(self, unfinished: set[nn.Module]) -> None:
         self._modules_to_run_forward = unfinished

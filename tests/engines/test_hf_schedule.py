@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from rlcore.engines.sampling.hf.schedule import Sample, batches, expand
+from rlcore.engines.sampling.hf.schedule import SampleRequest, batches, expand
 from rlcore.engines.sampling.params import SamplingParams
 
 
-def samples_of(lengths: list[int], *, n: int = 1, max_tokens: int = 4) -> list[Sample]:
+def samples_of(lengths: list[int], *, n: int = 1, max_tokens: int = 4) -> list[SampleRequest]:
     prompts = [[request % 7] * length for request, length in enumerate(lengths)]
     return expand(prompts, [SamplingParams(n=n, max_tokens=max_tokens)] * len(lengths), [0] * len(lengths))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 import rlcore
+from rlcore.engines.engine import Engine
+from rlcore.engines.executors.options import BUILD_OPTIONS
 from rlcore.engines.offload.storages import distinct_storages
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import (
     CheckpointError,
     DeviceError,
@@ -55,6 +59,54 @@ def train(qwen2_folder: Path, launcher: str, device: str) -> Iterator[rlcore.Tra
         module = policy_of(qwen2_folder).from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as engine:
         yield engine.build(devices=device, launcher=launcher)
+
+
+def test_parameters_are_parsed_once_and_submitted_texts_are_tokenised_once(
+    qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Any] = []
+    real_check = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (parsed.append(self), real_check(self)))
+    with rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", launcher="inline") as engine:
+        reader = engine.executors[0].workers[0].worker._reader
+        tokenized: list[str] = []
+        real_tokenizer = reader.tokenizer
+
+        class Counting:
+            def __call__(self, texts: list[str]) -> Any:
+                tokenized.extend(texts)
+                return real_tokenizer(texts)
+
+            def decode(self, *args: Any, **options: Any) -> Any:
+                return real_tokenizer.decode(*args, **options)
+
+        monkeypatch.setattr(reader, "tokenizer", Counting())
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert (len(parsed), tokenized) == (1, PROMPTS)
+        engine.generate(PROMPTS[:2], [GREEDY, GREEDY])
+        assert (len(parsed), tokenized) == (3, [*PROMPTS, *PROMPTS[:2]])
+        tokenized.clear()
+        numbers = engine.submit(PROMPTS, GREEDY, max_in_flight=2)
+        found = engine.collect()
+        assert (len(parsed), tokenized) == (4, PROMPTS)
+        for output, same in zip([found[number] for number in numbers], outputs, strict=True):
+            assert (output.prompt, output.prompt_token_ids) == (same.prompt, same.prompt_token_ids)
+            assert output.outputs[0].text == same.outputs[0].text
+
+
+def test_the_build_options_that_errors_name_are_those_of_build() -> None:
+    parameters = inspect.signature(Engine.build).parameters.values()
+    assert tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY) == BUILD_OPTIONS
+
+
+def test_parameters_of_another_kind_are_refused(qwen2_folder: Path) -> None:
+    with rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", launcher="inline") as engine:
+        for wrong in ("greedy", 5):
+            for call in (engine.generate, engine.submit):
+                with pytest.raises(
+                    InvalidInputError, match="sampling parameters must be a mapping, None or rlcore's own"
+                ):
+                    call(PROMPTS, wrong)
 
 
 def policy_of(folder: Path) -> Any:
@@ -346,7 +398,7 @@ def test_a_deadline_that_is_none_is_refused_before_anything_starts(qwen2_folder:
         rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", timeout_s=timeout_s)
 
 
-def test_a_sync_between_launchers_goes_through_slabs(
+def test_a_sync_between_launchers_goes_through_staging_buffers(
     train: rlcore.TrainEngine, qwen2_folder: Path, shared_devices: tuple[str, ...]
 ) -> None:
     with rlcore.InferenceEngine(qwen2_folder) as other:

@@ -83,7 +83,8 @@ from transformers.core_model_loading import Chunk, PermuteForRope, WeightConvert
 import rlcore
 from rlcore.weights import source as weight_source
 from rlcore.engines.fsdp2.materialize import materialize
-from rlcore.engines.fsdp2.sharding import Sharding, own_box, shard
+from rlcore.engines.fsdp2.sharding import Sharding, shard
+from rlcore.weights.shards import own_box
 from rlcore.nn import HuggingFaceTrainModule
 
 class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.executors.train_options import StepOptions
 from rlcore.engines.fsdp2 import step as train_step
-from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device, shares
+from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.fsdp2.sharding import Sharding, shard
-from rlcore.engines.fsdp2.step import WEIGHT, StepOptions, _accumulate
+from rlcore.engines.fsdp2.step import _accumulate
+from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -44,8 +46,8 @@ def batch() -> dict[str, Tensor]:
 
 
 def parts_on(device: Any, max_tokens: int) -> list[MicroBatch]:
-    (share,) = shares(batch(), 1, max_tokens)
-    return list(micro_batches(share, share.packed[WEIGHT] != 0, max_tokens, device.torch_device))
+    (own,) = rank_batches(batch(), 1, max_tokens)
+    return list(micro_batches(own, own.packed[WEIGHT] != 0, max_tokens, device.torch_device))
 
 
 def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) -> None:
@@ -98,8 +100,8 @@ def test_micro_batches_have_about_equal_tokens_and_no_more_than_the_limit(
     lengths: tuple[int, ...], count: int, expected: list[int]
 ) -> None:
     packed = {"input_ids": torch.arange(sum(lengths)), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
-    (share,) = shares(packed, 1, 10)
-    parts = list(micro_batches(replace(share, num_micro_batches=count), torch.ones(sum(lengths)) > 0, 10, CPU))
+    (own,) = rank_batches(packed, 1, 10)
+    parts = list(micro_batches(replace(own, num_micro_batches=count), torch.ones(sum(lengths)) > 0, 10, CPU))
     tokens = [len(part.tokens["input_ids"]) for part in parts]
     assert tokens[: len(expected)] == expected and len(parts) == count
     assert all(len(part.rows_R) == 0 for part in parts[len(expected) :])
@@ -110,8 +112,8 @@ def test_micro_batches_have_about_equal_tokens_and_no_more_than_the_limit(
 def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_other(device: Any) -> None:
     packed = batch()
     few, many = {name: value[:12] for name, value in packed.items() if name != "cu_seqlens"}, 3
-    share = shares(few | {"cu_seqlens": packed["cu_seqlens"][:2]}, 1, 12)[0]
-    parts = list(micro_batches(replace(share, num_micro_batches=many), few[WEIGHT] != 0, 12, device.torch_device))
+    own = rank_batches(few | {"cu_seqlens": packed["cu_seqlens"][:2]}, 1, 12)[0]
+    parts = list(micro_batches(replace(own, num_micro_batches=many), few[WEIGHT] != 0, 12, device.torch_device))
     assert [len(part.rows_R) for part in parts] == [11, 0, 0]
     for part in parts:
         assert min(len(tensor) for tensor in part.tokens.values()) > 1, "the compiler takes a size of 1 for a constant"
@@ -126,11 +128,11 @@ def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) ->
         engine.build(devices="cuda:0", launcher="inline")
         worker = engine.executors[0].workers[0].worker
         options = StepOptions(max_tokens_per_micro_batch=15, temperature=1.0, with_entropy=True, max_grad_norm=1.0)
-        (share,) = shares(batch(), 1, 15)
+        (own,) = rank_batches(batch(), 1, 15)
         for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                metrics = _accumulate(worker.module, worker.device, share, policy_gradient, options, reduce_each=False)
+                metrics = _accumulate(worker.module, worker.device, own, policy_gradient, options, reduce_each=False)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     whole = batch()
@@ -166,7 +168,7 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
     module.optimizer = Scaled(module.parameters(), {"lr": 1.0})
     device = SimpleNamespace(torch_device=place, profiler=SimpleNamespace(range=lambda name: nullcontext()))
     options = StepOptions(max_tokens_per_micro_batch=15, temperature=1.0, with_entropy=True, max_grad_norm=1.0)
-    (share,) = shares(batch(), 1, 15)
+    (own,) = rank_batches(batch(), 1, 15)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know the device
     ended = RuntimeError("all is launched")
     begun: list[str] = []
@@ -177,13 +179,14 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
 
     monkeypatch.setattr(train_step, "_begin_reading", begin_reading)
     with pytest.raises(RuntimeError, match="all is launched"):
-        train_step.train_step(module, device, share, ppo_clip(), options=options)
+        train_step.train_step(module, device, own, ppo_clip(), options=options)
     assert {"loss", "grad_norm"} <= set(begun)
 
 
 CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """
 import os, torch
-from rlcore.engines.fsdp2.micro_batch import micro_batches, shares
+from rlcore.engines.fsdp2.micro_batch import micro_batches
+from rlcore.engines.rank_batch import rank_batches
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))
@@ -191,9 +194,9 @@ def num_threads():
 cu_seqlens = torch.arange(0, 8192 + 1, 1024, dtype=torch.int32)
 packed = {"input_ids": torch.zeros(8192, dtype=torch.int64), "advantages": torch.zeros(8192), "cu_seqlens": cu_seqlens}
 before = num_threads()
-for share in shares(packed, 2, 2048):
+for own in rank_batches(packed, 2, 2048):
     scored_T = torch.ones(4096, dtype=torch.bool)
-    assert len(list(micro_batches(share, scored_T, 2048, torch.device("cpu")))) == 2
+    assert len(list(micro_batches(own, scored_T, 2048, torch.device("cpu")))) == 2
 after = num_threads()
 packed["input_ids"][torch.arange(8192)]
 print(after - before, num_threads() - after)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.engines.need_parallel import NeedParallel, gathered, in_order_of_rows, split_arguments
+from rlcore.engines.need_parallel import NeedParallel, gathered, in_row_order, split_arguments
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 
@@ -31,8 +31,8 @@ def test_rows_are_dealt_out_by_cost_and_come_back_in_order() -> None:
     assert all(kwargs == {"other": 1} for _, kwargs in calls)
     joined = [name for args, _ in calls for name in args[0]]
     assert joined != list("abcdefg")
-    assert in_order_of_rows(joined, [rows], {}, 3) == list("abcdefg")
-    assert in_order_of_rows(torch.tensor(list(map(ord, joined))), [], {"x": rows}, 3).tolist() == list(b"abcdefg")
+    assert in_row_order(joined, [rows], {}, 3) == list("abcdefg")
+    assert in_row_order(torch.tensor(list(map(ord, joined))), [], {"x": rows}, 3).tolist() == list(b"abcdefg")
 
 
 def test_costs_may_be_any_whole_numbers() -> None:
@@ -46,9 +46,9 @@ def test_results_that_are_dicts_are_joined_by_entry() -> None:
     assert joined["sum"].tolist() == [1, 2, 3] and joined["name"] == ["a", "b", "c"]
     rows = NeedParallel([1, 2, 3], balance_by=[1, 1, 9])
     assert rows.rows_of(2) == [[2], [0, 1]]
-    assert in_order_of_rows(joined, [rows], {}, 2)["name"] == ["b", "c", "a"]
+    assert in_row_order(joined, [rows], {}, 2)["name"] == ["b", "c", "a"]
     with pytest.raises(InvalidInputError, match="needs one result a row: 1 results for 3 rows"):
-        in_order_of_rows(joined | {"name": ["a"]}, [rows], {}, 2)
+        in_row_order(joined | {"name": ["a"]}, [rows], {}, 2)
 
 
 @pytest.mark.parametrize(

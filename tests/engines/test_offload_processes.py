@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.fsdp2.executor import Fsdp2Worker
+from rlcore.engines.fsdp2.executor import Fsdp2Executor
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import DeviceError, RlcoreError, WorkerDiedError, WorkerError
 from rlcore.nn import HuggingFaceTrainModule
@@ -124,7 +124,7 @@ Make = Callable[..., rlcore.TrainEngine]
 def make(policy: Any, qwen2_folder: Path, short_runtime_folder: Path) -> Iterator[Make]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(Fsdp2Worker, "owns_process", True)
+        patch.setattr(Fsdp2Executor, "owns_process", True)
 
         def build(device: str = "cpu") -> rlcore.TrainEngine:
             patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
@@ -265,7 +265,7 @@ def test_the_users_own_process_takes_turns_with_another(
     with rlcore.meta_device():
         module = policy.from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as inline, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fsdp2Worker, "owns_process", False)
+        patch.setattr(Fsdp2Executor, "owns_process", False)
         inline.build(devices="cpu", launcher="inline")
         expected = train(inline)
         inline.offload()

@@ -155,7 +155,7 @@ def test_a_sampler_that_fuses_experts_gets_them(
 
 
 def joined(ranks: list[dict[str, list[tuple[list[tuple[int, int]], Tensor]]]]) -> dict[str, Tensor]:
-    """What the ranks hold of each weight, put together; each element is held by one of them."""
+    """Return each weight, joined from the parts of the ranks; one rank has each element."""
     names = ranks[0].keys()
     return {name: _joined([piece for rank in ranks for piece in rank[name]]) for name in names}
 

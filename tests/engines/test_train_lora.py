@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rlcore
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule, TrainModule
 from rlcore.ops import ppo_clip
@@ -286,7 +286,7 @@ def test_what_is_written_past_version_counters_between_two_passes_is_merged() ->
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["layer"], r=1, lora_alpha=1), module)
     weights = [weight.name for weight in module.weight_views()]
     assert weights == ["layer.weight", "layer.bias"]
-    holding = ModuleHolding(module, 1)
+    holding = ModuleSourceTensors(module, 1)
     holding.compute([0])
     layer: Any = module.layer
     layer.base_layer.bias.data.fill_(5.0)

@@ -129,7 +129,7 @@ def own_module(folder: Path) -> Own:
 
 
 def plain_own(folder: Path) -> Own:
-    """With its weights, put where the module has them."""
+    """Return the module with its own weights."""
     file = load_file(folder / "model.safetensors")
     module = Own(folder)
     for index, mixer in enumerate(module.mixers):

@@ -59,7 +59,7 @@ def build(
 
 @pytest.fixture
 def truth(policy: Any, qwen2_folder: Path) -> Truth:
-    """Of the policy that ``build`` gives an engine of, trained on the CPU in float32."""
+    """The policy of the engines of ``build``, trained on the CPU in float32."""
     return truth_of(policy, qwen2_folder)
 
 

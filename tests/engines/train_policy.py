@@ -100,7 +100,7 @@ def train_policy() -> Any:
             return float(self.model.norm.weight.grad.norm())
 
         def mean_gradient(self, token: int) -> Tensor:
-            """Of the last norm's weight [H], in float32 on the host."""
+            """Return the mean gradient of the last norm's weight [H], in float32 on the host."""
             self(torch.full((1, 4), token, device=self.device)).logits.float().square().mean().backward()
             gradient = whole(self.model.norm.weight.grad).float().cpu()
             self.zero_grad()
@@ -150,7 +150,7 @@ def policy_gradient(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> 
 
 
 def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor]) -> Truth:
-    """Of a module whose weights are given by name, tied ones by one of two."""
+    """Return the truth of a module whose weights are given by name, tied ones by one of two."""
 
     def make() -> Any:
         made = module()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlcore import cli
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.measure import run_case
 from rlcore.bench.run import BenchRun
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
+from rlcore.cli import main as cli
 from rlcore.registry import get_device
 from tests.accuracy import rounding
 from tests.warm import ENGINES, run_warm

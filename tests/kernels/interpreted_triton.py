@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels.autograd.loss_in_chunks import LossTask
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.linear import tiled as linear_tiled
-from rlcore.kernels.linear import triton_tiles
-from rlcore.kernels.linear.problem import HeadTask
-from rlcore.kernels.softmax_rows import Rows
+from rlcore.kernels.linear import triton_tile_gradients, triton_tiles
+from rlcore.kernels.linear.loss_in_chunks import LossProblem
+from rlcore.kernels.linear.problem import LinearHeadProblem
+from rlcore.kernels.softmax_rows import ScaledRows
 from rlcore.kernels.token import triton_rows
 from rlcore.ops import (
     Logprobs,
@@ -48,7 +48,7 @@ from tests.kernels.plain import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
-NO_LOSS = LossTask(ppo_clip(), None, None)  # type: ignore[arg-type]  # of tokens, none of which is looked at
+NO_LOSS = LossProblem(ppo_clip(), None, None)  # type: ignore[arg-type]  # of tokens, none of which is looked at
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -303,7 +303,7 @@ def test_only_logits_whose_exponentials_were_not_kept_are_made_again(
 
     def recorded(*args: Any, **kwargs: Any) -> Tensor:
         made.append((args[3].start, args[3].stop))
-        return triton_tiles.dlogits_from_product(*args, **kwargs)
+        return triton_tile_gradients.dlogits_from_product(*args, **kwargs)
 
     monkeypatch.setattr(linear_tiled, "dlogits_from_product", recorded)
     (hidden, weight, _), targets, _ = head_inputs()
@@ -325,10 +325,10 @@ def test_statistics_of_tiles_are_in_the_budget_beside_the_exponentials(
     (hidden, weight, _), targets, _ = head_inputs()
     runs = []
 
-    def recorded(known_TH: Tensor, *args: Any, exponentials_TV: Tensor | None, **kwargs: Any) -> Any:
+    def recorded(masked_TH: Tensor, *args: Any, exponentials_TV: Tensor | None, **kwargs: Any) -> Any:
         num_columns = 0 if exponentials_TV is None else exponentials_TV.shape[1]
-        runs.append((len(known_TH), num_columns))
-        return triton_tiles.tile_statistics(known_TH, *args, exponentials_TV=exponentials_TV, **kwargs)
+        runs.append((len(masked_TH), num_columns))
+        return triton_tiles.tile_statistics(masked_TH, *args, exponentials_TV=exponentials_TV, **kwargs)
 
     monkeypatch.setattr(linear_tiled, "tile_statistics", recorded)
     inputs = hidden.nan_to_num(), weight.requires_grad_(is_differentiated), targets
@@ -391,7 +391,7 @@ def sequence_mean(logprob: Tensor, entropy: Tensor | None, per_token: object) ->
 def test_linear_loss_in_tiles_matches_float64(
     is_sequences: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_tiled, "_TiledWork" if is_kept else "scored_loss", None)  # the other one
+    monkeypatch.setattr(linear_tiled, "_TiledWork" if is_kept else "loss_in_two_passes", None)  # the other one
     inputs, targets, temperature = head_inputs()
     leaves, tokens = [x.requires_grad_() for x in inputs], random_tokens(T)
     tokens["token_weight"].masked_fill_(targets == -100, 0)
@@ -433,9 +433,11 @@ def test_chunks_have_the_budget_and_the_room_of_the_gradients_asked_for(
 ) -> None:
     hidden = torch.empty(4000, 80, requires_grad="h" in asked)
     weight = torch.empty(2000, 80, requires_grad="w" in asked)
-    task = HeadTask(Rows(torch.zeros(4000, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
+    problem = LinearHeadProblem(
+        ScaledRows(torch.zeros(4000, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000
+    )
     monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: rows)
-    rows = linear_tiled.linear_loss_tiled(hidden, weight, None, task, NO_LOSS)
+    rows = linear_tiled.linear_loss_tiled(hidden, weight, None, problem, NO_LOSS)
     row_bytes = 2 * 2000 + 8 * 16
     assert rows * row_bytes <= 600_000 + beside < (rows + 128) * row_bytes  # in whole tiles
 
@@ -447,13 +449,15 @@ def test_exponentials_are_kept_in_the_budget_and_the_accumulators_that_are_not_m
     asked: str, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_tiled, "loss_in_chunks", lambda work, inputs, loss, rows: "chunks")
-    monkeypatch.setattr(linear_tiled, "scored_loss", lambda scorer, inputs, task, loss: "kept")
+    monkeypatch.setattr(linear_tiled, "loss_in_two_passes", lambda logprob, inputs, problem, loss: "kept")
     weight, bias = torch.empty(2000, 80, requires_grad="w" in asked), torch.empty(2000, requires_grad="b" in asked)
     fitting = (600_000 + beside) // (2 * 2000 + 8 * 16)
     for num_rows, is_kept in ((fitting, beside > 0), (fitting + 1, False)):
         hidden = torch.empty(num_rows, 80, requires_grad="h" in asked)
-        task = HeadTask(Rows(torch.zeros(num_rows, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000)
-        how = linear_tiled.linear_loss_tiled(hidden, weight, bias, task, NO_LOSS)
+        problem = LinearHeadProblem(
+            ScaledRows(torch.zeros(num_rows, dtype=torch.int64), -100, 1.0), memory_budget_bytes=600_000
+        )
+        how = linear_tiled.linear_loss_tiled(hidden, weight, bias, problem, NO_LOSS)
         assert how == ("kept" if is_kept else "chunks")
 
 
@@ -543,7 +547,7 @@ def test_an_infinite_slope_at_masked_tokens_reaches_nothing(implementation: str,
 def test_a_wave_has_a_tile_for_almost_every_core(
     num_columns: int, rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_tiles, "_num_cores", lambda device: 132)
+    monkeypatch.setattr(triton_tiles, "num_cores", lambda device: 132)
     assert triton_tiles.rows_of_a_wave(num_columns, torch.device("cpu")) == rows
 
 
@@ -552,8 +556,8 @@ def test_any_number_of_rows_runs_what_was_compiled_for_another(monkeypatch: pyte
     launches: set[tuple[str, int, int]] = set()
 
     class Recorded:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(triton_tiles, name)
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
             def run(*args: Any, **constants: Any) -> Any:
@@ -562,9 +566,9 @@ def test_any_number_of_rows_runs_what_was_compiled_for_another(monkeypatch: pyte
 
             return run
 
-    names = ("_statistics_kernel", "_dlogits_kernel")
-    for name in names:
-        monkeypatch.setattr(triton_tiles, name, Recorded(name))
+    kernels = {"_statistics_kernel": triton_tiles, "_dlogits_kernel": triton_tile_gradients}
+    for name, module in kernels.items():
+        monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     (hidden, weight, _), targets, _ = head_inputs()
     for rows in (slice(3, 4), slice(3, T)):
         found = scored_in_tiles(
@@ -573,7 +577,7 @@ def test_any_number_of_rows_runs_what_was_compiled_for_another(monkeypatch: pyte
         found.logprob.sum().backward(retain_graph=True)
         found.logprob.sum().backward()
     assert {grid for _, grid, _ in launches} == {1, 2}
-    assert {(name, step) for name, _, step in launches} == {(name, 2) for name in names}
+    assert {(name, step) for name, _, step in launches} == {(name, 2) for name in kernels}
 
 
 @pytest.mark.usefixtures("_tiles_on_cpu")

@@ -177,7 +177,8 @@ def assert_loss_as_accurate(
         leaves: hidden states, weight, and a bias if that is differentiated.
         tokens: ``per_token`` and ``token_weight``, in float32.
         bias: one that is not differentiated.
-        reach: the largest partial sum of a logit times the sharpness; from the sizes of the leaves if not given.
+        reach: the largest partial sum of a logit times the inverse temperature; from the sizes of the leaves if
+            not given.
         rounded: what the implementation does to the gradient of the logits before it multiplies.
         options: those of `linear_scores`.
     """
@@ -191,8 +192,10 @@ def assert_loss_as_accurate(
     wide = doubled(*leaves)
     (own_T, _), (exact_T, scores) = formula(leaves, torch.float32), formula(wide, torch.float64)
     if reach is None:
-        sharpness = float((options.get("logit_scale", 1.0) / torch.as_tensor(options.get("temperature", 1.0))).max())
-        reach = sharpness * _reach(leaves)
+        inverse_temperature = float(
+            (options.get("logit_scale", 1.0) / torch.as_tensor(options.get("temperature", 1.0))).max()
+        )
+        reach = inverse_temperature * _reach(leaves)
     assert_loss_within_rounding(loss, loss_fn, scores, targets, tokens, terms=sum(leaves[1].shape) + 32, reach=reach)
     sides = [(loss, leaves), (own_T.sum(), leaves), (exact_T.sum(), wide)]
     found = [torch.autograd.grad(of, inputs, retain_graph=True) for of, inputs in sides]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import linear_logprob
-from tests.accuracy import assert_as_accurate, assert_same_bits
+from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
 from tests.kernels.plain import (
     assert_equal_in_float64,
     assert_scores_as_accurate,
@@ -168,6 +168,20 @@ def test_results_do_not_depend_on_the_chunk_size() -> None:
         runs.append((*found, *gradients(found, [hidden, weight])))
     for run in runs[1:]:
         assert_equal_in_float64(run, runs[0], terms=301)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_however_many_chunks_the_weights_gradient_is_rounded_once(dtype: torch.dtype) -> None:
+    """All terms of an element have one sign, so that each rounding of a partial sum would stay."""
+    hidden, weight, _ = random_inputs(256, 8, 50, dtype)
+    hidden = (hidden.detach().abs() + 0.5).requires_grad_()
+    targets = torch.zeros(256, dtype=torch.int64)
+    found = linear_logprob(hidden, weight, targets, memory_budget_bytes=3 * 50 * 4)  # a row at a time
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (exact,) = torch.autograd.grad(linear_logprob(*wide, targets).logprob.sum(), wide[1])
+    (gradient,) = torch.autograd.grad(found.logprob.sum(), weight)
+    # Of the logits' gradients, of the sum, and less than one for all of float32.
+    assert_within_rounding(gradient, exact, terms=3, magnitude=exact.abs(), dtype=dtype)
 
 
 def test_reruns_are_bit_identical() -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels.autograd import compiled
+from rlcore.kernels.linear.logprob import LinearLogprobCall
+from rlcore.kernels.token.logprob import TokenLogprobCall
 from rlcore.ops import linear_logprob, linear_loss, token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64, doubled
@@ -151,10 +152,10 @@ def test_the_operators_keep_the_promises_of_their_fake_kernels(needs: tuple[bool
     hidden.requires_grad_(needs[0])
     weight.requires_grad_(needs[1])
     temperatures = torch.linspace(0.5, 2, T)
-    head = compiled.HeadCall(hidden, weight, bias, targets, 1.0, temperatures, 4.0, 1.0, True, -100, None, None)
+    head = LinearLogprobCall(hidden, weight, bias, targets, 1.0, temperatures, 4.0, 1.0, True, -100, None, None)
     torch.library.opcheck(torch.ops.rlcore.linear_logprob.default, tuple(head))
     logits = (hidden @ weight.T).detach().requires_grad_(needs[0])
-    call = compiled.LogitCall(logits, targets, 0.7, None, logits > 0, True, -100, None)
+    call = TokenLogprobCall(logits, targets, 0.7, None, logits > 0, True, -100, None)
     torch.library.opcheck(torch.ops.rlcore.token_logprob.default, tuple(call))
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,13 @@ def test_every_public_name_exists_and_the_list_is_sorted() -> None:
     assert rlcore.ops.__all__ == sorted(rlcore.ops.__all__) == dir(rlcore.ops)
     for name in rlcore.ops.__all__:
         assert getattr(rlcore.ops, name) is not None
+
+
+def test_the_names_are_all_that_type_checkers_are_given() -> None:
+    """An import of another form would be there for them alone."""
+    nodes = ast.walk(ast.parse(Path(rlcore.ops.__file__).read_text("utf-8")))
+    (block,) = (node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    assert sorted(alias.name for node in block.body for alias in node.names) == rlcore.ops.__all__
 
 
 def test_an_unknown_name_raises_with_what_there_is() -> None:

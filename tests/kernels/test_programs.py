@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.triton_programs import Launch, columns, launches, limits
+from rlcore.kernels.triton_programs import GridSlice, columns, launches, limits
 from rlcore.registry import registry
 from rlcore.types import ProgramLimits
 
@@ -32,7 +32,7 @@ def test_limits_are_those_that_the_device_states() -> None:
 
 @pytest.mark.parametrize("num_programs", [1, 10, 100_000_000])
 def test_a_device_without_limits_gets_one_launch(num_programs: int) -> None:
-    assert list(launches(num_programs, "cpu")) == [Launch(num_programs, None)]
+    assert list(launches(num_programs, "cpu")) == [GridSlice(num_programs, None)]
 
 
 def test_no_programs_are_no_launch() -> None:
@@ -49,7 +49,7 @@ def test_no_programs_are_no_launch() -> None:
         (30, [(10, 0), (10, 10), (10, 20)]),
     ],
 )
-def test_launches_hold_all_programs_in_order(num_programs: int, expected: list[Launch]) -> None:
+def test_launches_hold_all_programs_in_order(num_programs: int, expected: list[GridSlice]) -> None:
     assert list(launches(num_programs, "cpu")) == expected
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.kernels.strided_copy.words import tables
 from tests.accuracy import assert_within_rounding
 
@@ -108,7 +108,7 @@ def test_every_piece_arrives_and_nothing_else_changes(
     destinations = random_tensors(rng, destination, device, 24, numel)
     pieces = random_pieces(rng, len(destinations), numel)
     want = expected(pieces, sources, destinations)
-    copies = Copies(pieces, sources, destinations, implementation=implementation)
+    copies = StridedCopies(pieces, sources, destinations, implementation=implementation)
     assert copies.implementation == implementation
     copies.run()
     for got, true in zip(destinations, want, strict=True):
@@ -123,7 +123,7 @@ def test_bits_that_are_no_numbers_arrive_as_they_are(implementation: str, device
     source = bits.to(device.torch_device).view(torch.bfloat16)
     destination = torch.zeros_like(source)
     piece = StridedPiece(0, 0, (2048,), 0, (1,), 0, (1,))
-    Copies([piece], [source], [destination], implementation=implementation).run()
+    StridedCopies([piece], [source], [destination], implementation=implementation).run()
     assert torch.equal(destination.view(torch.uint8), source.view(torch.uint8))
 
 
@@ -134,7 +134,7 @@ def test_rounding_is_torchs(implementation: str, rounds_as_torch: bool, device: 
     source = source.to(device.torch_device)
     destination = torch.zeros(len(source), dtype=torch.bfloat16, device=source.device)
     piece = StridedPiece(0, 0, (len(source),), 0, (1,), 0, (1,))
-    Copies([piece], [source], [destination], implementation=implementation).run()
+    StridedCopies([piece], [source], [destination], implementation=implementation).run()
     assert torch.equal(destination, source.bfloat16())
 
 
@@ -143,7 +143,7 @@ def test_other_tensors_are_used_from_then_on(shift: int, implementation: str, de
     pieces = [StridedPiece(0, 0, (10, 64), 0, (64, 1), 0, (64, 1))]
     sources = [torch.randn(1000, device=device.torch_device)]
     destinations = [torch.zeros(1000, device=device.torch_device)]
-    copies = Copies(pieces, sources, destinations, implementation=implementation)
+    copies = StridedCopies(pieces, sources, destinations, implementation=implementation)
     copies.run()
     others = [torch.randn(2000, device=device.torch_device)[shift:]], [torch.zeros(1000, device=device.torch_device)]
     copies.bind(*others)
@@ -155,9 +155,9 @@ def test_other_tensors_are_used_from_then_on(shift: int, implementation: str, de
 
 def test_nothing_to_copy(implementation: str, device: Any) -> None:
     empty = torch.empty(0, 4, device=device.torch_device)
-    Copies([], [], [], implementation="views").run()
+    StridedCopies([], [], [], implementation="views").run()
     piece = StridedPiece(0, 0, (0, 4), 0, (4, 1), 0, (4, 1))
-    Copies([piece], [empty], [empty], implementation=implementation).run()
+    StridedCopies([piece], [empty], [empty], implementation=implementation).run()
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_nothing_to_copy(implementation: str, device: Any) -> None:
 )
 def test_a_piece_beyond_its_memory_is_refused(piece: StridedPiece, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        Copies([piece], [torch.zeros(100)], [torch.zeros(100)])
-    copies = Copies([], [torch.zeros(100)], [torch.zeros(100)])
+        StridedCopies([piece], [torch.zeros(100)], [torch.zeros(100)])
+    copies = StridedCopies([], [torch.zeros(100)], [torch.zeros(100)])
     copies.bind([torch.zeros(0)], [torch.zeros(0)])
 
 
 def test_memory_that_was_freed_is_refused() -> None:
     source, destination = torch.zeros(100), torch.zeros(100)
-    copies = Copies([StridedPiece(0, 0, (100,), 0, (1,), 0, (1,))], [source], [destination])
+    copies = StridedCopies([StridedPiece(0, 0, (100,), 0, (1,), 0, (1,))], [source], [destination])
     source.untyped_storage().resize_(0)
     with pytest.raises(InvalidInputError, match=r"whose memory holds 0\. Was it moved, freed, or made for another"):
         copies.bind([source], [destination])
@@ -227,7 +227,7 @@ def test_a_piece_of_more_than_two_to_the_31_elements() -> None:
     source = torch.arange(numel, device="cuda", dtype=torch.int32).to(torch.int16)
     destination = torch.zeros_like(source)
     piece = StridedPiece(0, 0, (numel - 1,), 1, (1,), 0, (1,))
-    Copies([piece], [source], [destination], implementation="triton").run()
+    StridedCopies([piece], [source], [destination], implementation="triton").run()
     assert torch.equal(destination[:-1], source[1:])
 
 
@@ -238,7 +238,7 @@ def test_another_devices_memory_is_read_whatever_device_is_current() -> None:
     torch.cuda.synchronize(0)
     piece = StridedPiece(0, 0, (1 << 10, 512), 0, (1024, 1), 0, (1024, 1))
     with torch.cuda.device(0):
-        Copies([piece], [source], [destination], implementation="triton").run()
+        StridedCopies([piece], [source], [destination], implementation="triton").run()
     torch.cuda.synchronize(1)
     want = source.view(1 << 10, 1024)[:, :512].to(torch.bfloat16).to("cuda:1")
     assert torch.equal(destination.view(1 << 10, 1024)[:, :512], want)

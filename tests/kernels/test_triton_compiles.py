@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from rlcore.kernels.linear import triton_scaled, triton_tiles  # noqa: E402
+from rlcore.kernels.linear import triton_tile_gradients, triton_tiles  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
     NONE,
     OPTIONS,
@@ -26,7 +26,7 @@ from tests.kernels.triton_cases import (  # noqa: E402
     portable_files,
 )
 
-TILES = triton_tiles._PRODUCT
+TILES = triton_tiles.PRODUCT
 HIDDEN = f"tensordesc<bf16[{TILES['BT']},{TILES['BH']}]>"
 WEIGHT = f"tensordesc<bf16[{TILES['BV']},{TILES['BH']}]>"
 STORED = f"[{TILES['BT']},{TILES['BV']}]>"
@@ -49,7 +49,9 @@ TILED = {
         fixed(**TILES),
     ),
     "gradient of tiles": Case(
-        triton_tiles._dlogits_kernel, _PRODUCT | {"bias": NONE, "dlogits": f"tensordesc<bf16{STORED}"}, fixed(**TILES)
+        triton_tile_gradients._dlogits_kernel,
+        _PRODUCT | {"bias": NONE, "dlogits": f"tensordesc<bf16{STORED}"},
+        fixed(**TILES),
     ),
 }
 """The copy engine's tiles are for Hopper, and so far only there: see target.tiled_refusal."""
@@ -61,16 +63,20 @@ KERNELS = PORTABLE | TILED | {
         fixed(**triton_tiles._MERGE),
     ),
     "exponentials to gradient": Case(
-        triton_tiles._exponentials_to_dlogits_kernel,
+        triton_tile_gradients._exponentials_to_dlogits_kernel,
         {"exponentials": "*fp16", "dlogits": "*bf16"},
-        fixed(**triton_tiles._IN_PLACE),
+        fixed(**triton_tile_gradients._IN_PLACE),
     ),
     "scaled": Case(
-        triton_scaled._scaled_kernel, {"out": "*bf16"}, fixed(BLOCK=triton_scaled._BLOCK, num_warps=8)
+        triton_tile_gradients._scaled_kernel, {"out": "*bf16"},
+        fixed(BLOCK=triton_tile_gradients._SCALED_BLOCK, num_warps=8),
     ),
-    "slopes of logits": Case(triton_tiles._slopes_kernel, {"is_ignored": "*i1"}, fixed(BT=triton_tiles._SLOPE_ROWS)),
+    "terms of the gradient": Case(
+        triton_tile_gradients._terms_kernel, {"is_ignored": "*i1"}, fixed(BT=triton_tile_gradients._TERM_ROWS)
+    ),
     "gradient of targets": Case(
-        triton_tiles._target_kernel, {"dlogits": "*bf16", "target": "*i64"}, fixed(BT=triton_tiles._TARGET_ROWS)
+        triton_tile_gradients._target_kernel, {"dlogits": "*bf16", "target": "*i64"},
+        fixed(BT=triton_tile_gradients._TARGET_ROWS),
     ),
 }  # fmt: skip
 QUICK_ARCH = 90

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.kernels.linear import vocab_shard
 from rlcore.kernels.linear.vocab_shard import VocabularyShard, partial_statistics_
-from rlcore.kernels.softmax_rows import Rows, RowStatistics, statistics_
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, statistics_
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
 T, V = 64, 50
@@ -40,7 +40,7 @@ def logits_of_unlike_parts() -> Tensor:
 
 
 def on_ranks(
-    logits_TV: Tensor, rows: Rows, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    logits_TV: Tensor, rows: ScaledRows, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[RowStatistics], Tensor]:
     """What each rank learns of whole rows, and the probabilities [T, V] that it takes from that for its columns."""
     shards, parts, exps = [], [], []
@@ -60,9 +60,13 @@ def test_parts_with_peaks_of_their_own_make_the_statistics_of_whole_rows(
     cuts: tuple[int, ...], temperature: float | Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits_TV, target_T = logits_of_unlike_parts(), torch.arange(T) % 20
-    rows = Rows(target_T, -100, 1 / temperature)
+    rows = ScaledRows(target_T, -100, 1 / temperature)
     found, probability_TV = on_ranks(logits_TV, rows, cuts, monkeypatch)
-    wide = Rows(target_T, -100, rows.sharpness.double() if isinstance(rows.sharpness, Tensor) else rows.sharpness)
+    wide = ScaledRows(
+        target_T,
+        -100,
+        rows.inverse_temperature.double() if isinstance(rows.inverse_temperature, Tensor) else rows.inverse_temperature,
+    )
     exps = logits_TV.clone(), logits_TV.double()
     plain, exact = (statistics_(exp, each, with_entropy=True) for exp, each in zip(exps, (rows, wide), strict=True))
     for name in ("logprob", "entropy"):

@@ -14,7 +14,7 @@ from rlcore.kernels import plugin
 from rlcore.kernels.returns import triton_group_advantage as triton_advantages
 from rlcore.kernels.returns import triton_scan as triton_returns
 from rlcore.kernels.strided_copy import triton_copy as triton_strided_copy
-from rlcore.kernels.strided_copy.words import Kind
+from rlcore.kernels.strided_copy.words import CopyKind
 from rlcore.kernels.token import triton_rows
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
@@ -62,16 +62,16 @@ def fixed(**tile: int) -> Callable[[str], Mapping[str, int]]:
 
 
 def copies(source: torch.dtype, destination: torch.dtype, lanes: int, num_dims: int) -> Case:
-    tile = triton_strided_copy.compile_options(Kind(source, destination, lanes, num_dims))
+    tile = triton_strided_copy.compile_options(CopyKind(source, destination, lanes, num_dims))
     return Case(triton_strided_copy._copy_kernel, {"table": "*i64", "first_rows": "*i32"}, fixed(**tile))
 
 
 _ROWS = {
-    "logits": "*bf16", "keep": NONE, "target": "*i64", "ignore_index": "i32", "sharpness_T": NONE, "sharpness": "fp32",
-    "softcap": NONE, "first": NONE, "stride_v": 1, "stride_n": "i64", "stride_t": "i64",
+    "logits": "*bf16", "keep": NONE, "target": "*i64", "ignore_index": "i32", "inverse_temperature_T": NONE,
+    "inverse_temperature": "fp32", "softcap": NONE, "first": NONE, "stride_v": 1, "stride_n": "i64", "stride_t": "i64",
 }  # fmt: skip
 _OUT = {"gradient": "*bf16", "out_stride_v": 1, "out_stride_n": "i64", "out_stride_t": "i64"}
-_CAPPED = {"logits": FLOATS, "softcap": "fp32", "sharpness_T": FLOATS}
+_CAPPED = {"logits": FLOATS, "softcap": "fp32", "inverse_temperature_T": FLOATS}
 _ALL = {"keep": "*i1", "first": "i32", "stride_v": "i64"}
 _CHECKED = {"is_valid": "*i1"}
 _statistics = functools.partial(Case, triton_rows._statistics_kernel, tile=triton_rows.statistics_tile)

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from rlcore import cli
+from rlcore.cli import main as cli
 from rlcore.quickstart.model import quickstart_model
 from tests.accuracy import rounding
 from tests.warm import ENGINES, kill, warm
@@ -33,7 +33,7 @@ from rlcore.quickstart import run, task
 run.PROMPTS, run.SAMPLES, run.EVERY = 8, 4, 2
 run.GATE_ACCURACY, run.MAX_IMITATION_STEPS, run.IMITATION_BATCH, run.WARM_UP = 2.0, 12, 32, 1  # all 12 steps are made
 task.reward = lambda problem, text: float(text[:1] in tuple("02468"))
-from rlcore.cli import main
+from rlcore.cli.main import main
 main()
 """
 INTERRUPTED = """

@@ -1,4 +1,4 @@
-"""New weights for real vLLM, inside the loop in which trainer and sampler take turns on their devices.
+"""New weights for real vLLM, inside the loop in which trainer and sampler alternate on their devices.
 
 One start of vLLM serves all of a case: the steady sync, the turn around it by phase, the first time that the engine
 leaves its device, and, where the replica has one device, the ways that others send. Every way has to leave the same
@@ -21,7 +21,7 @@ _NUM_RUNS = 5
 _MOST_NAMES_ONE_BY_ONE = 1000
 """More would take minutes."""
 _FEW_RUNS = 2
-"""Runs of each of vLLM's own ways where names are more: it loads one by one, for seconds."""
+"""Runs of each of vLLM's own ways where there are more names: it loads them one by one, for seconds."""
 
 
 def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
@@ -53,8 +53,8 @@ def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
 
     def check_again(done: Done) -> None:
         check(done)
-        opened = done.report.handles_opened if done.report else 0
-        expect(opened == 0, f"{opened} handles were opened anew, and nothing had moved")
+        num_handles = done.report.handles_opened if done.report else 0
+        expect(num_handles == 0, f"{num_handles} handles were opened anew, and nothing had moved")
 
     is_one_by_one_slow = pair.num_names > _MOST_NAMES_ONE_BY_ONE
 

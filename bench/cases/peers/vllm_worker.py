@@ -15,8 +15,8 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.storages import bytes_of
-from rlcore.engines.sampling.vllm.executor import VllmWorker
-from rlcore.engines.sampling.vllm.shard import Share
+from rlcore.engines.sampling.vllm.executor import VllmExecutor
+from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.errors import UnsupportedError
 from rlcore.registry import registry
@@ -32,7 +32,7 @@ def register() -> None:
     registry().executors["inference", EXECUTOR] = (f"{__name__}:MeasuredVllmWorker", "the bench")
 
 
-class MeasuredVllmWorker(VllmWorker):
+class MeasuredVllmWorker(VllmExecutor):
     """A worker of vLLM that the bench can ask for more.
 
     Giving host memory back, taking and transferring are for a replica of one device, whose worker is in this process.
@@ -79,9 +79,9 @@ def _sums(worker: Any) -> dict[str, int]:
 
 def _bare(worker: Any, tag: str) -> tuple[float, int]:
     """Make as many pieces as vLLM's allocator has, at the same addresses; a KV cache is set to zero besides."""
-    share: Share = worker._rlcore_share
-    device = share.device
-    parts = [part for parcel in share._residents[tag]._cargo.parcels for part in parcel.ranges]
+    shard: TensorParallelShard = worker._rlcore_shard
+    device = shard.device
+    parts = [part for parcel in shard._residents[tag]._cargo.parcels for part in parcel.ranges]
     device.synchronize()
     started = time.perf_counter()
     for part in parts:

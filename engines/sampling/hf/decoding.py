@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.sampling.hf.sampler import Sampler
-from rlcore.engines.sampling.hf.schedule import Sample
+from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.errors import RlcoreError
 
 # Activations of one forward pass: at 16384 tokens a 7B model's widest layer takes 0.6 GB in bfloat16.
@@ -29,7 +29,7 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one sample became."""
+    """One finished sample."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -38,11 +38,11 @@ class Decoded:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """What is known of each row still in the batch."""
+class _DecodingRows:
+    """The state of each row still in the batch."""
 
     sample_B: Tensor
-    """Which sample the row makes."""
+    """Index of the sample that the row makes."""
     is_alive_B: Tensor
     prompt_length_B: Tensor
     max_tokens_B: Tensor
@@ -61,12 +61,12 @@ class _Rows:
 
 
 class BatchDecoder:
-    """Decodes one batch. Make one for each."""
+    """Decodes one batch; each batch needs a new one."""
 
     def __init__(
         self,
         module: Any,
-        samples: Sequence[Sample],
+        samples: Sequence[SampleRequest],
         *,
         eos_token_ids: Sequence[int],
         max_positions: int | None,
@@ -88,7 +88,7 @@ class BatchDecoder:
         self._cache: Any = None
 
     def run(self, on_finished: Callable[[int], None]) -> list[Decoded]:
-        """Decodes every sample; ``on_finished`` hears how many more are done.
+        """Decode every sample; ``on_finished`` is called with how many more are done.
 
         Raises:
             RlcoreError: the model gives NaN or infinite logits.
@@ -107,8 +107,8 @@ class BatchDecoder:
             logits_BV = self._advance(token_B, rows, step)
         return self._collect()
 
-    def _sample(self, logits_BV: Tensor, rows: _Rows, step: int) -> Tensor:
-        """Draws and records a token for each row; rows that ended draw too, recorded past their length."""
+    def _sample(self, logits_BV: Tensor, rows: _DecodingRows, step: int) -> Tensor:
+        """Draw and record a token for each row; rows that ended draw too, recorded past their length."""
         token_B, logprob_B = self._sampler.sample(logits_BV, step)
         self._token_SN[step].index_copy_(0, rows.sample_B, token_B)
         self._logprob_SN[step].index_copy_(0, rows.sample_B, logprob_B)
@@ -118,8 +118,8 @@ class BatchDecoder:
         self._is_broken = ~logprob_B.isfinite().all()
         return token_B
 
-    def _count_alive(self, rows: _Rows) -> int:
-        """The one wait for the device in a step."""
+    def _count_alive(self, rows: _DecodingRows) -> int:
+        """Return the number of unfinished rows: the only wait for the device in a step."""
         num_alive, is_broken = torch.stack([rows.is_alive_B.sum(), self._is_broken.long()]).tolist()
         if is_broken:
             raise RlcoreError(
@@ -129,14 +129,14 @@ class BatchDecoder:
             )
         return int(num_alive)
 
-    def _compact(self, rows: _Rows, token_B: Tensor) -> Tensor:
+    def _compact(self, rows: _DecodingRows, token_B: Tensor) -> Tensor:
         index_B = rows.is_alive_B.nonzero().squeeze(1)
         rows.select(index_B)
         self._sampler.select(index_B)
         self._cache.reorder_cache(index_B)
         return token_B[index_B]
 
-    def _prefill(self) -> tuple[Tensor, _Rows]:
+    def _prefill(self) -> tuple[Tensor, _DecodingRows]:
         from rlcore.engines.sampling.hf.kv_cache import grow_in_blocks  # loads transformers
 
         token_PL, mask_PL = self._padded_prompts()
@@ -155,9 +155,9 @@ class BatchDecoder:
         columns_PL = torch.nn.functional.pad(mask_PL, (0, self._num_steps), value=True)
         return logits_PV[prompt_N], self._first_rows(columns_PL[prompt_N] if is_padded else None)
 
-    def _first_rows(self, mask_NL: Tensor | None) -> _Rows:
+    def _first_rows(self, mask_NL: Tensor | None) -> _DecodingRows:
         num_samples = len(self._samples)
-        return _Rows(
+        return _DecodingRows(
             sample_B=torch.arange(num_samples, device=self._device),
             is_alive_B=torch.ones(num_samples, dtype=torch.bool, device=self._device),
             prompt_length_B=self._tensor([len(sample.prompt) for sample in self._samples]),
@@ -166,8 +166,8 @@ class BatchDecoder:
             mask_BL=mask_NL,
         )
 
-    def _advance(self, token_B: Tensor, rows: _Rows, step: int) -> Tensor:
-        """Logits of the next token, given the one at ``step``."""
+    def _advance(self, token_B: Tensor, rows: _DecodingRows, step: int) -> Tensor:
+        """Return the logits of the next token, given the one at ``step``."""
         position_B = rows.prompt_length_B + step
         if self._max_positions is not None:
             # A row that ended may wait for the others beyond the last position the model has.
@@ -177,7 +177,7 @@ class BatchDecoder:
         return self._forward(token_B[:, None], position_B[:, None], visible)
 
     def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Logits [B, V] of the last column; the cache grows by the columns given."""
+        """Return the logits [B, V] of the last column; the cache grows by the columns given."""
         output = self._module(
             input_ids=token_BL,
             position_ids=position_BL,
@@ -197,7 +197,7 @@ class BatchDecoder:
         return token_PL, torch.arange(width, device=self._device) >= num_padding_P[:, None]
 
     def _stop_tokens(self, eos_token_ids: Sequence[int]) -> Tensor:
-        """[N, E], rows filled up with a number that is no token."""
+        """Return the stop tokens [N, E]; rows are filled up with a number that is no token."""
         stops = [
             (*sample.params.stop_token_ids, *(() if sample.params.ignore_eos else eos_token_ids))
             for sample in self._samples

@@ -1,4 +1,4 @@
-"""The inference executor ``hf``: what one worker runs, a transformers model on one device."""
+"""The inference executor ``hf``: each worker runs a transformers model on one device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.storages import owned
 from rlcore.engines.sampling.completion import RequestOutput, VersionSpan
 from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
-from rlcore.engines.sampling.hf.schedule import Sample, batches, expand
+from rlcore.engines.sampling.hf.schedule import SampleRequest, batches, expand
 from rlcore.engines.sampling.model_folder import ModelFolder, check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import ParamsLike, Prompt, PromptReader, params_of_each, seeds_of_each
-from rlcore.engines.sampling.request_queue import PauseMode, WaitingRequests
+from rlcore.engines.sampling.prompts import Prompt, PromptReader, seeds_of_each
+from rlcore.engines.sampling.request_queue import PauseMode, RequestQueue
 from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
@@ -39,24 +39,24 @@ from rlcore.errors import (
 )
 from rlcore.weights.names import mismatch
 
-# Shares of the free device memory. A step copies one layer's cache while it grows, and the allocator is left
-# holding blocks of earlier sizes; sampling holds about six [B, V] float32 tensors, sorted values included.
-_CACHE_SHARE, _LOGITS_SHARE = 0.5, 0.25
+# Fractions of the free device memory. A step copies one layer's cache while it grows, and the allocator keeps blocks of
+# earlier sizes; sampling needs about six [B, V] float32 tensors, sorted values included.
+_CACHE_FRACTION, _LOGITS_FRACTION = 0.5, 0.25
 _LOGITS_BYTES = 6 * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfOptions:
-    """What ``build`` of the executor ``hf`` takes."""
+    """The build options of the executor ``hf``."""
 
     dtype: str | torch.dtype = "auto"
-    """Dtype of the weights, such as "bfloat16"; "auto" is what config.json says."""
+    """Dtype of the weights, such as "bfloat16"; "auto" is that of config.json."""
     attn_implementation: str | None = None
     """transformers' name of an attention; None lets it choose."""
     max_num_seqs: int | None = None
-    """Most completions decoded together; None fits a quarter of the free device memory."""
+    """Most completions that are decoded together; None fits a quarter of the free device memory."""
     max_num_tokens: int | None = None
-    """Most tokens cached at a time; None fits half of the free device memory."""
+    """Most tokens that are cached at a time; None fits half of the free device memory."""
 
     def __post_init__(self) -> None:
         _dtype(self.dtype)
@@ -66,10 +66,10 @@ class HfOptions:
                 raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
 
 
-class HfWorker(InferenceExecutor):
+class HfExecutor(InferenceExecutor):
     """Generates with a Hugging Face causal language model on one device.
 
-    Whether the weights are on the device is the engine's business: it calls ``generate`` when they are.
+    The engine calls ``generate`` only when the weights are on the device.
     """
 
     options_class = HfOptions
@@ -105,10 +105,10 @@ class HfWorker(InferenceExecutor):
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
-        self._requests = WaitingRequests(lambda prompts, params, at: self.generate(prompts, params, version=at))
+        self._requests = RequestQueue(lambda prompts, params, at: self.generate(prompts, params, version=at))
         self._residents = {
             "weights": Resident(self.device, self._module.parameters, self._guard_weights),
-            # Each generate() makes its own cache and drops it: nothing is held in between.
+            # Each generate() makes its own cache and drops it: between two calls there is none.
             "kv_cache": Resident(self.device, tuple, lambda guard, state: None),
         }
 
@@ -131,8 +131,8 @@ class HfWorker(InferenceExecutor):
 
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
-    ) -> None:
-        self._reader.read(prompts, params, numbers)
+    ) -> list[Sequence[int]]:
+        return self._reader.read(prompts, params, numbers)
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
@@ -160,17 +160,11 @@ class HfWorker(InferenceExecutor):
         super().close()
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: ParamsLike | Sequence[ParamsLike] = None,
-        *,
-        version: int,
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> list[RequestOutput]:
-        """Raise StateError before ``build``; ``params`` may also be one for all prompts."""
         module = self.module
-        each = params_of_each(prompts, params)
-        token_ids = self._reader.read(prompts, each)
-        samples = expand(token_ids, each, seeds_of_each(each))
+        token_ids = self._reader.read(prompts, params)
+        samples = expand(token_ids, params, seeds_of_each(params))
         decoded: dict[tuple[int, int], Decoded] = {}
         max_num_seqs, max_num_tokens = self._batch_limits()
         with torch.inference_mode():
@@ -187,7 +181,7 @@ class HfWorker(InferenceExecutor):
         ]
 
     def _outputs(
-        self, samples: list[Sample], decoded: Mapping[tuple[int, int], Decoded], version: int
+        self, samples: list[SampleRequest], decoded: Mapping[tuple[int, int], Decoded], version: int
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for sample in samples:
@@ -201,17 +195,17 @@ class HfWorker(InferenceExecutor):
         return outputs
 
     def _batch_limits(self) -> tuple[int, int]:
-        """max_num_seqs and max_num_tokens, from the memory that is free now where they were not given."""
+        """Return max_num_seqs and max_num_tokens, from the memory that is free now unless they were given."""
         memory = self.device.memory
         stats = memory.stats()
-        # What the allocator holds and does not use is free to it.
+        # The allocator can also use memory that it has reserved and not allocated.
         available = memory.info().free_bytes + max(0, stats.reserved_bytes - stats.allocated_bytes)
-        seqs = int(available * _LOGITS_SHARE) // (self._vocab_size * _LOGITS_BYTES)
-        tokens = int(available * _CACHE_SHARE) // self._cached_token_bytes
+        seqs = int(available * _LOGITS_FRACTION) // (self._vocab_size * _LOGITS_BYTES)
+        tokens = int(available * _CACHE_FRACTION) // self._cached_token_bytes
         return self._max_num_seqs or max(1, seqs), self._max_num_tokens or max(1, tokens)
 
     def _measure_cached_token(self) -> int:
-        """Bytes that one token takes in the cache, measured, as it depends on the architecture."""
+        """Return the bytes of one token in the cache, measured, as they depend on the architecture."""
         with torch.inference_mode():
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device.torch_device)
             layers = self.module(input_ids=token, use_cache=True).past_key_values.layers
@@ -236,7 +230,7 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # many types; the user sees the original as the cause
+    except Exception as error:  # many types; the original is the cause
         raise CheckpointError(
             f"transformers cannot load {folder.path} as a causal language model: {one_line(error)}"
         ) from error
@@ -251,7 +245,7 @@ def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implemen
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """A program has its own display, and weights of a disk load in seconds."""
+    """Inside, transformers shows no progress bars: they would disturb the program's own display."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
 """A layer's keys and values that grow in blocks.
 
-transformers' own layer copies all that is cached at every step, into memory one column larger each time. This one
-writes new columns in place and copies when its room is used up. Measured on one thread of a shared CPU
+transformers' own layer copies the whole cache at every step, into memory one column larger each time. This one writes
+new columns in place and copies when its block is full. Measured on one thread of a shared CPU
 (256 rows, 3 layers of 2 heads of 64, fp32, 150 new tokens): 2.5 s of processor time instead of 3.8 s, and 38 thousand
 page faults instead of 207 thousand.
 
@@ -21,7 +21,7 @@ _GROWTH = 4  # a block is at least a quarter of what is cached, so that growing 
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """Goes on from a filled ``DynamicLayer``."""
+    """A cache layer that continues a filled ``DynamicLayer``."""
 
     def __init__(self, filled: Any, *, max_new_columns: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self._num_free = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends [B, H, L', D] keys and values; returns views of all that is cached."""
+        """Append [B, H, L', D] keys and values; return views of the whole cache."""
         start, num_new = self.keys.shape[2], key_states.shape[2]
         if self._num_free < num_new:
             self._grow(num_new)
@@ -44,7 +44,7 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps these rows, without room."""
+        """Keep these rows, without free columns."""
         super().reorder_cache(beam_idx)
         self._num_free = 0
 
@@ -56,7 +56,7 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
 
 def grow_in_blocks(cache: Any, *, max_new_columns: int) -> None:
-    """Replaces the layers of a filled cache that keep everything; sliding windows and states stay as they are."""
+    """Replace the layers of a filled cache that keep all columns; sliding windows and states stay as they are."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[index] = BlockLayer(layer, max_new_columns=max_new_columns)

@@ -1,4 +1,4 @@
-"""Draws one token a row, with random numbers that depend on the request alone.
+"""Draws one token a row, with random numbers that depend only on the request.
 
 Row b at position s of its completion uses ``u = splitmix64(key_b, s)`` in [0, 1), where the key is a hash of
 seed, prompt and sample index, and takes the first token whose cumulative probability exceeds u. So a request
@@ -25,7 +25,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def sample_keys(prompt: Sequence[int], *, seed: int, n: int) -> list[int]:
-    """One 64-bit key for each of n samples of a prompt.
+    """Return a 64-bit key for each of n samples of a prompt.
 
     The prompt is part of the key, so that one seed for many prompts gives each its own random numbers.
     """
@@ -39,7 +39,7 @@ def sample_keys(prompt: Sequence[int], *, seed: int, n: int) -> list[int]:
 
 
 def uniform(key_B: Tensor, position: int) -> Tensor:
-    """[B] float32 multiples of 2^-24 in [0, 1): number ``position`` of each key's splitmix64 stream."""
+    """Return [B] float32 multiples of 2^-24 in [0, 1): number ``position`` of each key's splitmix64 stream."""
     bits_B = key_B + _signed((position + 1) * _GAMMA)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         bits_B = (bits_B ^ _shift_right(bits_B, shift)) * _signed(multiplier)
@@ -48,7 +48,7 @@ def uniform(key_B: Tensor, position: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits; products of int64 tensors wrap, which is what the hash wants."""
+    """Return the int64 with the same low 64 bits; products of int64 tensors wrap, as the hash needs."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -63,7 +63,7 @@ class Sampler:
         def column(values: list[float] | list[int] | list[bool]) -> Tensor:
             return torch.tensor(values, device=device)
 
-        # What no row asks for is not computed. Greedy rows ask for the plain distribution.
+        # A step that no row needs is not computed. Greedy rows need the plain distribution.
         self._is_all_greedy = all(p.is_greedy for p in params)
         self._has_greedy = any(p.is_greedy for p in params)
         self._has_temperature = any(not p.is_greedy and p.temperature != 1 for p in params)
@@ -75,7 +75,7 @@ class Sampler:
         self._top_k_B = column([-1 if p.is_greedy else p.top_k for p in params])
 
     def select(self, index_B: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         self._key_B = self._key_B[index_B]
         self._is_greedy_B = self._is_greedy_B[index_B]
         self._temperature_B = self._temperature_B[index_B]
@@ -83,7 +83,7 @@ class Sampler:
         self._top_k_B = self._top_k_B[index_B]
 
     def sample(self, logits_BV: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Draws the token at ``position`` of every completion.
+        """Draw the token at ``position`` of every completion.
 
         Args:
             logits_BV: [B, V] float, of the next token.

@@ -1,4 +1,4 @@
-"""Which completions are decoded together: batches bounded in rows and cached tokens, with little padding."""
+"""The schedule of completions: batches bounded in rows and cached tokens, with little padding."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from rlcore.engines.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleRequest:
     """One completion to be made."""
 
     request: int
     """Index of its prompt among the prompts of the call."""
     index: int
-    """Which of the prompt's n samples it is."""
+    """Index among the prompt's n samples."""
     prompt: tuple[int, ...]
     params: SamplingParams
     key: int
     """Key of its random numbers."""
 
 
-def expand(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Sample]:
-    """The n samples of every prompt."""
+def expand(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int]
+) -> list[SampleRequest]:
+    """Return the n samples of every prompt."""
     return [
-        Sample(request, index, tuple(prompt), one, key)
+        SampleRequest(request, index, tuple(prompt), one, key)
         for request, (prompt, one, seed) in enumerate(zip(prompts, params, seeds, strict=True))
         for index, key in enumerate(sample_keys(prompt, seed=seed, n=one.n))
     ]
 
 
-def batches(samples: Sequence[Sample], *, max_num_seqs: int, max_num_tokens: int) -> Iterator[list[Sample]]:
-    """Splits samples into batches, longest prompts first.
+def batches(
+    samples: Sequence[SampleRequest], *, max_num_seqs: int, max_num_tokens: int
+) -> Iterator[list[SampleRequest]]:
+    """Yield the samples in batches, longest prompts first.
 
-    Samples of equal prompts come together, so that a batch prefills each prompt once.
+    Samples of equal prompts follow each other, so that a batch prefills each prompt once.
 
     Args:
         samples: in any order.
@@ -43,7 +47,7 @@ def batches(samples: Sequence[Sample], *, max_num_seqs: int, max_num_tokens: int
         max_num_tokens: most cached tokens in a batch, padding and new tokens included; a sample that needs
             more is a batch of its own.
     """
-    batch: list[Sample] = []
+    batch: list[SampleRequest] = []
     longest_prompt = longest_completion = 0
     for sample in sorted(samples, key=lambda s: (-len(s.prompt), s.prompt)):
         prompt = max(longest_prompt, len(sample.prompt))

@@ -1,19 +1,18 @@
-"""Which arguments a vLLM engine is made with: the user's, checked by name, and those that rlcore sets."""
+"""The arguments of a vLLM engine: the user's, checked by name, and those that rlcore sets."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
-import inspect
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlcore.arguments import did_you_mean
 from rlcore.device import Device
-from rlcore.engines.engine import Engine
+from rlcore.engines.executors.options import BUILD_OPTIONS
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
 from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError
@@ -35,24 +34,22 @@ _OWN = {
     "logprobs_mode": "log-probs are of the distribution that was sampled from",
     "use_tqdm_on_load": "the log stays quiet",
 }
-"""What the user cannot choose, and why."""
-_PARAMETERS_OF_BUILD = inspect.signature(Engine.build).parameters.values()
-
+"""Arguments that the user cannot choose, and why."""
 _KV_SHARE = 0.7
-"""Of the device memory that is free beside the weights; the rest is for activations and captured graphs."""
+"""Fraction of the device memory that the weights leave free; the rest is for activations and captured graphs."""
 _MOST_HOST_KV_BYTES = 4 << 30
 _WEIGHT_BYTES = {"float32": 4, "float": 4}
 
 
 def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: WorkerContext) -> dict[str, Any]:
-    """All arguments of the engine that drives the context's devices, where ``given`` are the user's.
+    """Return all arguments of the engine that drives the context's devices; ``given`` are the user's.
 
     Raises:
         InvalidInputError, MissingDependencyError: as ``check_arguments``.
         DeviceError: no memory is left for a KV cache.
     """
     check_arguments(given)
-    device, is_rank = context.device, not context.devices  # of torchrun
+    device, is_rank = context.device, not context.devices  # a rank of torchrun drives no devices
     size = context.world_size if is_rank else len(context.devices)
     replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {
@@ -65,9 +62,9 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
         **given,
-        # vLLM refuses to start when less than this share is free; what it may use is said in bytes.
+        # vLLM refuses to start when less than this fraction is free; kv_cache_memory_bytes limits what it uses.
         "gpu_memory_utilization": 0.01,
-        "seed": given.get("seed", 0) + replica,  # they must not all draw the same
+        "seed": given.get("seed", 0) + replica,  # else all replicas would draw the same samples
     }
     if arguments.get("kv_cache_memory_bytes") is None:
         weight_bytes = _weight_bytes(folder, str(given.get("dtype", "auto"))) // size
@@ -76,13 +73,13 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
 
 
 def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:
-    """Their names, without importing vLLM: that takes seconds, and may leave a context on a device.
+    """Check the names of arguments without importing vLLM: that takes seconds, and may leave a context on a device.
 
     Args:
-        python: the interpreter whose vLLM it is; None is this one.
+        python: the interpreter that has vLLM; None is this one.
 
     Raises:
-        InvalidInputError: a name that is rlcore's to set, or unknown to that vLLM, with the nearest.
+        InvalidInputError: a name that only rlcore sets, or that this vLLM does not know; says the nearest one.
         MissingDependencyError: this interpreter has no vLLM.
     """
     for name in given:
@@ -91,28 +88,26 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
     names = _argument_names(_package_here() if python is None else _package_of(python))
     for name in given:
         if names and name not in names:
-            own = [each.name for each in _PARAMETERS_OF_BUILD if each.kind is each.KEYWORD_ONLY]
-            nearest = difflib.get_close_matches(name, [*own, *names], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f", and build() takes {', '.join(own)}"
+            hint = did_you_mean(name, [*BUILD_OPTIONS, *names]) or f", and build() takes {', '.join(BUILD_OPTIONS)}"
             raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
 
 
 def _package_here() -> Path:
     found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a folder that happens to have the name
+    if found is None or found.origin is None:  # a folder of this name is no package
         raise MissingDependencyError("vllm", needed_for="the vllm executor", extra="vllm")
     return Path(found.origin).parent
 
 
 def _package_of(python: str | os.PathLike[str]) -> Path | None:
-    """Where an environment has it, unless somewhere else; None if it is not there."""
+    """Return the folder of vLLM in an environment; None if it is not in the usual place."""
     program = os.path.expanduser(os.fspath(python))
     environment = Path(shutil.which(program) or program).parents[1]
     return next(environment.glob("lib/python3*/site-packages/vllm"), None)
 
 
 def _argument_names(package: Path | None) -> list[str]:
-    """The fields of ``vllm.EngineArgs``; none where they cannot be read, and vLLM itself is to judge."""
+    """Return the fields of ``vllm.EngineArgs``; none if they cannot be read: then vLLM itself checks names."""
     source = package and package / "engine" / "arg_utils.py"
     if source is None or not source.is_file():
         return []
@@ -130,7 +125,7 @@ def _rank_of_torchrun() -> int:
 
 
 def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
-    """Of the whole model, in the dtype that it will have."""
+    """Return the bytes of the whole model in the dtype that it will have."""
     weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
     stored = str(folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16")))
     if dtype == "auto":
@@ -139,10 +134,12 @@ def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
 
 
 def _kv_cache_bytes(device: Device, weight_bytes: int, utilization: float | None) -> int:
-    """Of one device. vLLM would measure it, which fails when a neighbour takes or frees memory meanwhile.
+    """Return the size of the KV cache of one device.
+
+    vLLM would measure it, which fails when another program takes or frees memory meanwhile.
 
     Args:
-        utilization: share of the whole device that weights, KV cache and all else may take, as vLLM means it.
+        utilization: vLLM's ``gpu_memory_utilization``: the fraction of the device for weights, KV cache and all else.
     """
     memory = device.memory.info()
     free_bytes = memory.free_bytes if utilization is None else int(memory.total_bytes * utilization)

@@ -1,7 +1,7 @@
-"""What the executor takes from vllm-ascend, vLLM's plugin for NPUs, where it does otherwise than vLLM.
+"""Functions of vllm-ascend, vLLM's plugin for NPUs, where it differs from vLLM.
 
-Declared: held against the wheels (``tests/devices/ascend/vllm_contract.py``), never run. Weights arrive through
-rlcore's own extension as everywhere; vllm-ascend's weight transfer is not used.
+They are checked against the wheels (``tests/devices/ascend/vllm_contract.py``) and have never run. rlcore's own
+extension receives weights, as everywhere; vllm-ascend's weight transfer is not used.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.settings import Settings
 
 if TYPE_CHECKING:
-    from rlcore.engines.sampling.vllm.interfaces import Allocation
+    from rlcore.engines.sampling.vllm.interfaces import VllmAllocation
 
 VERSIONS = ("0.23.0", "0.26.0rc1")
-"""Those whose wheels were read; the code of the versions between and beside them may differ."""
+"""Versions whose wheels were read; the code of other versions may differ."""
 _DISTRIBUTION = "vllm-ascend"
 _INSTALL = f"pip install '{_DISTRIBUTION}=={VERSIONS[0]}' 'vllm=={VERSIONS[0].rpartition('.')[0]}.*'"
 _FORMAT_SWITCH = "VLLM_ASCEND_ENABLE_NZ"
@@ -44,16 +44,16 @@ class NpuAllocation(Protocol):
 
 @functools.cache
 def is_installed() -> bool:
-    """Then it is vLLM's platform."""
+    """Return True if vllm-ascend is installed; it is then vLLM's platform."""
     return importlib.util.find_spec("vllm_ascend") is not None
 
 
 def prepare(vllm_version: str) -> None:
-    """Set its environment, before an engine is made.
+    """Set the environment of vllm-ascend, before an engine is made.
 
     Raises:
-        UnsupportedError: a version that was not held against the code, or of another vLLM.
-        InvalidInputError: weights are to be kept in the vendor's order, in which nothing can be synced.
+        UnsupportedError: a version that was not checked, or that is made for another vLLM.
+        InvalidInputError: the environment asks for weights in the vendor's order, into which no weight can be synced.
     """
     check_versions(importlib.metadata.version(_DISTRIBUTION), vllm_version)
     if os.environ.setdefault(_FORMAT_SWITCH, "0") != "0":
@@ -64,7 +64,7 @@ def prepare(vllm_version: str) -> None:
 
 
 def check_device(device: Device) -> None:
-    """Before vLLM is imported, which would fail later and say less.
+    """Refuse a device that vLLM cannot use, before vLLM is imported: it would fail later and tell less.
 
     Raises:
         UnsupportedError: an NPU without vllm-ascend, or vllm-ascend without an NPU; or a simulated device, unless
@@ -90,10 +90,10 @@ def check_device(device: Device) -> None:
 
 
 def check_versions(version: str, vllm_version: str) -> None:
-    """Each is made for the vLLM of the same number.
+    """Check that vllm-ascend is of a known version, and vLLM of the same number.
 
     Raises:
-        UnsupportedError: another version than those read, or beside a vLLM of another number.
+        UnsupportedError: a version other than ``VERSIONS``, or a vLLM of another number.
     """
     if version not in VERSIONS:
         known = f"the vllm executor was held against {' and '.join(VERSIONS)} alone"
@@ -107,25 +107,25 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def allocations(tag: str) -> list[Allocation]:
-    """Device memory that its allocator has under a tag; its addresses stay when it is unmapped."""
+def allocations(tag: str) -> list[VllmAllocation]:
+    """Return the device memory that its allocator has under a tag; addresses stay when it is unmapped."""
     from vllm_ascend.device_allocator.camem import CaMemAllocator  # type: ignore[import-not-found]
 
     allocator: NpuAllocator = CaMemAllocator.get_instance()
     found: list[Any] = [allocation for allocation in allocator.pointer_to_data.values() if allocation.tag == tag]
-    for allocation in found:  # they do not say whether they are mapped; rlcore alone unmaps them
+    for allocation in found:  # they do not tell if they are mapped; only rlcore unmaps them
         vars(allocation).setdefault("is_asleep", False)
     return found
 
 
-def map_memory(allocation: Allocation) -> None:
+def map_memory(allocation: VllmAllocation) -> None:
     from vllm_ascend.device_allocator.camem import create_and_map
 
     create_and_map(allocation.handle)
     allocation.is_asleep = False
 
 
-def unmap_memory(allocation: Allocation) -> None:
+def unmap_memory(allocation: VllmAllocation) -> None:
     from vllm_ascend.device_allocator.camem import unmap_and_release
 
     unmap_and_release(allocation.handle)
@@ -133,7 +133,7 @@ def unmap_memory(allocation: Allocation) -> None:
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
-    """Memory of somebody else's. Of torch's own making it would lack what torch_npu's operators ask of a storage."""
+    """Return a storage of memory that it does not own, with the fields that torch_npu's operators need."""
     import torch_npu  # type: ignore[import-not-found]
 
     return torch_npu._C._construct_storage_from_data_pointer(address, device, nbytes)

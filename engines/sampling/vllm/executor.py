@@ -1,11 +1,11 @@
-"""The inference executor ``vllm``: what one worker runs, a vLLM engine on all devices of a replica."""
+"""The inference executor ``vllm``: one worker runs a vLLM engine on all devices of a replica."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import msgspec
 
@@ -20,23 +20,28 @@ from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.engines.sampling.vllm import ascend, versions
 from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
-from rlcore.engines.sampling.vllm.extension import Answer
-from rlcore.engines.sampling.vllm.interfaces import Engine
+from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension, ShardAnswer
+from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
+from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
-from rlcore.engines.weight_sync.planning.manifest import Manifest
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest
+from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 from rlcore.weights.names import mismatch
 from rlcore.weights.source import in_files
 
-_MEETING_S = 600.0
-"""For the other ranks to come to build(), who load as long as this one."""
+P = ParamSpec("P")
+_RPC = RlcoreWorkerExtension.rlcore_call.__name__
+_RENDEZVOUS_S = 600.0
+"""The longest wait for the other ranks to call build(): they load as long as this one."""
 _SYNC, _VALUES = "a weight sync", "weights without values"
+"""Reasons for which a replica makes no step."""
 
 
-class VllmWorker(InferenceExecutor):
-    """Drives one replica. Whether its weights are on the devices is the inference engine's business."""
+class VllmExecutor(InferenceExecutor):
+    """Drives one replica. The inference engine knows if its weights are on the devices."""
 
     runs_on_many_devices: ClassVar[bool] = True
     owns_process: ClassVar[bool] = True
@@ -46,7 +51,7 @@ class VllmWorker(InferenceExecutor):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
-        self._engine: Engine | None = None
+        self._engine: VllmEngine | None = None
         self._host_memory: tuple[int | None, int | None] | None = None
         self._differing: list[str] = []
 
@@ -56,18 +61,18 @@ class VllmWorker(InferenceExecutor):
         check_model_folder(path)
 
     def build(self, path: str | Path, /, **engine_args: Any) -> None:
-        """Loads the model and allocates the KV cache.
+        """Load the model and allocate the KV cache.
 
         Args:
             path: a Hugging Face model folder with safetensors weights.
-            engine_args: vLLM's own (``vllm.EngineArgs``), but for those that rlcore sets. ``kv_cache_memory_bytes`` is
-                a device's; without it, most of what is free beside the weights.
+            engine_args: fields of ``vllm.EngineArgs``, but for those that rlcore sets. ``kv_cache_memory_bytes`` is
+                per device; without it the KV cache takes most of the memory that the weights leave free.
 
         Raises:
             CheckpointError: the folder is incomplete or damaged.
-            InvalidInputError: an argument that vLLM does not know or refuses, or that is rlcore's.
+            InvalidInputError: an argument that vLLM does not know or refuses, or that only rlcore sets.
             MissingDependencyError, UnsupportedError: vLLM is absent, of a version that rlcore does not know, or a build
-                for other devices; or the device is a simulated one.
+                for other devices; or the device is simulated.
             WorkerDiedError: a process that vLLM started has ended.
         """
         ascend.check_device(self.device)
@@ -75,26 +80,26 @@ class VllmWorker(InferenceExecutor):
         self.vllm_version = versions.prepare()
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self._context)
-        reader = PromptReader(self._folder, None, "max_model_len")
+        self._reader = reader = PromptReader(self._folder, None, "max_model_len")
         if self._is_rank:
-            self._context.process_group(_MEETING_S)  # vLLM takes the default group for its world
+            self._context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
         processes = WorkerProcesses(self._context)
         with processes.needed_for("build"):
             engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
         reader.max_positions = engine.vllm_config.model_config.max_model_len
         self._engine, self._replica = engine, Replica(engine, processes, reader, self.device.activate)
-        if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # no folder has what was made up
-            found = self._call("differing_after_reload", str(path))
+        if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
+            found = self._call(TensorParallelShard.differing_after_reload, str(path))
             self._differing = sorted({name for names in found for name in names})
         if self._host_memory is not None:
-            self._call("reserve", *self._host_memory)
+            self._call(TensorParallelShard.reserve, *self._host_memory)
 
     # ------------------------------------------------------------------------------------------- generation
 
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
-    ) -> None:
-        self._replica.check(prompts, params, numbers)
+    ) -> list[Sequence[int]]:
+        return self._reader.read(prompts, params, numbers)
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
@@ -115,7 +120,7 @@ class VllmWorker(InferenceExecutor):
         return self._replica.collect(timeout_s)
 
     def progress(self) -> dict[int, int]:
-        """Tokens that requests under way have so far, by their numbers."""
+        """Return the tokens that each request under way has so far, by its number."""
         return self._replica.progress()
 
     def abort(self, numbers: Sequence[int] | None) -> int:
@@ -145,7 +150,7 @@ class VllmWorker(InferenceExecutor):
                 self._replica.forget_cached()
             elif move is Move.META:
                 self._replica.hold(_VALUES)
-        found, is_away = zip(*self._call("move", move, tag), strict=True)
+        found, is_away = zip(*self._call(TensorParallelShard.move, move, tag), strict=True)
         if any(away is (move is Move.ONLOAD) for away in is_away):
             raise RlcoreError(f"{move.value}({tag!r}) left {sum(is_away)} of {len(is_away)} vLLM workers without it")
         if move is Move.ONLOAD:
@@ -159,18 +164,18 @@ class VllmWorker(InferenceExecutor):
         )
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
-        """As ``Worker.reserve_host_memory``, of each of the replica's devices.
+        """See ``Worker.reserve_host_memory``; for each of the replica's devices.
 
-        Processes that vLLM starts for them hear of it when they have loaded the model.
+        Processes that vLLM starts for them are told when they have loaded the model.
         """
-        if self._num_shares == 1:  # vLLM's worker is in this process: it loads while the memory is allocated
+        if self._num_shards == 1:  # vLLM's worker is in this process: it loads while the memory is allocated
             super().reserve_host_memory(host_memory_bytes, reserve_host_bytes)
         else:
             self._host_memory = host_memory_bytes, reserve_host_bytes
 
     def memory_report(self) -> MemoryReport:
-        """Of all devices of the replica together."""
-        found = self._call("memory")
+        """Return one report for all devices of the replica together."""
+        found = self._call(TensorParallelShard.memory)
 
         def total(*path: str) -> int:
             values: list[Any] = found
@@ -199,23 +204,25 @@ class VllmWorker(InferenceExecutor):
 
     def take_weights(self, *, version: int) -> None:
         self._replica.hold(_VALUES)
-        self._call("reload", str(self._incoming))
+        self._call(TensorParallelShard.reload, str(self._incoming))
         self._replica.weights_changed(version)
         self._replica.release(_VALUES)
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        """Call the receivers in the replica's vLLM workers, by rank. No step is made until the round has ended."""
-        if method == "begin":
+        """Call the receivers in the replica's vLLM workers. No step is made until the round has ended."""
+        if method == Receiver.begin.__name__:
             self._replica.hold(_SYNC)
-        if method == "prepare" and calls:
+        if method == Receiver.prepare.__name__ and calls:
             self._require_reload("a weight sync")
-            self._check_trainer(Manifest.from_bytes(calls[0][1]))
-        each: list[Any] = [()] * self._num_shares if calls is None else calls
-        results = self._call_each("sync", [(method, arguments) for arguments in each])
-        if method == "commit":
+            self._check_trainer(WeightManifest.from_bytes(calls[0][1]))
+        each: list[Any] = [()] * self._num_shards if calls is None else calls
+        results = self._call_each(f"receiver.{method}", each)
+        if method == Receiver.commit.__name__:
             self._replica.weights_changed(version=each[0][1])
             self._replica.release(_SYNC, _VALUES)
-        elif method == "abandon" and all(self._call("is_whole")):  # nothing was written
+        elif method == Receiver.abandon.__name__ and all(
+            self._call(TensorParallelShard.is_whole)
+        ):  # nothing was written
             self._replica.release(_SYNC)
         return results
 
@@ -227,8 +234,8 @@ class VllmWorker(InferenceExecutor):
                 f"made them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
             )
 
-    def _check_trainer(self, manifest: Manifest) -> None:
-        """Of another model's weights vLLM's loaders would fail midway, or not at all."""
+    def _check_trainer(self, manifest: WeightManifest) -> None:
+        """Refuse the weights of another model: vLLM's loaders would fail midway, or load them without an error."""
         own = in_files(self._folder.weight_files)
         given = {weight.name: weight for weight in manifest.weights}
         shared = own.keys() & given.keys()
@@ -245,7 +252,7 @@ class VllmWorker(InferenceExecutor):
         if self._engine is None or not self._is_rank:
             super().close()
             return
-        self._engine.collective_rpc("rlcore_call", args=("close", msgspec.msgpack.encode([()])))
+        self._engine.collective_rpc(_RPC, args=("close", msgspec.msgpack.encode([()])))
         with versions.leaving(self._engine, self.device):
             super().close()
 
@@ -253,23 +260,26 @@ class VllmWorker(InferenceExecutor):
 
     @property
     def _is_rank(self) -> bool:
-        """Of torchrun: this process has one of vLLM's workers, and its replica the others elsewhere."""
+        """True under torchrun: this process has one of vLLM's workers; other processes have the replica's others."""
         return not self._context.devices
 
     @property
-    def _num_shares(self) -> int:
+    def _num_shards(self) -> int:
         return len(self._context.devices) or 1
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every ``Share``; results by rank."""
-        return self._call_each(method, [arguments] * self._num_shares)
+    def _call(
+        self, method: Callable[Concatenate[TensorParallelShard, P], Any], *args: P.args, **_: P.kwargs
+    ) -> list[Any]:
+        """Call a method of every shard with the same arguments; results by rank, as msgpack has them."""
+        return self._call_each(method.__name__, [args] * self._num_shards)
 
     def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of the shards, or of their receivers ("receiver.begin"), with the arguments of each."""
         if self._engine is None:
             raise StateError("the vllm worker has no engine yet; call build(path)")
         with self._replica.between_steps(method):
-            found = self._engine.collective_rpc("rlcore_call", args=(method, msgspec.msgpack.encode(calls)))
-        answers = [msgspec.msgpack.decode(data, type=Answer) for data in found]
+            found = self._engine.collective_rpc(_RPC, args=(method, msgspec.msgpack.encode(calls)))
+        answers = [msgspec.msgpack.decode(data, type=ShardAnswer) for data in found]
         for answer in answers:
             if answer.failure is not None:
                 raise raised(answer.failure, self._context, method)

@@ -1,4 +1,7 @@
-"""What rlcore uses of vLLM's classes, which the docstrings name; a test holds it against every version supported."""
+"""The interfaces of vLLM's classes, as far as rlcore uses them.
+
+Each docstring names the classes in vLLM. A test holds them against every supported version.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,54 @@ import torch
 from torch import Tensor, nn
 
 
-class Engine(Protocol):
+class VllmEngine(Protocol):
     """vllm.v1.engine.llm_engine.LLMEngine"""
 
-    vllm_config: Config
-    engine_core: Client
+    vllm_config: VllmConfig
+    engine_core: VllmCoreClient
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> object: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
-    def step(self) -> Sequence[Request]: ...
+    def step(self) -> Sequence[VllmRequestOutput]: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
     def reset_mm_cache(self) -> None: ...
     def reset_encoder_cache(self) -> None: ...
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
 
 
-class Client(Protocol):
+class VllmCoreClient(Protocol):
     """vllm.v1.engine.core_client.InprocClient"""
 
     def shutdown(self) -> None: ...
 
 
-class Worker(Protocol):
+class VllmWorker(Protocol):
     """vllm.v1.worker.gpu_worker.Worker"""
 
     device: torch.device
     rank: int
-    model_runner: Runner
-    vllm_config: Config
+    model_runner: VllmModelRunner
+    vllm_config: VllmConfig
 
 
-class Runner(Protocol):
+class VllmModelRunner(Protocol):
     """vllm.v1.worker.gpu_model_runner.GPUModelRunner
     vllm.v1.worker.gpu.model_runner.GPUModelRunner"""
 
     kv_caches: list[Tensor | list[Tensor]]
-    """Of each layer; those with a state (Mamba) have several."""
+    """One entry a layer; layers with a state (Mamba) have several tensors."""
 
     def get_model(self) -> nn.Module: ...
 
 
-class Config(Protocol):
+class VllmConfig(Protocol):
     """vllm.config.vllm.VllmConfig"""
 
-    model_config: ModelConfig
-    compilation_config: Layers
+    model_config: VllmModelConfig
+    compilation_config: VllmCompilationConfig
 
 
-class ModelConfig(Protocol):
+class VllmModelConfig(Protocol):
     """vllm.config.model.ModelConfig"""
 
     model: str
@@ -64,13 +67,13 @@ class ModelConfig(Protocol):
     max_model_len: int
 
 
-class Layers(Protocol):
+class VllmCompilationConfig(Protocol):
     """vllm.config.compilation.CompilationConfig"""
 
     static_forward_context: dict[str, Any]
 
 
-class Reloading(Protocol):
+class VllmLayerReloading(Protocol):
     """vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"""
 
     restore_metadata: tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -78,51 +81,51 @@ class Reloading(Protocol):
     loaded_weights: list[tuple[str, Any]]
 
 
-class Platform(Protocol):
+class VllmPlatform(Protocol):
     """vllm.platforms.interface.Platform"""
 
     def is_cpu(self) -> bool: ...
 
 
-class Allocator(Protocol):
+class VllmAllocator(Protocol):
     """vllm.device_allocator.cumem.CuMemAllocator"""
 
-    pointer_to_data: dict[int, Allocation]
+    pointer_to_data: dict[int, VllmAllocation]
     allocator_and_pools: dict[str, tuple[Any, Any]]
-    """torch's memory pool of a tag, and the allocator of the pool."""
+    """Tag -> torch's memory pool, and the allocator of that pool."""
 
 
-class Allocation(Protocol):
+class VllmAllocation(Protocol):
     """vllm.device_allocator.AllocationData"""
 
     handle: tuple[Any, ...]
-    """Device index, bytes, address, and what the driver knows it by."""
+    """Device index, bytes, address, and the driver's handle."""
     tag: str
     is_asleep: bool
 
 
-class Request(Protocol):
+class VllmRequestOutput(Protocol):
     """vllm.outputs.RequestOutput"""
 
     request_id: str
-    outputs: list[Sampled]
+    outputs: list[VllmCompletionOutput]
 
 
-class Sampled(Protocol):
+class VllmCompletionOutput(Protocol):
     """vllm.outputs.CompletionOutput"""
 
     token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Likelihood]] | None
+    logprobs: Sequence[dict[int, VllmLogprob]] | None
     finish_reason: str | None
 
 
-class Likelihood(Protocol):
+class VllmLogprob(Protocol):
     """vllm.logprobs.Logprob"""
 
     logprob: float
 
 
-class SyncClient(Protocol):
+class VllmSyncClient(Protocol):
     """vllm.distributed.weight_transfer.base.VLLMWeightSyncClient"""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

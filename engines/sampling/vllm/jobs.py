@@ -1,4 +1,4 @@
-"""What a replica is at: a job for each prompt, of as many samples as were asked for."""
+"""The requests of a replica under way: a job for each prompt, of ``n`` samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlcore.engines.sampling.completion import Completion, RequestOutput, Versio
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class PromptJob:
     """All samples of one prompt."""
 
     number: int
@@ -18,23 +18,23 @@ class Job:
 
     @property
     def output(self) -> RequestOutput | None:
-        """None until every sample has ended."""
+        """The output of the prompt; None until every sample has ended."""
         done = [completion for completion in self.completions if completion is not None]
         return RequestOutput(self.prompt, self.token_ids, done) if len(done) == len(self.completions) else None
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class RunningSample:
     """One completion being made."""
 
-    job: Job
+    job: PromptJob
     index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
 
     def close_span(self, version: int) -> None:
-        """The tokens since the last span are of ``version``."""
+        """Add a span for the tokens since the last one, which were made by ``version``."""
         start = self.spans[-1].end if self.spans else 0
         if len(self.token_ids) > start:
             self.spans.append(VersionSpan(version, start, len(self.token_ids)))

@@ -1,7 +1,7 @@
-"""Memory of vLLM's allocator as the arena moves it: unmapped and mapped again at the address it had.
+"""Memory of vLLM's allocator, moved by the host arena: unmapped, and mapped again at the address it had.
 
-Captured graphs keep addresses, so that storages cannot be freed and allocated anew here. It stands where
-``engines/offload`` has storages.
+Captured graphs keep addresses, so storages cannot be freed and allocated anew. A ``MappedAllocation`` takes the place
+of a storage in ``engines/offload``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from rlcore.engines.offload.chunks import Departure
 from rlcore.engines.offload.group import Resident
 from rlcore.engines.offload.storages import bytes_of
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.interfaces import Allocation
+from rlcore.engines.sampling.vllm.interfaces import VllmAllocation
 from rlcore.types import OffloadReport
 
 
 def _memory() -> Any:
-    """Whose allocator it is."""
+    """Return the module with the functions of the installed allocator."""
     return ascend if ascend.is_installed() else versions
 
 
-class MappedRegion:
-    """One allocation, with what the mover asks of a storage."""
+class MappedAllocation:
+    """One allocation, with the methods of a storage that offload uses."""
 
-    def __init__(self, allocation: Allocation, device: Device) -> None:
+    def __init__(self, allocation: VllmAllocation, device: Device) -> None:
         self._allocation = allocation
         self.device: torch.device = device.torch_device
         _, self._size, self.address, *_ = allocation.handle
@@ -42,7 +42,7 @@ class MappedRegion:
         return 0 if self._allocation.is_asleep else int(self._size)
 
     def resize_(self, nbytes: int) -> None:
-        """0 gives the memory to the driver, when nothing uses it; anything else takes as much as there was."""
+        """0 gives the unused memory to the driver; any other number takes as much as there was."""
         if nbytes and self._allocation.is_asleep:
             _memory().map_memory(self._allocation)
         elif not nbytes and not self._allocation.is_asleep:
@@ -50,7 +50,7 @@ class MappedRegion:
 
 
 @bytes_of.register
-def _(storage: MappedRegion, start: int, nbytes: int) -> Tensor:
+def _(storage: MappedAllocation, start: int, nbytes: int) -> Tensor:
     found = _memory().storage_at(storage.address + start, storage.device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
 
@@ -59,7 +59,8 @@ class MappedResident(Resident):
     """A tag whose memory is vLLM's.
 
     Args:
-        kept: small tensors there whose values outlive a release, such as rotary tables: nobody sends them again.
+        kept: small tensors in that memory whose values are kept over a release, such as rotary tables: no sync sends
+            them again.
     """
 
     def __init__(self, device: Device, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
@@ -69,7 +70,7 @@ class MappedResident(Resident):
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def _storages(self) -> list[Any]:
-        return [MappedRegion(allocation, self.device) for allocation in _memory().allocations(self._tag)]
+        return [MappedAllocation(allocation, self.device) for allocation in _memory().allocations(self._tag)]
 
     @property
     def device_bytes(self) -> int:
@@ -90,6 +91,6 @@ class MappedResident(Resident):
             tensor.copy_(copy)
 
     def _prepare_to_leave(self) -> None:
-        """Wait for what uses the memory: to unmap it waits for nothing, and a wait for each piece would stop copies."""
+        """Wait for all work that uses the memory: unmapping does not, and a wait for each piece would stop copies."""
         self.device.synchronize()
         self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._kept()]

@@ -1,6 +1,6 @@
-"""A second instance of a vLLM worker's model on the meta device, for ``engines.sync.recording``: it has no memory.
+"""A second instance of a vLLM worker's model on the meta device, without memory, for traces of its loader.
 
-Tensors of whole numbers, such as the map from experts to those of this worker, are real: loaders read them.
+Integer tensors, such as the map from experts to those of this worker, are real: loaders read them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlcore.engines.sampling.vllm.interfaces import Config
+from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 
 _FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.tensor, torch.zeros}
 
 
-def meta_model(vllm_config: Config) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
-    """The model that ``vllm_config`` describes, as this worker's share of it is laid out, and its loader.
+def meta_model(vllm_config: VllmConfig) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
+    """Return this worker's shard of the model that ``vllm_config`` describes, and its loader.
 
-    Call it in the worker's process, whose place among the tensor and expert parallel ranks it has. The live model and
-    ``vllm_config`` are left as they are.
+    It is to be called in the worker's process, whose tensor and expert parallel ranks it takes. The live model and
+    ``vllm_config`` do not change.
     """
     model: Any = new_model(vllm_config, "meta")
     return model, model.load_weights
 
 
-def new_model(vllm_config: Config, device: str) -> nn.Module:
-    """Another instance of the model, with weights of no certain value on ``device``."""
+def new_model(vllm_config: VllmConfig, device: str) -> nn.Module:
+    """Return another instance of the model on ``device``, with uninitialized weights."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    own: Config = copy.copy(vllm_config)
+    own: VllmConfig = copy.copy(vllm_config)
     own.compilation_config = copy.copy(vllm_config.compilation_config)
-    own.compilation_config.static_forward_context = {}  # attention layers enter their names, each once
+    own.compilation_config.static_forward_context = {}  # attention layers register their names there, each once
     before = torch.get_default_dtype()
     torch.set_default_dtype(own.model_config.dtype)
     try:

@@ -1,7 +1,7 @@
-"""Whether vLLM's reload of weights gives what its first load gave. Where it does not, a sync would be wrong unseen.
+"""A check that vLLM's reload of weights gives the result of its first load. Else a sync would be wrong unseen.
 
-The proof of a sync's plan takes the reload for the truth. vLLM's build for the CPU packs the weights of experts when it
-loads them, and leaves them unpacked when it loads them again.
+The self-test of a sync's plan compares with a reload. vLLM's build for the CPU packs the weights of experts when it
+loads them first, and leaves them unpacked when it loads them again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlcore.weights.source import WeightSource
 
 @torch.no_grad()
 def differing_after_reload(target: Target, checkpoint: WeightSource) -> list[str]:
-    """Names of live tensors that a reload of the same weights changes; they are as they were afterwards.
+    """Return the names of live tensors that a reload of the same weights changes; afterwards all are as before.
 
-    A model repeats its layers: of each kind of weight the first is loaded.
+    A model repeats its layers, so only the first weight of each kind is loaded.
 
     Args:
-        target: with the weights of its first load.
+        target: the model with the weights of its first load.
         checkpoint: the weights that it was loaded from.
     """
     names = first_of_each_kind(checkpoint)
@@ -39,7 +39,7 @@ def differing_after_reload(target: Target, checkpoint: WeightSource) -> list[str
 
 
 def first_of_each_kind(names: Iterable[str]) -> list[str]:
-    """Of names that differ in numbers alone those whose first number is the smallest: a layer's experts all."""
+    """Return, of names that differ only in numbers, those with the smallest first number: all experts of a layer."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
@@ -51,13 +51,13 @@ def first_of_each_kind(names: Iterable[str]) -> list[str]:
 
 
 def _first_number(name: str) -> int:
-    """-1 for a name without one."""
+    """Return the first number in a name, -1 if it has none."""
     found = re.search(r"\d+", name)
     return int(found[0]) if found else -1
 
 
 def _is_same(tensor: Tensor, was: Tensor) -> bool:
-    """Bytes, as a NaN is not equal to itself."""
+    """Compare bytes, as a NaN is not equal to itself."""
     return torch.equal(_bytes(tensor), _bytes(was))
 
 

@@ -1,7 +1,7 @@
 """One vLLM engine at work: requests go in, completions come out, and rlcore decides when it makes a step.
 
-``run`` steps it in the calling thread until its own requests have ended. What was ``submit``-ted is stepped by a thread
-beside. Between two steps the weights may change: each completion says which of its tokens came before.
+``run`` makes steps in the calling thread until its own requests have ended. A background thread makes steps for the
+requests of ``submit``. Between two steps the weights may change: a completion tells the version that made each token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.interfaces import Engine, Request
-from rlcore.engines.sampling.vllm.jobs import Job, Sample
+from rlcore.engines.sampling.vllm.interfaces import VllmEngine, VllmRequestOutput
+from rlcore.engines.sampling.vllm.jobs import PromptJob, RunningSample
 from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
@@ -28,18 +28,22 @@ PAUSED = "a pause"
 
 
 class Replica:
-    """Thread-safe. ``activate`` makes the engine's device that of the calling thread."""
+    """Runs the requests of one vLLM engine. Its methods are thread-safe.
+
+    Args:
+        activate: makes the engine's device the current one of the calling thread.
+    """
 
     def __init__(
-        self, engine: Engine, processes: WorkerProcesses, reader: PromptReader, activate: Callable[[], None]
+        self, engine: VllmEngine, processes: WorkerProcesses, reader: PromptReader, activate: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._processes = processes
         self._reader = reader
         self._activate = activate
-        self._samples: dict[str, Sample] = {}
+        self._samples: dict[str, RunningSample] = {}
         self._done: dict[int, RequestOutput] = {}
-        self._wanted: set[int] = set()  # jobs of run(): nobody collects them
+        self._wanted: set[int] = set()  # jobs of run(), which collect() leaves alone
         self._next_number = -1
         self._version = 0
         self._held: set[str] = set()
@@ -51,18 +55,19 @@ class Replica:
 
     @contextlib.contextmanager
     def between_steps(self, method: str) -> Iterator[None]:
-        """Within, vLLM can be asked something for ``method``, and makes no step of its own accord.
+        """Inside, no step is made but by the caller, who may call vLLM on behalf of ``method``.
 
         Raises:
-            WorkerDiedError: a process of vLLM's has ended.
+            WorkerDiedError: a process of vLLM has ended.
             RlcoreError: a step in the background has failed.
         """
-        with self._turn(), self._processes.needed_for(method):
+        with self._locked(), self._processes.needed_for(method):
             self._require_stepping()
             yield
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
+        """Inside, the caller has the lock, which the background thread leaves to whoever waits for it."""
         self._num_waiting += 1
         with self._changed:
             self._num_waiting -= 1
@@ -71,16 +76,13 @@ class Replica:
 
     # -------------------------------------------------------------------------------------------- requests
 
-    def check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], numbers: Sequence[int]) -> None:
-        self._reader.read(prompts, params, numbers)
-
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
     ) -> list[RequestOutput]:
-        """Complete these prompts; ``advance`` hears the number of completions that ended, as they do.
+        """Complete these prompts; ``advance`` is called with the number of completions that ended, as they do.
 
         Raises:
-            StateError: paused or held; or the caller has given the call up.
+            StateError: the replica is paused or held; or nobody waits for the call any more.
         """
         with self.between_steps("generate"):
             self._require_running("generate()")
@@ -105,7 +107,7 @@ class Replica:
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
     ) -> None:
-        """Begin these, whose outputs ``collect`` gives under these numbers (>= 0)."""
+        """Begin these requests, whose outputs ``collect`` gives by these numbers (>= 0)."""
         with self.between_steps("submit"):
             self._set_version(version)
             self._add(numbers, prompts, params, is_streamed=True)
@@ -114,14 +116,14 @@ class Replica:
                 self._thread.start()
 
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
-        """What has ended; waits ``timeout_s`` for the first, unless nothing is under way or all is paused."""
+        """Return what has ended; wait ``timeout_s`` for the first, unless nothing is under way or all is paused."""
         with self.between_steps("collect"):
             self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
             self._require_stepping()
             return {number: self._done.pop(number) for number in self._ready()}
 
     def progress(self) -> dict[int, int]:
-        """Tokens that requests under way have so far, by their numbers."""
+        """Return the tokens that each request under way has so far, by its number."""
         with self.between_steps("progress"):
             found: dict[int, int] = {}
             for sample in self._samples.values():
@@ -129,7 +131,7 @@ class Replica:
             return found
 
     def abort(self, numbers: Sequence[int] | None) -> int:
-        """Give these up, or all that were submitted; they are never collected. Returns how many were unfinished."""
+        """Cancel these requests, or all that were submitted; return how many were unfinished. None is collected."""
         with self.between_steps("abort"):
             jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
             chosen = jobs if numbers is None else jobs.intersection(numbers)
@@ -139,7 +141,7 @@ class Replica:
             return len(chosen)
 
     def pause(self, mode: PauseMode) -> None:
-        """Make no more steps. "abort" gives up what is under way, "wait" finishes it first, "keep" leaves it."""
+        """Make no more steps. "abort" cancels what is under way, "wait" finishes it first, "keep" leaves it."""
         check_pause_mode(mode)
         if mode == "abort":
             self.abort(None)
@@ -149,21 +151,21 @@ class Replica:
             self._held.add(PAUSED)
 
     def resume(self) -> None:
-        """Go on where ``pause`` stopped."""
-        with self._turn():
+        """Go on after ``pause``."""
+        with self._locked():
             self._held.discard(PAUSED)
 
     def hold(self, reason: str) -> None:
-        """Make no step until this reason is gone, and all others."""
-        with self._turn():
+        """Make no step until this reason and all others are released."""
+        with self._locked():
             self._held.add(reason)
 
     def release(self, *reasons: str) -> None:
-        with self._turn():
+        with self._locked():
             self._held.difference_update(reasons)
 
     def forget_cached(self) -> None:
-        """Drop all keys, values and encodings that were computed; requests under way compute theirs again."""
+        """Drop all cached keys, values and encodings; requests under way compute theirs again."""
         with self.between_steps("forget_cached"):
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.reset_mm_cache()
@@ -190,13 +192,13 @@ class Replica:
                 try:
                     with self._processes.needed_for("submit"):
                         self._step(())
-                except BaseException as error:  # whoever asks next is told
+                except BaseException as error:  # the next call raises it
                     self._failure = error
                     self._changed.notify_all()
                     return
 
     def _step(self, counted: Sequence[int]) -> int:
-        """One step of the engine; returns how many samples of the ``counted`` jobs ended."""
+        """Make one step of the engine; return how many samples of the ``counted`` jobs ended."""
         num_ended = 0
         for output in self._engine.step():
             sample = self._samples.get(output.request_id)
@@ -206,8 +208,8 @@ class Replica:
         self._changed.notify_all()
         return num_ended
 
-    def _take(self, output: Request, sample: Sample) -> bool:
-        """Add what a step made of a sample; True if it has ended."""
+    def _take(self, output: VllmRequestOutput, sample: RunningSample) -> bool:
+        """Add a step's tokens to a sample; return True if it has ended."""
         (sampled,) = output.outputs
         token_ids = list(sampled.token_ids)
         logprobs = [float(entry[token].logprob) for token, entry in zip(token_ids, sampled.logprobs or (), strict=True)]
@@ -235,11 +237,11 @@ class Replica:
         encoded = self._reader.read(prompts, params)
         for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
             text = prompt if isinstance(prompt, str) else None
-            job = Job(number, text, list(token_ids), [None] * one.n)
+            job = PromptJob(number, text, list(token_ids), [None] * one.n)
             keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
             for index, key in enumerate(keys):
                 name = f"{number}-{index}"
-                self._samples[name] = Sample(job, index)
+                self._samples[name] = RunningSample(job, index)
                 self._engine.add_request(
                     name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
                 )
@@ -271,7 +273,7 @@ class Replica:
             self._done.pop(number, None)
 
     def weights_changed(self, version: int) -> None:
-        """What comes now is of this version; what was computed before is dropped, and computed again where needed."""
+        """Note the version of new weights; cached results of the old ones are dropped and computed again if needed."""
         with self.between_steps("weights_changed"):
             self._set_version(version)
             self.forget_cached()

@@ -1,10 +1,10 @@
-"""One vLLM worker's share of a replica: where its weights and its KV cache are, and how they are loaded."""
+"""One vLLM worker's tensor-parallel shard of a replica: moves and loads its weights and its KV cache."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.interfaces import Worker
+from rlcore.engines.sampling.vllm.interfaces import VllmWorker
 from rlcore.engines.sampling.vllm.mapped_allocations import MappedResident
 from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
 from rlcore.engines.sampling.vllm.target import VllmTarget
@@ -26,17 +26,17 @@ from rlcore.weights.source import in_files
 
 _log = logging.getLogger(__name__)
 _NEVER_FREED: list[Any] = []
-"""Models and KV caches of shares that were closed while there was no room to map their memory again."""
+"""Models and KV caches of shards that were closed while there was no room to map their memory again."""
 
 
-class Share:
-    """Made when the model is loaded and the KV cache is allocated."""
+class TensorParallelShard:
+    """One tensor-parallel rank of a replica. The model is loaded and the KV cache allocated before it is made."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: VllmWorker) -> None:
         self.device = get_device(str(worker.device))
         self.runner = worker.model_runner
         self._target = VllmTarget(self.model, worker.vllm_config, self.device)
-        self._receiver = Receiver(self._target)
+        self.receiver = Receiver(self._target)
         if self.device.spec.is_host:  # no graph is captured that would keep addresses
             self._residents = {
                 "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
@@ -55,17 +55,17 @@ class Share:
     # -------------------------------------------------------------------------------------------- residency
 
     def move(self, move: str, tag: str) -> tuple[OffloadReport, bool]:
-        """The KV cache is never copied: what leaves is lost, and what comes back is zero.
+        """Move a tag. The KV cache is never copied: its contents are lost, and it comes back as zeros.
 
         Returns:
-            the report, and whether the tag is away now.
+            The report, and True if the tag is away now.
         """
         resident = self._residents[tag]
         if move == Move.ONLOAD:
             was_away = resident.is_away
             report = resident.onload()
             if tag == "kv_cache" and was_away:
-                versions.after_kv_cache_is_back(self.runner)
+                versions.reset_kv_cache(self.runner)
         else:
             report = resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
         return report, resident.is_away
@@ -89,33 +89,33 @@ class Share:
         }
 
     def _kept(self) -> Iterator[Tensor]:
-        """What lies among the weights and no sync brings again."""
+        """Yield tensors in the memory of the weights that no sync brings again."""
         yield from self.model.buffers()
         yield from (tensor for _, tensor in self._target.strays())
 
     # --------------------------------------------------------------------------------------------- weights
 
     def reload(self, path: str) -> None:
-        """vLLM's own load of a model folder into the live model, with what it does after loading."""
+        """Load a model folder into the live model as vLLM does, with its processing after loading."""
         found = in_files(check_model_folder(path).weight_files)
         with self._target.reloading():
             self._target.reload((name, tensor.read(())) for name, tensor in found.items())
         self.device.synchronize()
-        self._receiver.reloaded()
+        self.receiver.reloaded()
 
     def differing_after_reload(self, path: str) -> list[str]:
-        """Of the folder that the model was loaded from, as it was loaded.
+        """Return the tensors that a reload of the model's own folder changes.
 
         Raises:
-            UnsupportedError: vLLM generates with packed copies of weights, which no reload reaches.
+            UnsupportedError: vLLM generates with packed copies of weights, which no reload changes.
         """
         if versions.packs_weights():
             raise UnsupportedError("vLLM's build for the CPU with packed weights", "they were to be left plain")
         return differing_after_reload(self._target, in_files(check_model_folder(path).weight_files))
 
     def close(self) -> None:
-        """Let go of the model. What is away is mapped again first, as vLLM's allocator frees only what is."""
-        self._receiver.close()
+        """Drop the model. Unmapped memory is mapped again first, as vLLM's allocator frees only mapped memory."""
+        self.receiver.close()
         versions.forget_reloads(self.model)
         away = [resident for resident in self._residents.values() if resident.is_away]
         try:
@@ -132,9 +132,5 @@ class Share:
         self.__dict__ = {}
 
     def is_whole(self) -> bool:
-        """What the model holds is of one version."""
-        return self._receiver.is_whole
-
-    def sync(self, method: str, arguments: Sequence[Any]) -> Any:
-        """A call of the receiver of weights."""
-        return getattr(self._receiver, method)(*arguments)
+        """Return True if all weights are of one version."""
+        return self.receiver.is_whole

@@ -13,7 +13,7 @@ from rlcore.device import Device
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.interfaces import Config
+from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
@@ -21,9 +21,9 @@ from rlcore.weights.source import TensorSlices, in_files
 
 
 class VllmTarget(Target):
-    """``device`` is rlcore's, where the model is."""
+    """The weights of a live vLLM model; ``device`` is the rlcore device that it is on."""
 
-    def __init__(self, model: nn.Module, vllm_config: Config, device: Device) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, device: Device) -> None:
         self.device = device
         self._vllm_config = vllm_config
         self._model: Any = model
@@ -34,7 +34,7 @@ class VllmTarget(Target):
         return meta_model(self._vllm_config)
 
     def checkpoint(self) -> dict[str, Tensor] | None:
-        """Of its folder; None where vLLM was given a name, or files of another kind."""
+        """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
         try:
             files = check_model_folder(self._vllm_config.model_config.model).weight_files
         except CheckpointError:
@@ -42,7 +42,7 @@ class VllmTarget(Target):
         return {name: _on_meta(found) for name, found in in_files(files).items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Kept from the first call on: a reload takes them out of the model for a while."""
+        """Return the live tensors, kept from the first call on: a reload takes them out of the model for a while."""
         if not self._tensors:
             self._tensors = dict(self._plain())
         return self._tensors
@@ -57,9 +57,9 @@ class VllmTarget(Target):
                     yield (f"{prefix}.{name}" if prefix else name), tensor.detach()
 
     def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Tensors of the model that are neither parameters nor buffers nor its KV cache, and their modules.
+        """Yield tensors of the model that are neither parameters nor buffers nor KV cache, with their modules.
 
-        Such as what MLA derives from its weights after loading: nothing but loading makes them right.
+        An example is what MLA derives from its weights after loading: only loading makes them right.
         """
         known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         layer_caches = versions.layer_caches(self._vllm_config.compilation_config)
@@ -88,7 +88,7 @@ class VllmTarget(Target):
             self._is_reloading = False
 
     def committed(self, version: int) -> None:
-        """What was computed with earlier weights is the replica's, which drops it."""
+        """Do nothing: the replica drops what was computed with earlier weights."""
 
 
 def _on_meta(found: TensorSlices) -> Tensor:

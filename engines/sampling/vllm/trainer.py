@@ -2,7 +2,7 @@
 
 from rlcore.engines.sampling.vllm.trainer import RlcoreTrainerInitInfo
 
-info = RlcoreTrainerInitInfo("/run/user/1000/weights", num_workers=2)            # of vLLM, all replicas together
+info = RlcoreTrainerInitInfo("/run/user/1000/weights", num_workers=2)            # vLLM workers of all replicas
 engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleWeights(policy))
 engine.send_weights()
 """
@@ -18,31 +18,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.interfaces import SyncClient
+from rlcore.engines.sampling.vllm.interfaces import VllmSyncClient
 from rlcore.engines.weight_sync.api import WeightSender
 from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
 from rlcore.errors import InvalidInputError
 from rlcore.types import SyncReport
 
 T = TypeVar("T")
-_Engine, _InitInfo = versions.weight_transfer_trainer_bases()
+_TransferEngine, _InitInfo = versions.weight_transfer_trainer_bases()
 
 
 @dataclass
 class RlcoreTrainerInitInfo(_InitInfo):  # type: ignore[misc, valid-type]
-    """Where this trainer listens, and for how many vLLM workers; the same on all of the trainer's ranks."""
+    """The address at which this trainer listens, and for how many vLLM workers; the same on all trainer ranks."""
 
     backend: ClassVar[str] = "rlcore_ipc"
 
     address: str
     num_workers: int = 1
     timeout_s: float = 120.0
-    """For each wait: for the workers to connect, and for a whole send."""
+    """The longest wait for the workers to connect, and the longest that a send may take."""
     rank: int = field(default=0, kw_only=True)
 
     @property
     def is_sender(self) -> bool:
-        """The rank that speaks with vLLM; shards of the others go directly to its workers."""
+        """True on the rank that calls vLLM; shards of other ranks go directly to its workers."""
         return self.rank == 0
 
 
@@ -51,7 +51,7 @@ class WeightsInPlace(Protocol):
     """A source whose tensors are sent from where they are."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Names as in checkpoints, the same in each round; a DTensor is read in this rank's shard alone."""
+        """Return tensors by their names in checkpoints, the same each time; of a DTensor this rank's shard is read."""
 
 
 class ModuleWeights:
@@ -64,16 +64,16 @@ class ModuleWeights:
         return self.module.named_parameters()
 
 
-class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-type]
-    """Of one trainer rank; the base class has its methods' meanings.
+class RlcoreTrainerWeightTransferEngine(_TransferEngine):  # type: ignore[misc, valid-type]
+    """The weight transfer of one trainer rank; vLLM's base class describes its methods.
 
-    ``WeightsInPlace``, such as ``ModuleWeights``, are sent from where they are. A ``WeightSource`` of vLLM's gives
-    whole tensors: what is sharded it gathers first.
+    ``WeightsInPlace``, such as ``ModuleWeights``, are sent from where they are. A ``WeightSource`` of vLLM gives whole
+    tensors: it gathers sharded ones first.
     """
 
     init_info_cls = RlcoreTrainerInitInfo
 
-    def __init__(self, info: RlcoreTrainerInitInfo, client: SyncClient, source: Any) -> None:
+    def __init__(self, info: RlcoreTrainerInitInfo, client: VllmSyncClient, source: Any) -> None:
         self.is_sender, self.rank, self.client, self.source = info.is_sender, info.rank, client, source
         self._info = info
         self._controls: list[ControlSocket] = []
@@ -86,16 +86,16 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         config: Any = None,
         init_info: RlcoreTrainerInitInfo | None = None,
         *,
-        client: SyncClient,
+        client: VllmSyncClient,
         source: Any = None,
     ) -> Self:
         """Connect to vLLM's workers, on all ranks.
 
         Args:
-            config: of vLLM 0.26, which has nothing to say here; later versions have ``init_info`` in its place.
+            config: given by vLLM 0.26 and not used; later versions give ``init_info`` in its place.
 
         Raises:
-            InvalidInputError: no source, or another backend's information.
+            InvalidInputError: no source, or the information of another backend.
             SyncError: fewer workers than ``num_workers`` have connected.
         """
         info = config if init_info is None else init_info
@@ -125,7 +125,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         self._controls = accept_controls(info.address, info.num_workers, info.timeout_s, are_coming=are_coming)
 
     def send_weights(self) -> SyncReport | None:
-        """All ranks together; None where this rank has nothing to send."""
+        """Send the weights; all ranks call it together. Return None on a rank that has nothing to send."""
         if not isinstance(self.source, WeightsInPlace):
             self._drop_copies()
         self._given = self._read()
@@ -143,7 +143,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         return report
 
     def _drop_copies(self) -> None:
-        """Those of the last round, before the next are gathered: there may be no memory for two models."""
+        """Drop the last round's tensors before the next are gathered: memory may not suffice for two models."""
         self._given = []
         if self._sender is not None:
             self._sender.revoke()
@@ -152,7 +152,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         return sender.send(timeout_s=self._info.timeout_s)
 
     def _read(self) -> list[tuple[str, Tensor]]:
-        """What this rank sends. Once a round: a source may gather, which all ranks do together."""
+        """Return the tensors that this rank sends. Called once a round: a source may gather, all ranks together."""
         if isinstance(self.source, WeightsInPlace):
             found = list(self.source.named_tensors())
             return found if self.is_sender or any(isinstance(tensor, DTensor) for _, tensor in found) else []
@@ -164,7 +164,7 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
         return []
 
     def shutdown(self) -> None:
-        """Give back what vLLM's workers have open, and hang up."""
+        """Revoke the memory that vLLM's workers have open, and close the connections."""
         if self._sender is not None:
             self._sender.close()
         for control in self._controls:
@@ -173,12 +173,12 @@ class RlcoreTrainerWeightTransferEngine(_Engine):  # type: ignore[misc, valid-ty
 
 
 def _full(source: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights, whole; up to vLLM 0.30 a source is iterated over."""
+    """Iterate over all weights, whole; up to vLLM 0.30 the source itself is the iterable."""
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 
 def _beside(ask: Callable[[], Any], act: Callable[[Future[Any]], T]) -> T:
-    """What ``act`` returns, while vLLM is asked for its part; an error of its is what the other's was caused by."""
+    """Return the result of ``act``, which runs while vLLM is asked for its part; vLLM's error becomes the cause."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
-from rlcore.engines.sampling.vllm.interfaces import Config
+from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
 from rlcore.engines.sampling.vllm.target import VllmTarget
 from rlcore.engines.weight_sync.api import WeightReceiver
@@ -30,7 +30,7 @@ from rlcore.weights.source import in_files
 
 @dataclass(frozen=True)
 class InitInfo:
-    """Where the trainer listens, and how long to wait for it."""
+    """The address at which the trainer listens, and how long to wait for it."""
 
     address: str
     timeout_s: float = 60.0
@@ -38,19 +38,19 @@ class InitInfo:
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """The longest wait for any message of the trainer's."""
+    """The longest wait for a message of the trainer."""
 
     timeout_s: float = 120.0
 
 
 class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: ignore[misc]
-    """Of one worker; the base class has its methods' meanings."""
+    """The weight transfer of one vLLM worker; vLLM's base class describes its methods."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    vllm_config: Config
+    vllm_config: VllmConfig
 
     _control: ControlSocket | None = None
     _receiver: WeightReceiver | None = None
@@ -61,7 +61,7 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
 
         Raises:
             SyncError: nobody listens there.
-            UnsupportedError: this vLLM holds weights that a reload would not reach.
+            UnsupportedError: this vLLM holds weights that a reload would not change.
         """
         self.shutdown()
         target = VllmTarget(self.model, self.vllm_config, get_device(str(self.device)))
@@ -72,9 +72,9 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
         self._control, self._receiver = control, WeightReceiver(target, control)
 
     def _check_reload(self, target: VllmTarget) -> None:
-        """vLLM's build for the CPU packs weights when it loads them, those of experts always.
+        """Refuse packed weights: vLLM's build for the CPU packs weights as it loads them, those of experts always.
 
-        Called while the model has the weights of its folder.
+        It is called while the model has the weights of its folder.
         """
         if versions.packs_weights():
             raise UnsupportedError(
@@ -89,11 +89,11 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
             )
 
     def start_weight_update(self) -> None:
-        """Nothing needs to be prepared: a round begins when the trainer begins it."""
+        """Prepare nothing: a round begins when the trainer begins it."""
         self._connected()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, which would wait for a device that is not there on a host."""
+        """Receive one round. The base class would also wait for a device, which a host does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -105,7 +105,7 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
         self._connected().receive(update_info.timeout_s)
 
     def finish_weight_update(self) -> None:
-        """Raises SyncError where the last round left a mixture."""
+        """Raise SyncError if the last round left a mixture of versions."""
         if not self._connected().is_whole:
             raise SyncError(
                 "the last weight update stopped midway and the model's weights are a mixture: do not generate before a "
@@ -113,7 +113,7 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
             )
 
     def shutdown(self) -> None:
-        """Let go of the trainer's memory and of the connection."""
+        """Close the trainer's memory and the connection."""
         if self._receiver is not None and self._control is not None:
             self._receiver.close()
             self._control.close()
@@ -126,7 +126,7 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """The trainer's side, which vLLM 0.26 asks for here.
+        """Refuse to be the trainer's side, which vLLM 0.26 looks for here.
 
         Raises:
             UnsupportedError: always.

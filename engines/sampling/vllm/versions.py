@@ -1,4 +1,4 @@
-"""All that rlcore takes from vLLM, and what differs between its versions; only ``meta_model.py`` imports it too."""
+"""All uses of vLLM's code, and the differences between its versions. Only ``meta_model.py`` imports vLLM too."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from rlcore.device import Device
 from rlcore.engines.launchers.boot import MARK
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm.interfaces import (
-    Allocation,
-    Allocator,
-    Config,
-    Engine,
-    Layers,
-    Platform,
-    Reloading,
-    Runner,
+    VllmAllocation,
+    VllmAllocator,
+    VllmCompilationConfig,
+    VllmConfig,
+    VllmEngine,
+    VllmLayerReloading,
+    VllmModelRunner,
+    VllmPlatform,
 )
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 _MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 
-# What the user's own environment does not say otherwise. The engine core runs in the worker's own process: its
-# scheduling is the same each time, and its steps are rlcore's to make. Nothing is sent to vLLM's makers.
+# Defaults that the user's own environment overrides. Nothing is sent to vLLM's makers.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "FLASHINFER_LOGGING_LEVEL": "ERROR",
@@ -47,18 +46,21 @@ _ENVIRONMENT = {
 
 
 def prepare() -> str:
-    """Set vLLM's environment and import it; returns its version.
+    """Set vLLM's environment and import it; return its version.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: vLLM is not installed.
         UnsupportedError: a version that rlcore does not know.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # The engine core runs in this process: it schedules the same each time, and rlcore decides when it makes a step.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_memory_bytes, which rlcore always gives
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about vLLM's code
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # later ones begin before they set it
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about vLLM's code
+    logging.getLogger("vllm").setLevel(
+        os.environ["VLLM_LOGGING_LEVEL"].upper()
+    )  # later versions log before they set it
     try:
         import vllm
     except ImportError as error:
@@ -73,7 +75,7 @@ def prepare() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raises UnsupportedError outside the range that rlcore was held against."""
+    """Raise UnsupportedError for a version outside the range that rlcore was checked against."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
@@ -84,10 +86,10 @@ def check_version(version: str) -> None:
 
 
 def check_platform(device: Device) -> None:
-    """``device`` is rlcore's. vLLM would take those that it was built for, whatever it is asked for."""
+    """Refuse an rlcore device of another kind than this vLLM was built for, which it would use instead."""
     from vllm.platforms import current_platform
 
-    platform: Platform = current_platform
+    platform: VllmPlatform = current_platform
     if platform.is_cpu() != device.spec.is_host:
         raise UnsupportedError(
             f"vLLM on {device.name}",
@@ -97,7 +99,7 @@ def check_platform(device: Device) -> None:
 
 
 def keep_weights_plain() -> None:
-    """On a host, vLLM packs weights for its matrix library and drops the originals: nothing could be synced into."""
+    """Keep vLLM's build for the CPU from packing weights for its matrix library: none could be synced into them."""
     if packs_weights():
         import vllm._custom_ops as operators
         import vllm.model_executor.layers.utils as layers
@@ -107,10 +109,10 @@ def keep_weights_plain() -> None:
 
 
 def packs_weights() -> bool:
-    """This vLLM is the build for the CPU, and ``keep_weights_plain`` was not called."""
+    """Return True if this vLLM is the build for the CPU, and ``keep_weights_plain`` was not called."""
     from vllm.platforms import current_platform
 
-    platform: Platform = current_platform
+    platform: VllmPlatform = current_platform
     if not platform.is_cpu():
         return False
     import vllm._custom_ops as operators
@@ -118,32 +120,33 @@ def packs_weights() -> bool:
     return bool(operators._supports_onednn)
 
 
-def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: str) -> Engine:
-    """Ranks are what an external launcher would say.
+def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: str) -> VllmEngine:
+    """Make a vLLM engine.
 
     Args:
-        folder: where vLLM keeps what its processes find each other by; it is the caller's to remove. "" is its choice.
+        rank, local_rank: as an external launcher would set them.
+        folder: folder for the rendezvous files of vLLM's processes, which the caller removes; "" lets vLLM choose.
 
     Raises:
-        InvalidInputError: vLLM refuses the arguments, or cannot start with them, such as for want of memory.
+        InvalidInputError: vLLM refuses the arguments, or cannot start with them, such as for lack of memory.
         UnsupportedError: memory of an earlier engine of this process is not free.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
-        config: Config = EngineArgs(**arguments).create_engine_config()
+        config: VllmConfig = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise InvalidInputError(f"vLLM refuses these arguments of build(): {_said(error)}") from error
-    if config.model_config.dtype == torch.float32:  # as vLLM has it for matrices; its attention would take TF32
+    if config.model_config.dtype == torch.float32:  # vLLM's matrix products are exact too; its attention would use TF32
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     _check_allocator()
     if folder:
-        _meet_in(folder)
+        _set_rendezvous_folder(folder)
     quiet = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore::FutureWarning")))  # as in prepare()
     with _environment(RANK=str(rank), LOCAL_RANK=str(local_rank), PYTHONWARNINGS=quiet, **_sockets_in(folder)):
         try:
-            engine: Engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+            engine: VllmEngine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
             advice = _kv_cache_advice(_said(error), arguments.get("kv_cache_memory_bytes"))
             raise InvalidInputError(
@@ -153,7 +156,7 @@ def new_engine(arguments: dict[str, Any], rank: int, local_rank: int, folder: st
 
 
 def _check_allocator() -> None:
-    """vLLM would assert it, once it has begun."""
+    """Refuse a second engine while memory of the first is allocated: vLLM would fail an assertion later."""
     allocator = _allocator()
     kept = sum(allocation.handle[1] for allocation in allocator.pointer_to_data.values()) if allocator else 0
     if kept:
@@ -165,23 +168,26 @@ def _check_allocator() -> None:
 
 
 def _kv_cache_advice(said: str, kv_bytes: int | None) -> str:
-    """vLLM names the share of memory even where the size of its KV cache was given, which then nothing else changes."""
+    """Return advice where vLLM names ``gpu_memory_utilization`` though the size of the KV cache was given."""
     if kv_bytes is None or "gpu_memory_utilization" not in said:
         return ""
     return f" The KV cache has {kv_bytes} bytes a device: `kv_cache_memory_bytes` is what to raise."
 
 
 def _sockets_in(folder: str) -> dict[str, str]:
-    """What a killed process has in the temporary folder stays there, unless the paths of sockets would be too long."""
+    """Return the variable that puts vLLM's sockets into ``folder``, which is removed, unless paths would be too long.
+
+    Without it, a killed process would leave its sockets in the temporary folder.
+    """
     longest = os.path.join(folder, str(uuid.uuid4()))
     return {"VLLM_RPC_BASE_PATH": folder} if folder and len(os.fsencode(longest)) <= _MOST_SOCKET_BYTES else {}
 
 
-def _meet_in(folder: str) -> None:
-    """Later versions make a file, which they leave; earlier ones listen at a port.
+def _set_rendezvous_folder(folder: str) -> None:
+    """Let vLLM make its rendezvous file in ``folder``. Later versions leave the file; earlier ones listen at a port.
 
-    Its name is the beginning of those in /dev/shm of vLLM's build for the CPU, by which a killed worker's are found.
-    Each call has a file of its own: nobody can meet in one that others have used.
+    vLLM's build for the CPU begins its names in /dev/shm with the file's name: so those of a killed worker are found.
+    Each call makes a file of its own: a used one cannot serve a second rendezvous.
     """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
@@ -194,7 +200,7 @@ def _meet_in(folder: str) -> None:
 
 
 def _said(error: Exception) -> str:
-    """Of pydantic's report of several lines what is wrong with which argument."""
+    """Return an error's text; of pydantic's report of several lines, each argument and what is wrong with it."""
     each = getattr(error, "errors", None)
     if each is None:
         return str(error)
@@ -216,19 +222,19 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leaving(engine: Engine, device: Device) -> Iterator[None]:
-    """End an engine in a process that goes on, and may make another; inside, whoever has it lets go of it.
+def leaving(engine: VllmEngine, device: Device) -> Iterator[None]:
+    """End an engine in a process that goes on and may make another; inside, the caller drops its references.
 
-    vLLM would destroy every torch.distributed group of the process, the trainer's too.
+    By itself vLLM would destroy every torch.distributed group of the process, including the trainer's.
 
     Args:
-        device: of rlcore; gets its memory back.
+        device: the rlcore device, whose memory is freed.
     """
     from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = _destroy_own_groups
     allocator = _allocator()
-    # Those of torch's pools: vLLM drops them before the tensors that they are to free.
+    # The allocators of torch's pools: vLLM drops them before the tensors that they have to free.
     kept = [pool[1] for pool in allocator.allocator_and_pools.values()] if allocator else []
     engine.engine_core.shutdown()
     del engine
@@ -248,10 +254,10 @@ def _destroy_own_groups() -> None:
 
 
 def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
-    """Of one request of one sample, whose log-probs of sampled tokens are wanted and no text.
+    """Return vLLM's parameters for a request of one sample, with the log-probs of its tokens and without its text.
 
     Args:
-        is_streamed: each step gives its new tokens; else the last gives all.
+        is_streamed: True gives new tokens with each step; False gives all with the last.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -259,28 +265,28 @@ def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
     return SamplingParams(n=1, logprobs=0, detokenize=False, output_kind=kind, **fields)
 
 
-def allocations(tag: str) -> list[Allocation]:
-    """Device memory that vLLM's allocator has under a tag; its addresses stay when it is unmapped."""
+def allocations(tag: str) -> list[VllmAllocation]:
+    """Return the device memory that vLLM's allocator has under a tag; addresses stay when it is unmapped."""
     allocator = _allocator()
     return [one for one in allocator.pointer_to_data.values() if one.tag == tag] if allocator else []
 
 
-def _allocator() -> Allocator | None:
-    """Of this process; None until an engine has used it, and on a host."""
+def _allocator() -> VllmAllocator | None:
+    """Return the allocator of this process; None until an engine has used it, and on a host."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    allocator: Allocator | None = CuMemAllocator.instance
+    allocator: VllmAllocator | None = CuMemAllocator.instance
     return allocator
 
 
-def map_memory(allocation: Allocation) -> None:
+def map_memory(allocation: VllmAllocation) -> None:
     from vllm.device_allocator.cumem import create_and_map
 
     create_and_map(allocation.handle)
     allocation.is_asleep = False
 
 
-def unmap_memory(allocation: Allocation) -> None:
+def unmap_memory(allocation: VllmAllocation) -> None:
     from vllm.device_allocator.cumem import unmap_and_release
 
     unmap_and_release(allocation.handle)
@@ -288,12 +294,12 @@ def unmap_memory(allocation: Allocation) -> None:
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
-    """Memory of somebody else's."""
+    """Return a storage of memory that it does not own."""
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 def weight_transfer_base() -> Any:
-    """What a back end of vLLM's own weight transfer derives from; in 0.26 the trainer's side is a part of it.
+    """Return the base class of back ends of vLLM's own weight transfer; in 0.26 it has the trainer's side too.
 
     Raises:
         UnsupportedError: a version that rlcore does not know.
@@ -301,14 +307,14 @@ def weight_transfer_base() -> Any:
     try:
         import vllm
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    except ImportError:  # who has no vLLM may read the module
+    except ImportError:  # the module can be imported without vLLM
         return object
     check_version(vllm.__version__)
     return WeightTransferEngine
 
 
 def weight_transfer_trainer_bases() -> tuple[Any, Any]:
-    """What the trainer's side of vLLM's own weight transfer and its information derive from.
+    """Return the base classes of the trainer's side of vLLM's own weight transfer, and of its information.
 
     Raises:
         UnsupportedError: a version that rlcore does not know.
@@ -323,7 +329,7 @@ def weight_transfer_trainer_bases() -> tuple[Any, Any]:
 
 
 def register_weight_transfer_trainer(name: str, module: str, class_name: str) -> None:
-    """As ``register_weight_transfer``."""
+    """Register the trainer's side; see ``register_weight_transfer``."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     except ImportError:
@@ -333,7 +339,10 @@ def register_weight_transfer_trainer(name: str, module: str, class_name: str) ->
 
 
 def register_weight_transfer(name: str, module: str, class_name: str) -> None:
-    """Nothing if it is known already, or if this vLLM has no weight transfer: it calls this in every process."""
+    """Register a back end, unless it is known already or this vLLM has no weight transfer.
+
+    vLLM calls this in every process.
+    """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
@@ -343,19 +352,19 @@ def register_weight_transfer(name: str, module: str, class_name: str) -> None:
 
 
 def forget_reloads(model: nn.Module) -> None:
-    """What vLLM knows of a layer to reload it ends with the layer, and refers to it: neither ever would."""
+    """Drop vLLM's records of layers for reloads: each lives as long as its layer and refers to it, so neither ends."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
-        info: Reloading = get_layerwise_info(layer)
+        info: VllmLayerReloading = get_layerwise_info(layer)
         info.restore_metadata = ({}, {})
 
 
 @contextlib.contextmanager
-def reloading(model: nn.Module, vllm_config: Config) -> Iterator[None]:
-    """Inside, ``model.load_weights`` may be called, also in parts; what it got is processed at the end.
+def reloading(model: nn.Module, vllm_config: VllmConfig) -> Iterator[None]:
+    """Inside, ``model.load_weights`` may be called, also with parts of the weights; at the end they are processed.
 
-    Of a layer that got some of its elements vLLM would leave the others undefined: they are kept.
+    If a layer gets only some of its elements, vLLM would leave the others undefined: here they are kept.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -373,10 +382,10 @@ def reloading(model: nn.Module, vllm_config: Config) -> Iterator[None]:
             tensor.copy_(before)
 
 
-def _kept(layer: nn.Module, info: Reloading) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a layer that got something, but not all, what it did not get, and its values.
+def _kept(layer: nn.Module, info: VllmLayerReloading) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors that a partly loaded layer did not get, with their values.
 
-    What it got in part is to be loaded over the values that it has.
+    A tensor that it got in part is made to have its old values first.
     """
     if not info.loaded_weights or info.kernel_tensors is None:
         return
@@ -390,25 +399,25 @@ def _kept(layer: nn.Module, info: Reloading) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Of one layout: what is loaded is what the kernels use."""
+    """Return True if two tensors have one layout: the kernels then use the loaded tensor as it is."""
     return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 def _with_values(empty: Tensor, values: Tensor) -> Tensor:
-    """As vLLM makes a parameter of one on meta, whose class and attributes its loader reads."""
+    """Return a parameter with these values, and the class and attributes of the meta one, which loaders read."""
     made = values.data.clone()
     made.__class__ = empty.__class__
     made.__dict__ = empty.__dict__.copy()
     return made
 
 
-def kv_caches(runner: Runner) -> list[Tensor]:
-    """All of this worker's."""
+def kv_caches(runner: VllmModelRunner) -> list[Tensor]:
+    """Return all KV caches of this worker."""
     return _flat(runner.kv_caches)
 
 
-def layer_caches(model: Layers) -> list[Tensor]:
-    """The KV caches as the layers know them; none before they are allocated."""
+def layer_caches(model: VllmCompilationConfig) -> list[Tensor]:
+    """Return the KV caches that the layers have; none before they are allocated."""
     return _flat(getattr(layer, "kv_cache", ()) for layer in model.static_forward_context.values())
 
 
@@ -416,8 +425,8 @@ def _flat(caches: Iterable[Tensor | Iterable[Tensor]]) -> list[Tensor]:
     return [one for cache in caches for one in ([cache] if isinstance(cache, Tensor) else cache)]
 
 
-def after_kv_cache_is_back(runner: Runner) -> None:
-    """New memory may hold anything, NaN too. Up to 0.28 the scales of an FP8 cache are lost with it."""
+def reset_kv_cache(runner: VllmModelRunner) -> None:
+    """Fill new memory of the KV caches with zeros, as it may hold NaN; up to 0.28, restore the scales of FP8 caches."""
     for cache in kv_caches(runner):
         cache.zero_()
     if hasattr(runner, "post_kv_cache_wake_up"):

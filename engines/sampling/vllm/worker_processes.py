@@ -1,6 +1,6 @@
-"""The processes that vLLM starts for a replica of several devices: which ended first, and how.
+"""The processes that vLLM starts for a replica of several devices: finds the one that ended first, and how.
 
-vLLM raises whatever it was at then ("cancelled", "Executor failed.").
+vLLM itself then raises the error of its current step ("cancelled", "Executor failed.").
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rlcore.errors import RlcoreError, WorkerDiedError
 
 _LOOK_AGAIN_S = 0.2
 _NEWS_S = 2.0
-"""A survivor may tell of a lost connection before the system tells of the end that cut it."""
+"""How long to wait for the news of a process's end: another process may report the lost connection earlier."""
 _REAPED_S = 10.0
 
 
 class WorkerProcesses:
-    """The children of this process by Python's multiprocessing, from when they start.
+    """Watches the multiprocessing children of this process, from their start.
 
     Args:
-        context: of the replica; on one device, and under torchrun, vLLM starts no process.
+        context: the replica's. On one device, and under torchrun, vLLM starts no process.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -41,7 +41,7 @@ class WorkerProcesses:
 
     @contextlib.contextmanager
     def needed_for(self, method: str) -> Iterator[None]:
-        """Inside, an error of vLLM's that comes of an end says so.
+        """Inside, an error of vLLM becomes a WorkerDiedError if one of its processes has ended.
 
         Raises:
             WorkerDiedError: a process has ended, now or before.
@@ -63,18 +63,18 @@ class WorkerProcesses:
         ended: list[Any] = []
         while not ended:
             found = [process for process in active_children() if process not in processes]
-            processes += found  # kept: of one that has ended Python soon knows nothing
+            processes += found  # kept, as Python soon forgets a process that has ended
             patience_s = None if len(processes) == len(self.context.devices) else _LOOK_AGAIN_S
             ended = connection.wait([process.sentinel for process in processes], patience_s)
         first = next(process for process in processes if process.sentinel == ended[0])
-        if (code := _exit_code(first)) == 0:  # it told vLLM first why it cannot go on
+        if (code := _exit_code(first)) == 0:  # it has told vLLM why it ends
             return
         self._lost = f"{self._name(first)}, which {'has ended' if code is None else how_it_ended(code)}"
-        for process in processes:  # vLLM would wait for them, and they for the lost one
+        for process in processes:  # vLLM would wait for them, and they for the lost process
             process.kill()
 
     def _name(self, process: BaseProcess) -> str:
-        """With its place, as vLLM's names of them end in ranks."""
+        """Return the process's name with its rank and device; vLLM's names end in the rank."""
         where = [f"process {process.pid}"]
         if found := re.fullmatch(r"VllmWorker-(\d+)", process.name):
             rank = int(found[1])
@@ -83,7 +83,7 @@ class WorkerProcesses:
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """Of one that has ended. vLLM waits for it too, and may be told in our place, which tells us a moment later."""
+    """Return the exit code of an ended process. If vLLM waits for it too, Python knows the code a moment later."""
     deadline = time.monotonic() + _REAPED_S
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""Senders or receivers, wherever they are, called together with plain data.
+"""All senders, or all receivers, of a round, wherever they are: called together, with plain data.
 
-A round is driven by one program (``WorkerParties``: workers of engines; ``RemoteParties``: the other end of a control
-channel) or by every rank alike (``SpmdParties``: each calls its own and all learn the answers).
+A round is driven by one program (``WorkerPeers``: workers of engines; ``RemotePeer``: the other end of a control
+channel) or by every rank alike (``SpmdPeers``: each calls its own, and all learn the results).
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.errors import CollectiveError, RlcoreError, SyncError, WorkerDiedError, WorkerTimeoutError
 
 Call = tuple[Any, ...]
-Exchange = Callable[[bytes], list[bytes]]
-"""Gives the bytes of all ranks, by rank; all ranks call it together."""
+"""The arguments of one call."""
+AllGather = Callable[[bytes], list[bytes]]
+"""Returns the bytes of all ranks, by rank; all ranks call it together."""
 
 
 class LateError(SyncError):
-    """A party did not answer within what was left of its round; the round says how long that was in all."""
+    """A peer did not answer within the time left of its round; the round says how long that was in all."""
 
 
-class Parties(ABC):
+class SyncPeers(ABC):
     """All senders, or all receivers, of a round, in one order."""
 
     label: str
 
     @abstractmethod
     def call(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> list[Any]:
-        """Call ``method`` of all; their results in order.
+        """Call ``method`` of all peers; returns their results in order.
 
         Args:
-            calls: the arguments of each; None: no arguments.
+            calls: the arguments for each; None: no arguments.
             timeout_s: the longest that it may take.
 
         Raises:
-            RlcoreError: what the first to fail raised, or that it ended or did not answer in time.
+            RlcoreError: the error of the first that fails, which may be that it ended or did not answer in time.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many peers there are."""
 
     @property
     @abstractmethod
@@ -57,32 +58,32 @@ class Parties(ABC):
         """Some run in the calling thread, so that two calls cannot run side by side."""
 
 
-def call_each(parties: Sequence[object], method: str, calls: Sequence[Call] | None) -> list[Any]:
-    """What the worker that holds some of the parties does."""
-    each = [()] * len(parties) if calls is None else calls
-    return [getattr(party, method)(*arguments) for party, arguments in zip(parties, each, strict=True)]
+def call_each(peers: Sequence[object], method: str, calls: Sequence[Call] | None) -> list[Any]:
+    """Call a method of each peer in the worker that holds them; returns their results in order."""
+    each = [()] * len(peers) if calls is None else calls
+    return [getattr(peer, method)(*arguments) for peer, arguments in zip(peers, each, strict=True)]
 
 
-class LocalParties(Parties):
-    """Those of this process."""
+class LocalPeers(SyncPeers):
+    """Peers of this process."""
 
-    def __init__(self, label: str, parties: Sequence[object]) -> None:
+    def __init__(self, label: str, peers: Sequence[object]) -> None:
         self.label = label
-        self._parties = parties
+        self._peers = peers
 
     def call(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> list[Any]:
-        return call_each(self._parties, method, calls)
+        return call_each(self._peers, method, calls)
 
     def __len__(self) -> int:
-        return len(self._parties)
+        return len(self._peers)
 
     @property
     def is_here(self) -> bool:
         return True
 
 
-class WorkerParties(Parties):
-    """Those that workers of an engine hold: each has a method ``sync_call(method, calls)`` for its own."""
+class WorkerPeers(SyncPeers):
+    """Peers that the workers of an engine hold: each worker has a method ``sync_call(method, calls)`` for its own."""
 
     def __init__(self, group: WorkerGroup, timeout_s: float) -> None:
         self.label = group.engine
@@ -105,10 +106,10 @@ class WorkerParties(Parties):
         return any(worker.process_id == os.getpid() for worker in self._group.workers)
 
 
-class TimedParties(Parties):
+class TimedPeers(SyncPeers):
     """Adds the seconds of each call to ``seconds``, by its method."""
 
-    def __init__(self, own: Parties, seconds: Counter[str]) -> None:
+    def __init__(self, own: SyncPeers, seconds: Counter[str]) -> None:
         self.label = own.label
         self._own = own
         self._seconds = seconds
@@ -127,10 +128,10 @@ class TimedParties(Parties):
         return self._own.is_here
 
 
-class JoinedParties(Parties):
-    """The parties of several engines, one after the other."""
+class JoinedPeers(SyncPeers):
+    """The peers of several engines, in the order of the engines."""
 
-    def __init__(self, parts: Sequence[Parties]) -> None:
+    def __init__(self, parts: Sequence[SyncPeers]) -> None:
         self.label = " and ".join(part.label for part in parts)
         self._parts = parts
 
@@ -147,7 +148,7 @@ class JoinedParties(Parties):
         return [result for results in found for result in results]
 
     @staticmethod
-    def _call(method: str, timeout_s: float, part: Parties, calls: list[Call] | None) -> list[Any]:
+    def _call(method: str, timeout_s: float, part: SyncPeers, calls: list[Call] | None) -> list[Any]:
         return part.call(method, calls, timeout_s)
 
     def __len__(self) -> int:
@@ -158,14 +159,14 @@ class JoinedParties(Parties):
         return any(part.is_here for part in self._parts)
 
 
-class SpmdParties(Parties):
-    """Every rank of a world drives the same round, and has some of the parties."""
+class SpmdPeers(SyncPeers):
+    """The peers of all ranks of a world, where every rank drives the same round and has some of the peers."""
 
-    def __init__(self, own: Parties, exchange: Exchange, rank: int) -> None:
+    def __init__(self, own: SyncPeers, all_gather: AllGather, rank: int) -> None:
         self.label = own.label
         self._own = own
-        self._exchange = exchange
-        counts = [msgspec.msgpack.decode(data, type=int) for data in exchange(msgspec.msgpack.encode(len(own)))]
+        self._all_gather = all_gather
+        counts = [msgspec.msgpack.decode(data, type=int) for data in all_gather(msgspec.msgpack.encode(len(own)))]
         self._slice = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         self._count = sum(counts)
 
@@ -176,13 +177,15 @@ class SpmdParties(Parties):
             results = self._own.call(method, None if calls is None else calls[self._slice], timeout_s)
         except RlcoreError as raised:
             error, failure = raised, str(raised) or type(raised).__name__
-        told = [msgspec.msgpack.decode(data) for data in self._exchange(msgspec.msgpack.encode((failure, results)))]
+        answers = [
+            msgspec.msgpack.decode(data) for data in self._all_gather(msgspec.msgpack.encode((failure, results)))
+        ]
         if error is not None:
             raise error
-        for rank, (text, _) in enumerate(told):
+        for rank, (text, _) in enumerate(answers):
             if text:
                 raise SyncError(f"{method}() failed on rank {rank}: {text}")
-        return [result for _, own_results in told for result in own_results]
+        return [result for _, own_results in answers for result in own_results]
 
     def __len__(self) -> int:
         return self._count
@@ -193,7 +196,10 @@ class SpmdParties(Parties):
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """All side by side, the first in the calling thread; of several errors the one that a death caused comes first."""
+    """Make all calls at once, the first in the calling thread; returns their results in order.
+
+    Of several errors it raises the one that is nearest to the cause, such as the death of a worker.
+    """
     with ThreadPoolExecutor(max(1, len(calls) - 1)) as pool:
         beside = [pool.submit(call) for call in calls[1:]]
         errors: list[BaseException] = []
@@ -209,7 +215,7 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _remoteness(error: BaseException) -> int:
-    """From the cause: in a collective the others fail because one has."""
+    """Return how far an error is from the cause: in a collective the others fail because one has."""
     if isinstance(error, WorkerDiedError | WorkerTimeoutError):
         return 0
     return 2 if isinstance(error, CollectiveError) else 1

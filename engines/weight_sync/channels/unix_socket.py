@@ -25,14 +25,14 @@ class ControlSocket:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._received = bytearray()
-        """Of a message that has not come whole."""
+        """The part of a message that has not come whole."""
 
     @classmethod
     def connect(cls, address: str | Path, timeout_s: float = 60.0) -> ControlSocket:
-        """To the program that listens there, or will within ``timeout_s``.
+        """Connect to the program that listens there, or will within ``timeout_s``.
 
         Raises:
-            SyncError: nobody does.
+            SyncError: nobody listens.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -47,9 +47,11 @@ class ControlSocket:
                 time.sleep(_POLL_S)
 
     def send(self, data: bytes, timeout_s: float = _SEND_S) -> None:
-        """Raises TimeoutError where the other end does not take all of it in time; after a part of it, this end closes.
+        """Send one message.
 
-        What came next would be taken for the rest of that message.
+        Raises:
+            TimeoutError: the other end does not take all of it in time. After a part of it this end closes, because
+                the next message would be taken for the rest.
         """
         if self._connection.fileno() < 0:
             raise ConnectionError("this end has closed, perhaps since a message was not taken whole; connect again")
@@ -66,7 +68,7 @@ class ControlSocket:
             raise
 
     def recv(self, timeout_s: float) -> bytes:
-        """What has come of a message when the time is over is kept for the next call."""
+        """Return the next message. The part that has come when the time is over is kept for the next call."""
         deadline = time.monotonic() + timeout_s
         self._receive(_LENGTH.size, deadline)
         (length,) = _LENGTH.unpack_from(self._received)
@@ -77,7 +79,7 @@ class ControlSocket:
         return bytes(memoryview(message)[_LENGTH.size :])
 
     def _receive(self, size: int, deadline: float) -> None:
-        """Until so many bytes of the message are here."""
+        """Receive until so many bytes of the message are here."""
         while (missing := size - len(self._received)) > 0:
             self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
             part = self._connection.recv(min(missing, _MOST_AT_ONCE))
@@ -95,10 +97,10 @@ def accept_controls(
     """Listen at a path of the file system until ``number`` receivers have connected.
 
     Args:
-        are_coming: asked again and again; waiting ends when it says no.
+        are_coming: called again and again; waiting ends when it returns False.
 
     Raises:
-        InvalidInputError: the path cannot be listened at, or somebody does.
+        InvalidInputError: it cannot listen at the path, or somebody does already.
         SyncError: fewer have come within ``timeout_s``, or no more will.
     """
     deadline = time.monotonic() + timeout_s
@@ -137,7 +139,7 @@ def _listening(address: str | Path, number: int) -> Iterator[socket.socket]:
 
 
 def _remove_if_deserted(path: str) -> None:
-    """A socket is left behind by a program that was killed."""
+    """Remove a socket that a killed program has left behind."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,52 +1,52 @@
-"""Whether weights that fill an engine's tensors in part are all that it needs.
+"""The coverage of an engine's tensors by the trainer's weights: a missing part is told from padding.
 
-A part of a fused tensor that the trainer does not have looks like padding that no weight reaches. The engine's own
-checkpoint tells them apart: padding is what it leaves unwritten too.
+A part of a fused tensor that the trainer does not have looks like padding, which no weight fills. The engine's own
+checkpoint tells them apart: it leaves padding unwritten too.
 """
 
 from __future__ import annotations
 
-from rlcore.engines.weight_sync.planning.dispatch_trace import Weighted
-from rlcore.engines.weight_sync.planning.loader_trace import Recording, record
+from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
+from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import describe
 from rlcore.engines.weight_sync.target import Target
 from rlcore.weights.view import WeightView
 
 
-def lacking(recording: Recording, target: Target) -> str:
-    """What of a tensor that some weights reach no weight fills, though the engine's own do; or ""."""
-    if not recording.unwritten:
+def missing_part(trace: LoaderTrace, target: Target) -> str:
+    """Name a tensor that the trainer's weights fill in part and the engine's own fill more of; or ""."""
+    if not trace.unwritten:
         return ""
     checkpoint = target.checkpoint()
     if checkpoint is None:
-        if recording.failures:  # it may be these that would fill the rest
+        if trace.failures:  # it may be these that would fill the rest
             return ""
-        return f"{_told(recording, recording.unwritten)}, and the engine has no checkpoint to show that none should"
+        return f"{_told(trace, trace.unwritten)}, and the engine has no checkpoint to show that none should"
     views = [WeightView(name, tensor, tensor) for name, tensor in checkpoint.items()]
-    own = record(*target.meta_model(), describe(views, 1).manifest)
+    own = trace_loader(*target.meta_model(), describe(views, 1).manifest)
     padding = {one.name: one.numel for one in own.untouched} | own.unwritten
-    short = {name: count for name, count in recording.unwritten.items() if count > padding.get(name, 0)}
+    short = {name: count for name, count in trace.unwritten.items() if count > padding.get(name, 0)}
     if not short:
         return ""
-    given = {weight.name for weight in recording.manifest.weights}
-    absent = [name for name in _reaching(own, next(iter(short))) if name not in given]
+    given = {weight.name for weight in trace.manifest.weights}
+    absent = [name for name in _weights_into(own, next(iter(short))) if name not in given]
     lacked = f" by {absent[0]!r}, which the trainer lacks" if absent else ""
-    return f"{_told(recording, short)}; the engine's own checkpoint fills them{lacked}"
+    return f"{_told(trace, short)}; the engine's own checkpoint fills them{lacked}"
 
 
-def _told(recording: Recording, short: dict[str, int]) -> str:
+def _told(trace: LoaderTrace, short: dict[str, int]) -> str:
     name, count = next(iter(short.items()))
-    numel = next(one.destination.numel for one in recording.not_plain if one.destination.name == name)
+    numel = next(one.destination.numel for one in trace.not_plain if one.destination.name == name)
     rest = f" and others of {len(short) - 1} more tensors" if len(short) > 1 else ""
     return f"no weight reaches {count} of the {numel} elements of {name!r}{rest}"
 
 
-def _reaching(own: Recording, name: str) -> list[str]:
-    """Names of the weights that reach a destination."""
+def _weights_into(own: LoaderTrace, name: str) -> list[str]:
+    """Return the names of the weights that are written to a destination."""
     numbers: set[int] = set()
     for written in own.written:
         if written.destination.name == name:
-            numbers |= {write.origin.weight for write in written.writes if isinstance(write.origin, Weighted)}
+            numbers |= {write.origin.weight for write in written.writes if isinstance(write.origin, FromWeight)}
     for one in own.not_plain:
         if one.destination.name == name:
             numbers |= one.weights

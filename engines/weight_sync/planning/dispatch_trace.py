@@ -1,8 +1,8 @@
-"""Where the elements of every tensor come from while a loader works on the meta device.
+"""The dispatch trace of a loader on the meta device: the origin of the elements of every tensor.
 
-A dispatch mode sees every operation. A copy from a weight, whatever views are taken on the way, is a strided copy
+The tracer sees every operation. A copy from a weight, whatever views are taken on the way, is a strided copy
 between two storages; through a temporary tensor it is two, which are composed. Anything else done to a value is a
-change, which is named and handed on to whatever the value is written to.
+change, which is named and stays with the value wherever it is written to.
 """
 
 from __future__ import annotations
@@ -13,54 +13,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from rlcore.engines.weight_sync.planning.manifest import Manifest, dtype_of
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, compose, visible
 from rlcore.engines.weight_sync.planning.strided_layout import NotNestedError
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
+from rlcore.weights.dispatch_tracer import DispatchTracer, Handler, storage_key, tensors_in, written_tensors
 
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 256
-"""A loader that fails for so many weights is not asked again."""
+"""A loader that fails for so many weights is not called again."""
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
-class Weighted(NamedTuple):
-    """Elements of a weight; the copy's source is the weight's parameter."""
+class FromWeight(NamedTuple):
+    """The origin is a weight; the copy's source is the weight's parameter."""
 
     weight: int
     dtypes: tuple[torch.dtype, ...]
-    """Through which they went: the weight's own first, last that in which they are."""
+    """The dtypes that the values went through: the weight's own first, their present one last."""
 
 
 class Constant(NamedTuple):
-    """The same value everywhere, whatever the weights are."""
+    """The origin is one value for all elements, whatever the weights are."""
 
     value: float
 
 
 class Changed(NamedTuple):
-    """More than a copy."""
+    """The origin is more than a copy of ``weights``, for this reason."""
 
     reason: str
     weights: frozenset[int]
 
 
-Origin = Weighted | Constant | Changed
+Origin = FromWeight | Constant | Changed
 
 
 def weights_of(origin: Origin) -> frozenset[int]:
-    if isinstance(origin, Weighted):
+    """Return the numbers of the weights that an origin depends on."""
+    if isinstance(origin, FromWeight):
         return frozenset((origin.weight,))
     return origin.weights if isinstance(origin, Changed) else frozenset()
 
 
-class Memory:
-    """What is known of a storage, in elements of one dtype."""
+class StorageTrace:
+    """The writes to one storage, in elements of one dtype."""
 
     __slots__ = ("dtype", "owner", "weight", "weights", "writes")
 
@@ -74,30 +74,30 @@ class Memory:
     def write(self, copy: Copy, origin: Origin) -> None:
         if self.weight is not None:  # a loader that changes what it is given
             numel = self.owner.nbytes() // self.dtype.itemsize
-            self.writes.append((Copy((numel,), 0, (1,), 0, (1,)), Weighted(self.weight, (self.dtype,))))
+            self.writes.append((Copy((numel,), 0, (1,), 0, (1,)), FromWeight(self.weight, (self.dtype,))))
             self.weight = None
         self.writes.append((copy, origin))
         self.weights |= weights_of(origin)
 
 
-class _Provenance:
-    """Knows of every storage that weights reach where its elements come from."""
+class LoaderTracer(DispatchTracer):  # type: ignore[no-untyped-call]
+    """Follows the weights of a manifest, on meta, into every storage that a loader writes them to."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: WeightManifest) -> None:
         super().__init__()
         self.failures: dict[int, str] = {}
-        self.memories: dict[int, Memory] = {}
-        self._handlers: dict[Any, Callable[..., Any]] = {}
+        self.storages: dict[int, StorageTrace] = {}
         self._pending = enumerate(list(self._weights(manifest)))
 
-    def watch(self, tensor: Tensor, weight: int | None = None) -> Memory:
+    def watch(self, tensor: Tensor, weight: int | None = None) -> StorageTrace:
+        """Return the trace of a tensor's storage, a new one where it has none: of a weight, or of nothing known."""
         key = storage_key(tensor)
-        if key not in self.memories:
-            self.memories[key] = Memory(tensor, weight)
-        return self.memories[key]
+        if key not in self.storages:
+            self.storages[key] = StorageTrace(tensor, weight)
+        return self.storages[key]
 
     def feed(self, load_weights: LoadWeights) -> None:
-        """One call of the loader; where it raises, another with the weights behind the one that it took last."""
+        """Call the loader; where it raises, call it again with the weights after the one that it took last."""
         while True:
             taken: list[int] = []
             try:
@@ -108,11 +108,11 @@ class _Provenance:
             except Exception as error:  # whatever a loader does with a tensor that has no values
                 at = taken[-1] if taken else -1
                 self.failures.setdefault(at, failure_text(error))
-                _log.debug("recording: %s", self.failures[at], exc_info=True)
+                _log.debug("loader trace: %s", self.failures[at], exc_info=True)
                 if not taken or len(self.failures) > _MAX_FAILURES:
                     return
 
-    def _weights(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         for index, weight in enumerate(manifest.weights):
             dtype = dtype_of(weight.dtype)
             if weight.parameter is None:
@@ -126,13 +126,7 @@ class _Provenance:
 
     # ------------------------------------------------------------------------------------- operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = self._handlers.get(func)
-        if handler is None:
-            handler = self._handlers[func] = self._handler(func)
-        return handler(func, args, kwargs or {})
-
-    def _handler(self, func: Any) -> Callable[..., Any]:
+    def handler(self, func: Any) -> Handler:
         aten = torch.ops.aten
         if func.is_view:
             return _run
@@ -165,9 +159,9 @@ class _Provenance:
 
     def _clone(self, func: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None and args[0].is_meta:
-            kwargs = kwargs | {"device": args[0].device}  # wherever a loader wants the values, there are none
+            kwargs = kwargs | {"device": args[0].device}  # no device has values
         made = func(*args, **kwargs)
-        if storage_key(args[0]) in self.memories:
+        if storage_key(args[0]) in self.storages:
             self._assign(made, args[0])
         return made
 
@@ -187,22 +181,19 @@ class _Provenance:
         return made
 
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Whatever it makes of weights is no copy of them."""
+        """Run any other operation: what it makes of weights is no copy of them."""
         made = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        weights = frozenset[int]().union(*(self._weights_in(tensor) for tensor in given))
-        outputs = [
-            leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and storage_key(leaf) not in self.memories
-        ]
-        for tensor in (*(outputs if weights else ()), *_written(func, args, kwargs)):
+        weights = frozenset[int]().union(*map(self._weights_in, tensors_in((args, kwargs))))
+        outputs = [tensor for tensor in tensors_in(made) if storage_key(tensor) not in self.storages]
+        for tensor in (*(outputs if weights else ()), *written_tensors(func, args, kwargs)):
             self._put(tensor, _whole(tensor), Changed(f"{func} made it", weights))
         return made
 
     def _weights_in(self, tensor: Tensor) -> set[int]:
-        memory = self.memories.get(storage_key(tensor))
-        return memory.weights if memory else set()
+        trace = self.storages.get(storage_key(tensor))
+        return trace.weights if trace else set()
 
-    # ----------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- storages
 
     def _assign(self, into: Tensor, source: Tensor) -> None:
         """Record that ``into`` is written with ``source``, of the same shape."""
@@ -211,35 +202,31 @@ class _Provenance:
             self._put(into, part, origin)
 
     def _origins(self, source: Tensor, copy: Copy) -> list[tuple[Copy, Origin]]:
-        """Where the elements that a copy takes come from, in the same order."""
-        memory = self.memories.get(storage_key(source))
-        if memory is None:
+        """Return the origins of the elements that a copy takes, with the part of the copy that takes each."""
+        trace = self.storages.get(storage_key(source))
+        if trace is None:
             return [(copy, Changed("it comes from a tensor that is no weight", frozenset()))]
-        if memory.dtype != source.dtype:
-            return [(copy, Changed(f"its bytes are read as {dtype_name(source.dtype)}", frozenset(memory.weights)))]
-        if memory.weight is not None:
-            return [(copy, Weighted(memory.weight, (memory.dtype,)))]
+        if trace.dtype != source.dtype:
+            return [(copy, Changed(f"its bytes are read as {dtype_name(source.dtype)}", frozenset(trace.weights)))]
+        if trace.weight is not None:
+            return [(copy, FromWeight(trace.weight, (trace.dtype,)))]
         try:
-            memory.writes = visible(memory.writes)
-            found = [(part, origin) for first, origin in memory.writes for part in compose(first, copy)]
+            trace.writes = visible(trace.writes)
+            found = [(part, origin) for first, origin in trace.writes for part in compose(first, copy)]
         except NotNestedError as error:
-            return [(copy, Changed(f"it goes through {error}", frozenset(memory.weights)))]
+            return [(copy, Changed(f"it goes through {error}", frozenset(trace.weights)))]
         if sum(part.numel for part, _ in found) < copy.numel:
-            return [(copy, Changed("it comes from memory that no weight was written to", frozenset(memory.weights)))]
+            return [(copy, Changed("it comes from memory that no weight was written to", frozenset(trace.weights)))]
         return found
 
     def _put(self, into: Tensor, copy: Copy, origin: Origin) -> None:
-        memory = self.watch(into)
-        if memory.dtype != into.dtype:
+        trace = self.watch(into)
+        if trace.dtype != into.dtype:
             reason = f"it is written as {dtype_name(into.dtype)}"
-            copy, origin = _everything(memory), Changed(reason, weights_of(origin))
-        elif isinstance(origin, Weighted):
-            origin = Weighted(origin.weight, (*origin.dtypes, into.dtype))
-        memory.write(copy, origin)
-
-
-class Recorder(_Provenance, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode. Torch wraps a ``__torch_dispatch__`` of the mode's own class for its compiler, at 2 us an operation."""
+            copy, origin = _everything(trace), Changed(reason, weights_of(origin))
+        elif isinstance(origin, FromWeight):
+            origin = FromWeight(origin.weight, (*origin.dtypes, into.dtype))
+        trace.write(copy, origin)
 
 
 def failure_text(error: Exception) -> str:
@@ -256,29 +243,14 @@ def _taking(weights: Iterator[tuple[int, tuple[str, Tensor]]], taken: list[int])
         yield named
 
 
-def storage_key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def offset_of(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
 def _whole(tensor: Tensor) -> Copy:
-    """Every element, from one place."""
+    """Return the copy that spreads one element over the whole tensor."""
     return Copy(tensor.shape, 0, (0,) * tensor.dim(), offset_of(tensor), tensor.stride())
 
 
-def _everything(memory: Memory) -> Copy:
-    return Copy((memory.owner.nbytes() // memory.dtype.itemsize,), 0, (0,), 0, (1,))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    changed = [
-        named.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+def _everything(trace: StorageTrace) -> Copy:
+    return Copy((trace.owner.nbytes() // trace.dtype.itemsize,), 0, (0,), 0, (1,))

@@ -1,40 +1,38 @@
-"""A plan as its receiver carries it out: the tensors it writes, and what of it is done in the present round."""
+"""The execution of a plan: its copies, bound to the tensors of this round, and a record of the buckets that came."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import msgspec
 from torch import Tensor
 
-from rlcore.engines.weight_sync.planning.copies import Mover
-from rlcore.engines.weight_sync.transports.slabs import Bucket, Piece, fill, unpacking
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receiver has found out about a manifest."""
-
-    digest: str
-    """Of its plan; receivers with equal ones are sent the same bytes."""
-    needed_bytes: list[int]
-    """From each sender, in the senders' dtypes."""
-    fallback: list[str]
-    """Weights that only the engine's own loader can place."""
-    is_proven: bool
+from rlcore.engines.weight_sync.transports.buckets import Bucket, BucketPiece, fill, unpacking
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 
 def source_name(sender: int, number: int | str) -> str:
-    """Of a sender's tensor, among those of all senders."""
+    """Return the name of a sender's tensor among those of all senders."""
     return f"{sender}/{number}"
 
 
-class Planned:
-    """The pieces of a plan by sender; how they are cut and made ready is kept from round to round."""
+class PlanExecution:
+    """One plan of a receiver, by sender: its buckets, its copies and what has come of it in this round.
+
+    Buckets and copies are kept from round to round.
+
+    Args:
+        digest: the plan's.
+        pieces: for each sender what it gives.
+        destinations: returns the tensors that are written, by name.
+        read_bytes: bytes that are read of the senders' tensors, in their dtypes.
+        is_scratch: it writes nothing that the engine uses.
+    """
 
     def __init__(
         self,
         digest: str,
-        pieces: Sequence[list[Piece]],
+        pieces: Sequence[list[BucketPiece]],
         destinations: Callable[[], Mapping[str, Tensor]],
         *,
         read_bytes: int,
@@ -44,13 +42,11 @@ class Planned:
         self.pieces = pieces
         self.destinations = destinations
         self.read_bytes = read_bytes
-        """Of the senders' tensors, in their dtypes."""
         self.is_scratch = is_scratch
-        """It writes nothing that the engine uses."""
         self._slot_bytes = 0
         self._buckets: list[list[Bucket]] = []
-        self._movers: dict[tuple[int, int], Mover] = {}
-        self._whole: Mover | None = None
+        self._unpackers: dict[tuple[int, int], CopyExecution] = {}
+        self._whole: CopyExecution | None = None
         self.forget_round()
 
     def forget_round(self) -> None:
@@ -61,40 +57,95 @@ class Planned:
         """The round is not complete without it."""
 
     def want_again(self) -> None:
-        """What has come of it, perhaps for another purpose, does not count."""
+        """Expect all of it once more: what has come, perhaps for another purpose, does not count."""
         self.forget_round()
         self.is_wanted = True
 
     def let_go(self) -> None:
-        """Hold none of the tensors that it has copied between; the next copies are made ready anew."""
-        self._movers, self._whole = {}, None
+        """Hold none of the tensors between which it has copied; the next copies are made ready anew."""
+        self._unpackers, self._whole = {}, None
 
     def buckets(self, slot_bytes: int) -> list[list[Bucket]]:
-        """Of each sender, cut as the senders cut them."""
+        """Return the buckets of each sender, cut as the senders cut them."""
         if self._slot_bytes != slot_bytes:
             self._buckets = [fill(own, slot_bytes) for own in self.pieces]
-            self._movers, self._slot_bytes = {}, slot_bytes
+            self._unpackers, self._slot_bytes = {}, slot_bytes
         return self._buckets
 
-    def unpacker(self, sender: int, bucket: int) -> Mover:
-        """From a slot to the destinations."""
-        if (sender, bucket) not in self._movers:
-            self._movers[sender, bucket] = Mover(unpacking(self._buckets[sender][bucket]))
-        return self._movers[sender, bucket]
+    def unpacker(self, sender: int, bucket: int) -> CopyExecution:
+        """Return the copies from a slot to the destinations."""
+        if (sender, bucket) not in self._unpackers:
+            self._unpackers[sender, bucket] = CopyExecution(unpacking(self._buckets[sender][bucket]))
+        return self._unpackers[sender, bucket]
 
-    def whole(self) -> Mover:
-        """From all senders' own tensors, by their ``source_name``, to the destinations."""
+    def whole(self) -> CopyExecution:
+        """Return the copies from all senders' own tensors, by their ``source_name``, to the destinations."""
         if self._whole is None:
             named = [
                 piece._replace(source=source_name(sender, piece.source))
                 for sender, own in enumerate(self.pieces)
                 for piece in own
             ]
-            self._whole = Mover(named)
+            self._whole = CopyExecution(named)
         return self._whole
 
     def missing(self) -> int:
-        """Buckets that have not come in this round."""
+        """Return how many buckets have not come in this round."""
         if self.is_pulled or not self.is_wanted or not self.read_bytes:
             return 0
         return sum(map(len, self._buckets)) - len(self.done) if self._buckets else 1
+
+
+class CopyExecution:
+    """The copies of one list of pieces: made ready by the first run, and again only where a tensor has moved."""
+
+    def __init__(self, pieces: Sequence[BucketPiece]) -> None:
+        sources: dict[Any, int] = {}
+        destinations: dict[str, int] = {}
+        self._pieces = [
+            StridedPiece(
+                sources.setdefault(piece.source, len(sources)),
+                destinations.setdefault(piece.destination, len(destinations)),
+                *piece.copy,
+            )
+            for piece in pieces
+        ]
+        self._from, self._to = _BoundTensors(list(sources)), _BoundTensors(list(destinations))
+        self._copies: StridedCopies | None = None
+
+    def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Queue all copies on the current stream.
+
+        Args:
+            sources: by the pieces' ``source``. The very mapping of the last run says that no tensor has moved.
+            destinations: by the pieces' ``destination``; likewise.
+        """
+        if not self._pieces:
+            return
+        have_moved = [self._from.find(sources), self._to.find(destinations)]
+        copies, self._copies = self._copies, None  # they are kept only if they could be made ready
+        if copies is None:
+            copies = StridedCopies(self._pieces, self._from.tensors, self._to.tensors)
+        elif any(have_moved):
+            copies.bind(self._from.tensors, self._to.tensors)
+        self._copies = copies
+        copies.run()
+
+
+class _BoundTensors:
+    """The tensors at one end of all pieces, in the order of ``keys``."""
+
+    def __init__(self, keys: list[Any]) -> None:
+        self._keys = keys
+        self._given: Mapping[Any, Tensor] | None = None
+        self._addresses: list[int] = []
+        self.tensors: list[Tensor] = []
+
+    def find(self, given: Mapping[Any, Tensor]) -> bool:
+        """Look the tensors up; returns True if one has moved since the last time."""
+        if given is self._given:
+            return False
+        self._given = given
+        self.tensors = [given[key] for key in self._keys]
+        before, self._addresses = self._addresses, [tensor.data_ptr() for tensor in self.tensors]
+        return before != self._addresses

@@ -1,6 +1,8 @@
-"""Which elements of which trainer rank go where in one worker of an engine: a recording, cut by the rows of the ranks.
+"""The plan of one worker of an engine: which elements of which trainer rank go where.
 
-    trainer: parameters, by rows         recording: loader                 plan: pieces
+It is the loader trace, cut by the rows of the ranks:
+
+    trainer: parameters, by rows    loader trace                       plan: pieces
     rank 0: rows [0, 6)  ----+      weight q: rows [0, 4) -> qkv[0:4]      rank 0: q rows [0, 4)  -> qkv[0:4]
     rank 1: rows [6, 12) ----+      weight k: rows [4, 8) -> qkv[4:8]      rank 0: k rows [4, 6)  -> qkv[4:6]
                                                                            rank 1: k rows [6, 8)  -> qkv[6:8]
@@ -14,26 +16,28 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from torch import Tensor
 
+from rlcore.engines.weight_sync.messages import Message
 from rlcore.engines.weight_sync.planning.dispatch_trace import Constant
-from rlcore.engines.weight_sync.planning.loader_trace import Destination, NotPlain, Recording, Write
-from rlcore.engines.weight_sync.planning.manifest import Manifest, Message, Parameter, Rows, dtype_of
+from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, NotPlain, Write
+from rlcore.engines.weight_sync.planning.manifest import Parameter, WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, coalesce, cut
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
+from rlcore.weights.shards import Rows
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Elements of what one rank holds of a parameter, and where they go."""
+class PlanPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Elements of one rank's part of a parameter, and where they go."""
 
     rank: int
     parameter: int
     destination: int
-    """Index in ``Plan.destinations``."""
+    """Index in ``SyncPlan.destinations``."""
     shape: tuple[int, ...]
     source_offset: int
     """In elements, from the first of the rank's rows."""
@@ -63,24 +67,26 @@ class Fallback(msgspec.Struct, frozen=True, array_like=True, gc=False):
     destination: Destination
     reason: str
     weights: tuple[int, ...]
-    """All that reach it, by their numbers in the manifest."""
+    """Numbers of all weights that are loaded into it."""
 
 
-class Plan(Message, frozen=True):
-    """Of one worker of an engine; sent and compared by digest."""
+class SyncPlan(Message, frozen=True):
+    """All that is written into one worker of an engine; sent and compared by digest."""
+
+    label: ClassVar[str] = "Plan"
 
     manifest_digest: str
     destinations: tuple[Destination, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PlanPiece, ...]
     """By rank, then by parameter."""
     fills: tuple[Fill, ...]
     fallback: tuple[Fallback, ...]
     fallback_weights: tuple[int, ...]
-    """What the engine's loader is given, by number, in the manifest's order."""
+    """Numbers of the weights that the engine's loader is given, in the manifest's order."""
     fallback_bytes: int
-    """Of these weights, in the trainer's dtypes."""
+    """Bytes of these weights, in the trainer's dtypes."""
     needed_bytes: int
-    """Of all pieces, in the trainer's dtypes."""
+    """Bytes of all pieces, in the trainer's dtypes."""
     untouched: tuple[Destination, ...]
 
     def fill(self, live: Mapping[str, Tensor]) -> None:
@@ -89,7 +95,7 @@ class Plan(Message, frozen=True):
             tensor = live[self.destinations[one.destination].name]
             tensor.as_strided(one.shape, one.stride, int(tensor.storage_offset()) + one.offset).fill_(one.value)
 
-    def check(self, manifest: Manifest, live: Mapping[str, Tensor]) -> None:
+    def check(self, manifest: WeightManifest, live: Mapping[str, Tensor]) -> None:
         """Raise SyncError unless this plan was made for these weights and tensors."""
         if manifest.digest != self.manifest_digest:
             raise SyncError(
@@ -105,7 +111,7 @@ class Plan(Message, frozen=True):
 
 
 def misfits(destinations: Iterable[Destination], live: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of destinations that are not as in the recording where the engine serves, and how they differ."""
+    """Return the destinations whose live tensors are not as in the trace, and how they differ."""
     found: dict[str, str] = {}
     by_address: dict[int, str] = {}
     for destination in destinations:
@@ -129,28 +135,28 @@ def _layout(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
 
 
 def make_plan(
-    recording: Recording,
+    trace: LoaderTrace,
     *,
     excluded: Mapping[str, str] | None = None,
     own_ranks: Collection[int] = (),
     spread: int = 0,
-) -> Plan:
-    """Cut what was recorded by the rows that each rank has.
+) -> SyncPlan:
+    """Cut a loader trace by the rows that each rank has.
 
     Args:
         excluded: destinations to leave to the engine's loader, and why.
-        own_ranks: ranks on the receiver's own device, which are chosen where there are replicas.
+        own_ranks: ranks on the receiver's own device, which are chosen among replicas.
         spread: number of the receiver, so that receivers take from different replicas.
 
     Raises:
         SyncError: no rank has some of the rows.
     """
-    manifest = recording.manifest
-    fallen = _fallen(recording, excluded or {})
+    manifest = trace.manifest
+    fallen = _fallen(trace, excluded or {})
     fallen_names = {one.destination.name for one in fallen}
-    plain = [one for one in recording.written if one.destination.name not in fallen_names]
+    plain = [one for one in trace.written if one.destination.name not in fallen_names]
     cutter = _Cutter(manifest, own_ranks, spread)
-    pieces: list[Piece] = []
+    pieces: list[PlanPiece] = []
     fills: list[Fill] = []
     for number, written in enumerate(plain):
         fills += _fills(number, written.writes)
@@ -158,10 +164,10 @@ def make_plan(
             for copy in coalesce(copies):
                 pieces += cutter.pieces(number, parameter, copy)
     pieces.sort(key=lambda piece: (piece.rank, piece.parameter, piece.destination, piece.offset))
-    lost = recording.failures.keys() - {-1} | (recording.idle if recording.failures else frozenset())
+    lost = trace.failures.keys() - {-1} | (trace.idle if trace.failures else frozenset())
     given = sorted(lost.union(*(one.weights for one in fallen)))
     itemsizes = [dtype_of(parameter.dtype).itemsize for parameter in manifest.parameters]
-    return Plan(
+    return SyncPlan(
         manifest_digest=manifest.digest,
         destinations=tuple(one.destination for one in plain),
         pieces=tuple(pieces),
@@ -170,11 +176,11 @@ def make_plan(
         fallback_weights=tuple(given),
         fallback_bytes=sum(manifest.weights[weight].nbytes for weight in given),
         needed_bytes=sum(piece.copy.numel * itemsizes[piece.parameter] for piece in pieces),
-        untouched=tuple(recording.untouched),
+        untouched=tuple(trace.untouched),
     )
 
 
-def _by_parameter(manifest: Manifest, writes: Iterable[Write]) -> dict[int, list[Copy]]:
+def _by_parameter(manifest: WeightManifest, writes: Iterable[Write]) -> dict[int, list[Copy]]:
     found: dict[int, list[Copy]] = defaultdict(list)
     for copy, origin in writes:
         if not isinstance(origin, Constant):
@@ -199,15 +205,15 @@ def _fills(number: int, writes: Iterable[Write]) -> list[Fill]:
 # --------------------------------------------------------------------------------------------- what falls back
 
 
-def _fallen(recording: Recording, excluded: Mapping[str, str]) -> list[NotPlain]:
-    """What the loader itself must write.
+def _fallen(trace: LoaderTrace, excluded: Mapping[str, str]) -> list[NotPlain]:
+    """Return the destinations that the loader itself must write.
 
-    Engines load and post-process a module at a time. So all of a module falls back, and so does every module that a
-    weight of it reaches.
+    Engines load and post-process a module at a time. So all of a module falls back, and so does every module that
+    shares a weight with it.
     """
-    fallen = list(recording.not_plain)
+    fallen = list(trace.not_plain)
     plain: list[NotPlain] = []
-    for written in recording.written:
+    for written in trace.written:
         weights = frozenset(write.origin.weight for write in written.writes if not isinstance(write.origin, Constant))
         candidate = NotPlain(written.destination, excluded.get(written.destination.name, ""), weights)
         (fallen if candidate.reason else plain).append(candidate)
@@ -230,7 +236,7 @@ def _fallen(recording: Recording, excluded: Mapping[str, str]) -> list[NotPlain]
 
 
 def _modules(destination: Destination) -> set[str]:
-    """Those that own it; parameters of the model itself belong together no more than modules do."""
+    """Return the names of the modules that own it; none for a parameter of the model itself."""
     return {name.rpartition(".")[0] for name in (destination.name, *destination.aliases)} - {""}
 
 
@@ -240,28 +246,28 @@ def _modules(destination: Destination) -> set[str]:
 class _Holders(NamedTuple):
     rows: Rows
     ranks: list[int]
-    """Replicas of each other."""
+    """The ranks that have these rows, replicas of each other."""
 
 
 class _Cut(NamedTuple):
     holders: _Holders
     copy: Copy
-    """Its source is counted from the first of the holders' rows."""
+    """The copy; its source is counted from the first of the holders' rows."""
 
 
 class _Cutter:
-    """Cuts copies by rows; once for all copies that differ only in where they go and come from, such as experts."""
+    """Cuts copies by rows. Copies that differ only in where they go are cut once, such as those of experts."""
 
-    def __init__(self, manifest: Manifest, own_ranks: Collection[int], spread: int) -> None:
+    def __init__(self, manifest: WeightManifest, own_ranks: Collection[int], spread: int) -> None:
         self._manifest = manifest
         self._own_ranks = own_ranks
         self._spread = spread
         self._cuts = functools.cache(self._cut)
 
-    def pieces(self, destination: int, parameter: int, copy: Copy) -> list[Piece]:
+    def pieces(self, destination: int, parameter: int, copy: Copy) -> list[PlanPiece]:
         described = self._manifest.parameters[parameter]
         return [
-            Piece(
+            PlanPiece(
                 self._rank(holders.ranks, parameter),
                 parameter,
                 destination,

@@ -1,11 +1,11 @@
-"""Whether a plan writes what the engine's own load writes, tried on values that are made for it.
+"""The self-test of a plan: it must write what the engine's own load writes, of values that are made for the test.
 
-    values by a hash of their place -> the engine's own load, with what it does after loading -> sums of its tensors
+    values by a hash of their index -> the engine's own load, with what it does after loading -> sums of its tensors
     tensors poisoned                -> the same values through the plan                       -> sums, which must agree
 
-A kernel that wants its weights in another order than the loader gave them, or anything that a recording cannot see,
-shows as another sum: that tensor is left to the engine's loader. The engine must be out of service, for all that is
-planned is overwritten; a whole round makes it right again.
+A kernel that wants its weights in another order than the loader gave them, or anything that a loader trace cannot see,
+shows as another sum: that tensor is left to the engine's loader. The engine must be out of service, for all that the
+plan writes is overwritten; a whole round makes it right again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.engines.weight_sync.planning.manifest import Manifest, dtype_of
-from rlcore.engines.weight_sync.planning.plan import Piece, Plan, misfits
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
+from rlcore.engines.weight_sync.planning.plan import PlanPiece, SyncPlan, misfits
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 _POISONS = (96, -96)
 """Beyond the values that are made, which are within [-1, 1), and of every dtype."""
@@ -31,23 +31,25 @@ Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
 @torch.no_grad()
-def prove(
-    plan: Plan, manifest: Manifest, tensors: Callable[[], Mapping[str, Tensor]], reload: Reload
+def run_self_test(
+    plan: SyncPlan, manifest: WeightManifest, tensors: Callable[[], Mapping[str, Tensor]], reload: Reload
 ) -> dict[str, str]:
-    """Destinations of the plan that it does not write as the engine's own load does, and why: to be excluded from it.
+    """Return the destinations that the plan does not write as the engine's own load does, and why.
+
+    They have to be excluded from it.
 
     Args:
         tensors: the engine's live tensors, by the names of its destinations.
-        reload: the engine's own load of named weights, all of those of the manifest.
+        reload: the engine's own load; it is called with all weights of the manifest.
     """
-    live = _planned(plan, tensors())
+    live = _planned_tensors(plan, tensors())
     if not live:
         return {}
     poison(live.values(), 0)
     reload(made_weights(manifest, next(iter(live.values())).device))
     if wrong := misfits(plan.destinations, tensors()):
         return {name: f"after a load, {reason}" for name, reason in wrong.items()}
-    live = _planned(plan, tensors())
+    live = _planned_tensors(plan, tensors())
     golden = checksums(live.values())
     poison(live.values(), 1)
     apply_made(plan, manifest, live)
@@ -58,15 +60,15 @@ def prove(
     }
 
 
-def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _planned_tensors(plan: SyncPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {destination.name: tensors[destination.name] for destination in plan.destinations}
 
 
 # ------------------------------------------------------------------------------------------------------ values
 
 
-def made_weights(manifest: Manifest, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a manifest with values that depend on the parameter and the place in it alone."""
+def made_weights(manifest: WeightManifest, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights of a manifest; a value depends on its parameter and its index there alone."""
     parameters = manifest.parameters
     last, whole = -1, torch.empty(0)
     for number, weight in enumerate(manifest.weights):
@@ -81,17 +83,17 @@ def made_weights(manifest: Manifest, device: torch.device) -> Iterator[tuple[str
 
 
 def made(number: int, numel: int, dtype: str, device: torch.device) -> Tensor:
-    """[numel] values of tensor ``number``: the same on every device and in every process."""
+    """Return [numel] values of tensor ``number``: the same on every device and in every process."""
     values = torch.empty(numel, dtype=dtype_of(dtype), device=device)
-    places = _places(min(numel, _CHUNK), device)
+    hashes = _hashes(min(numel, _CHUNK), device)
     for chunk, first in enumerate(range(0, numel, _CHUNK)):
         part = values[first : first + _CHUNK]
-        bits = _mixed(places[: part.numel()] ^ _seed(number, chunk)) >> 40  # 24 bits with a sign
+        bits = _mixed(hashes[: part.numel()] ^ _seed(number, chunk)) >> 40  # 24 bits with a sign
         part.copy_(bits.float() / 2**23 if values.is_floating_point() else bits & 63)
     return values
 
 
-def _places(count: int, device: torch.device) -> Tensor:
+def _hashes(count: int, device: torch.device) -> Tensor:
     return _mixed(torch.arange(count, dtype=torch.int64, device=device))
 
 
@@ -109,12 +111,12 @@ def _seed(number: int, chunk: int) -> int:
 # -------------------------------------------------------------------------------------------------------- apply
 
 
-def apply_made(plan: Plan, manifest: Manifest, live: Mapping[str, Tensor]) -> None:
+def apply_made(plan: SyncPlan, manifest: WeightManifest, live: Mapping[str, Tensor]) -> None:
     """Write the live tensors by the plan, from the values of ``made_weights``."""
     plan.fill(live)
-    destinations = list(_planned(plan, live).values())
+    destinations = list(_planned_tensors(plan, live).values())
     by_parameter = sorted(plan.pieces, key=lambda piece: piece.parameter)
-    batch: list[Piece] = []
+    batch: list[PlanPiece] = []
     nbytes = 0
     for parameter, group in itertools.groupby(by_parameter, key=lambda piece: piece.parameter):
         described = manifest.parameters[parameter]
@@ -127,23 +129,23 @@ def apply_made(plan: Plan, manifest: Manifest, live: Mapping[str, Tensor]) -> No
         _apply(batch, manifest, destinations)
 
 
-def _apply(pieces: Sequence[Piece], manifest: Manifest, destinations: Sequence[Tensor]) -> None:
-    places: dict[tuple[int, int], int] = {}
+def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: Sequence[Tensor]) -> None:
+    numbers: dict[tuple[int, int], int] = {}
     wholes: dict[int, Tensor] = {}
     parts: list[Tensor] = []
     for piece in pieces:
-        if (piece.rank, piece.parameter) in places:
+        if (piece.rank, piece.parameter) in numbers:
             continue
         described = manifest.parameters[piece.parameter]
         if piece.parameter not in wholes:
             device = destinations[piece.destination].device
             wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
         first, end = (bound * described.row_numel for bound in manifest.layouts[described.layout][piece.rank])
-        places[piece.rank, piece.parameter] = len(parts)
+        numbers[piece.rank, piece.parameter] = len(parts)
         parts.append(wholes[piece.parameter][first:end])
     moves = [
         StridedPiece(
-            places[piece.rank, piece.parameter],
+            numbers[piece.rank, piece.parameter],
             piece.destination,
             piece.shape,
             piece.source_offset,
@@ -153,11 +155,11 @@ def _apply(pieces: Sequence[Piece], manifest: Manifest, destinations: Sequence[T
         )
         for piece in pieces
     ]
-    Copies(moves, parts, destinations).run()
+    StridedCopies(moves, parts, destinations).run()
 
 
 def poison(tensors: Iterable[Tensor], which: int) -> None:
-    """Fill with the first or the second of two values that no load leaves."""
+    """Fill tensors with the first (0) or the second (1) of two values that no load leaves."""
     for tensor in tensors:
         tensor.fill_(_POISONS[which] if tensor.dtype.is_signed else _POISONS[which] % 256)
 
@@ -166,9 +168,10 @@ def poison(tensors: Iterable[Tensor], which: int) -> None:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Of each tensor a number that changes with any element or two exchanged ones; made on its device.
+    """Return for each tensor a number that changes with any element, and with two exchanged ones.
 
-    Tensors of one shape and dtype with the same bytes at the same indices have the same.
+    It is computed on the tensor's device. Tensors of one shape and dtype with the same bytes at the same indices have
+    the same number.
     """
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
@@ -177,14 +180,14 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 def _checksum(tensor: Tensor) -> Tensor:
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    places = _places(min(words.numel(), _CHUNK), tensor.device) | 1
+    weights = _hashes(min(words.numel(), _CHUNK), tensor.device) | 1
     for chunk, first in enumerate(range(0, words.numel(), _CHUNK)):
         part = words[first : first + _CHUNK]
-        total += (part.long() * places[: part.numel()]).sum() * (_seed(0, chunk) | 1)
+        total += (part.long() * weights[: part.numel()]).sum() * (_seed(0, chunk) | 1)
     return total
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """[numel] whole numbers with the bits of a tensor, in the order of its indices."""
+    """Return [numel] whole numbers with the bits of a tensor, in the order of its indices."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().contiguous().view(-1).view(whole)

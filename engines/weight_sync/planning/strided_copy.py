@@ -1,6 +1,7 @@
 """Strided copies between storages: composed, cut, subtracted and coalesced, exactly.
 
-A region is an offset, and a size and a stride for each dimension, in elements. ``digits`` compares them.
+Each end of a copy is a strided layout: an offset, and a size and a stride for each dimension, in elements.
+``strided_layout`` compares two of them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rlcore.engines.weight_sync.planning.strided_layout import (
     boxes_of,
     common_range,
     pairs_of_boxes,
-    radix_of,
     remainder,
+    strides_of,
 )
 
 _Tag = TypeVar("_Tag")
@@ -38,12 +39,12 @@ class Copy(NamedTuple):
 
 
 def span(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """First element of a region that is not empty, and one past its last."""
+    """Return the first element of a layout that is not empty, and one past its last."""
     return offset, offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
 def canonical(copy: Copy) -> Copy:
-    """The same copy in as few dimensions as possible, the widest stride of the destination first."""
+    """Return the same copy in as few dimensions as possible, the widest stride of the destination first."""
     if 0 in copy.shape:
         return Copy((0,), copy.source_offset, (1,), copy.offset, (1,))
     merged: list[tuple[int, int, int]] = []
@@ -59,7 +60,7 @@ def canonical(copy: Copy) -> Copy:
 
 
 def compose(first: Copy, second: Copy) -> list[Copy]:
-    """What ``second`` takes from where ``first`` puts it, as copies from first's source to second's destination.
+    """Return what ``second`` takes of what ``first`` writes, as copies from first's source to second's destination.
 
     Raises:
         NotNestedError: the two cannot be compared.
@@ -78,10 +79,10 @@ def compose(first: Copy, second: Copy) -> list[Copy]:
 
 
 def cut(copy: Copy, first: int, end: int) -> list[Copy]:
-    """The part of a canonical copy whose source elements are within [first, end).
+    """Return the part of a canonical copy whose source elements are within [first, end).
 
     Raises:
-        NotNestedError: the source region overlaps itself.
+        NotNestedError: the source layout overlaps itself.
     """
     low, high = span(copy.source_offset, copy.shape, copy.source_stride)
     if first <= low and high <= end:
@@ -93,24 +94,23 @@ def cut(copy: Copy, first: int, end: int) -> list[Copy]:
 
 
 def subtract(copy: Copy, hole: Copy) -> list[Copy]:
-    """The part of a copy that ``hole`` does not write over.
+    """Return the part of a copy that ``hole`` does not write over.
 
     Raises:
         NotNestedError: the two cannot be compared.
     """
     own, other = _end(copy, "destination"), _end(hole, "destination")
-    radix = radix_of(own, other)
-    remaining = list(boxes_of(own, radix))
-    for box in boxes_of(other, radix):
+    strides = tuple(strides_of(own, other))
+    remaining = list(boxes_of(own, strides))
+    for box in boxes_of(other, strides):
         remaining = [part for whole in remaining for part in remainder(whole, box)]
-    strides = tuple(radix)
     return [
         canonical(Copy(box.sizes, box.at(box.start), box.step, _dot(box.start, strides), strides)) for box in remaining
     ]
 
 
 def visible(writes: Iterable[tuple[Copy, _Tag]]) -> list[tuple[Copy, _Tag]]:
-    """What is left of writes in their order, where later ones win: disjoint copies, by rising offset.
+    """Return what is left of writes, in their order, where later ones win: disjoint copies, by rising offset.
 
     Raises:
         NotNestedError: two that overlap cannot be compared.
@@ -135,7 +135,7 @@ def _uncovered(latest_first: list[tuple[int, int, Copy, _Tag]]) -> Iterator[tupl
 
 
 def coalesce(copies: Iterable[Copy]) -> list[Copy]:
-    """The same disjoint copies between one pair of storages, in fewer: neighbours joined, rows of boxes made one."""
+    """Return the same disjoint copies between two storages, in fewer: neighbours and regular rows are joined."""
     found = [canonical(copy) for copy in copies]
     while True:
         before = len(found)
@@ -145,7 +145,7 @@ def coalesce(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _joined_rows(copies: list[Copy]) -> list[Copy]:
-    """Copies of one shape whose ends both move by fixed steps get one more dimension."""
+    """Join copies of one shape whose ends both move by fixed steps: they get one more dimension."""
     alike: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
     for copy in copies:
         alike.setdefault((copy.shape, copy.source_stride, copy.stride), []).append(copy)
@@ -165,7 +165,7 @@ def _joined_rows(copies: list[Copy]) -> list[Copy]:
 
 
 def _progression(group: list[Copy], first: int) -> tuple[int, int, int]:
-    """Where the steps that begin at ``first`` change, and the steps of both ends."""
+    """Return where the steps that begin at ``first`` change, and the steps of both ends."""
     if first + 1 == len(group):
         return first + 1, 0, 0
     step = group[first + 1].offset - group[first].offset
@@ -183,7 +183,7 @@ def _progression(group: list[Copy], first: int) -> tuple[int, int, int]:
 
 
 def _joined_ends(copies: list[Copy]) -> list[Copy]:
-    """Copies that continue each other along their outermost dimension, however long each is."""
+    """Join copies that continue each other along their outermost dimension, however long each is."""
     found: list[Copy] = []
     open_ends: dict[tuple[object, ...], int] = {}
     for copy in sorted(copies, key=lambda copy: copy.offset):

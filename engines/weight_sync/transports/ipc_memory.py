@@ -1,10 +1,10 @@
-"""What a receiver reaches of a trainer: the tensors and slabs of all its ranks, until they are taken back."""
+"""Memory of a trainer that a receiver has open: tensors and staging buffers of all ranks, until they are taken back."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -13,44 +13,44 @@ import torch
 from torch import Tensor
 
 from rlcore.device import Device
-from rlcore.engines.weight_sync.endpoint import decoded
+from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, decoded
 from rlcore.engines.weight_sync.planning.execution import source_name
-from rlcore.engines.weight_sync.sender import Offer, Sender, sender_here
-from rlcore.engines.weight_sync.transports.opened import Opened
-from rlcore.engines.weight_sync.transports.slabs import host, slot_of
+from rlcore.engines.weight_sync.planning.manifest import dtype_of
+from rlcore.engines.weight_sync.sender import Sender, sender_here
+from rlcore.engines.weight_sync.transports.staging_buffers import host_device, slot_of
 from rlcore.errors import DeviceError, SyncError
 from rlcore.types import IpcHandle
 
 
-class Reach:
-    """Of one trainer at a time."""
+class ImportedMemory:
+    """All memory of one trainer that is open here; there is one trainer at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._offered: list[Sender | Opened] = []
+        self._offered: list[Sender | ImportedTensors] = []
         self._given: list[Mapping[int, Tensor]] = []
         self._sources: dict[str, Tensor] = {}
-        """All that is in ``_given``."""
-        self._slabs: list[Any] = []
+        """All tensors that are in ``_given``."""
+        self._staging_buffers: list[Any] = []
         self._is_on_host = False
-        self._room: Tensor | None = None
-        """For what is in a slab on the host."""
+        self._on_device: Tensor | None = None
+        """The copy of a slot that is on the host."""
         self._using = threading.RLock()
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Held while the memory is read: a revocation waits for it."""
+        """Hold the memory open while it is read: a revocation waits for the end."""
         with self._using:
             yield
 
     def open_offers(self, offers: list[bytes], timeout_s: float) -> int:
-        """Reach the tensors of all senders; the handles that had to be opened.
+        """Open the tensors of all senders; returns how many handles had to be opened.
 
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
         self._close_offers()
-        opened = 0
+        num_opened = 0
         for number, offer in enumerate(decoded(one, Offer, "offer") for one in offers):
             here = sender_here(offer.epoch)
             if here is not None:
@@ -58,21 +58,25 @@ class Reach:
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
             else:
-                self._offered.append(Opened(offer, partial(self._import, number, timeout_s, self._device)))
-                opened += len(offer.handles)
-        return opened
+                self._offered.append(ImportedTensors(offer, partial(self._import, number, timeout_s, self._device)))
+                num_opened += len(offer.handles)
+        return num_opened
 
-    def open_slabs(self, handles: list[bytes], timeout_s: float) -> int:
-        """Reach the slabs of all senders, as ``open_offers`` does; the handles that had to be opened."""
-        self._close_slabs()
+    def open_staging_buffers(self, handles: list[bytes], timeout_s: float) -> int:
+        """Open the staging buffers of all senders; returns how many handles had to be opened.
+
+        Raises:
+            DeviceError, StateError: a handle cannot be opened; says why.
+        """
+        self._close_staging_buffers()
         for sender, handle in enumerate(map(IpcHandle.from_bytes, handles)):
             self._is_on_host = handle.device != self._device.spec.name
-            owner = host() if self._is_on_host else self._device
-            self._slabs += self._import(sender, timeout_s, owner, [handle])
+            owner = host_device() if self._is_on_host else self._device
+            self._staging_buffers += self._import(sender, timeout_s, owner, [handle])
         return len(handles)
 
     def sources(self) -> dict[str, Tensor]:
-        """The senders' tensors by ``source_name``; the same mapping while none has moved."""
+        """Return the senders' tensors by ``source_name``; the same mapping while none has moved."""
         given = [offered.tensors() for offered in self._offered]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given
@@ -84,22 +88,22 @@ class Reach:
         return self._sources
 
     def slot(self, sender: int, slot: int) -> Tensor:
-        """A slot of a sender's slabs, where it is."""
-        return slot_of(self._slabs[sender].tensor, slot)
+        """Return a slot of a sender where it is, [slot_bytes] uint8."""
+        return slot_of(self._staging_buffers[sender].tensor, slot)
 
     def received(self, sender: int, slot: int, nbytes: int) -> Tensor:
-        """A slot on this device, as far as ``nbytes``; until the next is asked for."""
+        """Return a slot on this device, of which ``nbytes`` are there, until the next one is asked for."""
         found = self.slot(sender, slot)
         if not self._is_on_host:
             return found
-        if self._room is None or self._room.numel() != found.numel():
-            self._room = torch.empty_like(found, device=self._device.torch_device)
-        self._room[:nbytes].copy_(found[:nbytes])
-        return self._room
+        if self._on_device is None or self._on_device.numel() != found.numel():
+            self._on_device = torch.empty_like(found, device=self._device.torch_device)
+        self._on_device[:nbytes].copy_(found[:nbytes])
+        return self._on_device
 
     def close(self) -> None:
         self._close_offers()
-        self._close_slabs()
+        self._close_staging_buffers()
 
     def _import(self, sender: int, timeout_s: float, owner: Any, handles: Sequence[IpcHandle]) -> list[Any]:
         # Not while ``_using`` is held: a revocation that waits for it holds up the answer.
@@ -110,19 +114,76 @@ class Reach:
             raise DeviceError(f"the memory of the trainer's rank {sender} cannot be opened: {error}") from error
 
     def _let_go(self, mapping: Any) -> None:
+        """Close a mapping that its owner takes back."""
         with self._using:
             self._device.synchronize()  # what was queued may read it yet
             mapping.close()
 
     def _close_offers(self) -> None:
         for offered in self._offered:
-            if isinstance(offered, Opened):
+            if isinstance(offered, ImportedTensors):
                 offered.close()
         self._offered, self._given, self._sources = [], [], {}
 
-    def _close_slabs(self) -> None:
-        if self._slabs:
+    def _close_staging_buffers(self) -> None:
+        if self._staging_buffers:
             self._device.synchronize()
-        for mapping in self._slabs:
+        for mapping in self._staging_buffers:
             mapping.close()
-        self._slabs, self._room, self._is_on_host = [], None, False
+        self._staging_buffers, self._on_device, self._is_on_host = [], None, False
+
+
+class ImportedTensors:
+    """The tensors of one sender in another process, until it takes the memory back or ``close`` is called.
+
+    Args:
+        open_handles: opens the offer's handles and returns their mappings, each with ``.tensor`` and ``.close()``.
+    """
+
+    def __init__(self, offer: Offer, open_handles: Callable[[Sequence[IpcHandle]], list[Any]]) -> None:
+        self._mappings = open_handles(offer.handles or ())
+        try:
+            self._tensors = _in_blocks([mapping.tensor for mapping in self._mappings], offer.tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    def tensors(self) -> Mapping[int, Tensor]:
+        """Return the rows that the sender has of each parameter, by the parameter's number, [numel] each.
+
+        Raises:
+            StateError: the sender has taken some back.
+        """
+        for mapping in self._mappings:
+            _ = mapping.tensor
+        return self._tensors
+
+    def close(self) -> None:
+        self._tensors = {}
+        for mapping in self._mappings:
+            mapping.close()
+
+
+def _in_blocks(blocks: Sequence[Tensor], offered: Sequence[OfferedTensor]) -> dict[int, Tensor]:
+    """Return the offered tensors by number, [numel] each. One operation of torch makes each: they are many."""
+    typed: dict[tuple[int, str], Tensor] = {}
+    found = {}
+    for one in offered:
+        key = one.handle, one.dtype
+        if key not in typed:
+            typed[key] = _typed(blocks[one.handle], one.dtype)
+        block = typed[key]
+        itemsize = block.element_size()
+        first, beside = divmod(one.offset_bytes, itemsize)
+        if first < 0 or beside or first + one.numel > block.numel():
+            raise SyncError(
+                f"a tensor of {one.numel} {one.dtype} was offered at byte {one.offset_bytes} of a block of "
+                f"{blocks[one.handle].numel()}"
+            )
+        found[one.number] = block.as_strided((one.numel,), (1,), block.storage_offset() + first)
+    return found
+
+
+def _typed(block: Tensor, dtype: str) -> Tensor:
+    kind = dtype_of(dtype)
+    return block[: block.numel() // kind.itemsize * kind.itemsize].view(kind)

@@ -1,4 +1,4 @@
-"""The group of the route "collective": all trainer ranks, then all receivers, each on a device of its own."""
+"""The process group of the route "collective": all trainer ranks, then all receivers, each on a device of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from rlcore.device import Device
 from rlcore.errors import SyncError
 
 
-class Meeting:
-    """One member. Sends and receives are matched by their order: every member goes by the same schedule."""
+class SyncGroup:
+    """One member of the group. Sends and receives are matched by their order: all members go by one schedule.
+
+    Args:
+        folder: where the members meet; the same for all.
+    """
 
     def __init__(self, device: Device, folder: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._group = new_group(
@@ -27,6 +31,6 @@ class Meeting:
         self._group.recv(data, rank)
 
     def leave(self) -> None:
-        """At once: the others may be elsewhere, or gone."""
+        """Leave at once: the others may be elsewhere, or gone."""
         over = SyncError("it is over")
         self._group.__exit__(SyncError, over, None)

@@ -21,7 +21,7 @@ import torch
 
 from rlcore.conformance.table import into
 from rlcore.kernels import triton_programs as programs
-from rlcore.kernels.softmax_rows import Rows, RowStatistics
+from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows
 from rlcore.registry import registry
 from rlcore.types import ProgramLimits
 from tests.devices.ascend.kernel_lint import findings, grid_finding
@@ -194,7 +194,7 @@ def test_no_launch_on_an_npu_has_a_grid_above_its_limit(monkeypatch: pytest.Monk
     num_rows, vocab_size = 200_000, 151_936
     logits = torch.empty(num_rows, vocab_size, dtype=torch.bfloat16, device="meta")
     vector = torch.empty(num_rows, device="meta")
-    rows = Rows(vector.long(), -100, 1.0)
+    rows = ScaledRows(vector.long(), -100, 1.0)
     limited = programs.limits("npu")
     assert limited is not None
     statistics, gradient = Recorder(triton_rows._statistics_kernel), Recorder(triton_rows._gradient_kernel)

@@ -17,7 +17,7 @@ import rlcore
 from rlcore.engines.launchers import process
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm import mapped_allocations as regions
-from rlcore.engines.sampling.vllm.executor import VllmWorker
+from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.errors import DeviceError, InvalidInputError, UnsupportedError
 from rlcore.registry import registry
 from rlcore.types import DeviceSpec
@@ -144,10 +144,10 @@ def test_an_npu_and_vllm_ascend_belong_together(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_worker_asks_about_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(VllmWorker, "device", SimpleNamespace(evidence="simulated", name="npu:0",
+    monkeypatch.setattr(VllmExecutor, "device", SimpleNamespace(evidence="simulated", name="npu:0",
                         properties=lambda: SimpleNamespace(name="a stand-in")), raising=False)  # fmt: skip
     with pytest.raises(UnsupportedError, match="on npu:0, a stand-in"):
-        VllmWorker.build(object.__new__(VllmWorker), tmp_path)
+        VllmExecutor.build(object.__new__(VllmExecutor), tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------- where it differs
@@ -174,8 +174,8 @@ def test_its_allocations_learn_whether_they_are_mapped(monkeypatch: pytest.Monke
     monkeypatch.setattr(ascend, "is_installed", lambda: True)
     device = SimpleNamespace(torch_device="npu:0")
 
-    def found() -> list[regions.MappedRegion]:
-        return [regions.MappedRegion(allocation, device) for allocation in ascend.allocations("weights")]
+    def found() -> list[regions.MappedAllocation]:
+        return [regions.MappedAllocation(allocation, device) for allocation in ascend.allocations("weights")]
 
     (region,) = found()
     assert (region.nbytes(), region.address) == (64, 4096)

@@ -20,7 +20,7 @@ from rlcore.devices.ascend import memory, sharing, simulation, versions
 from rlcore.devices.ascend.device import AscendDevice
 from rlcore.devices.ascend.sharing import AscendSharing, why_no_ipc
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, Version, cann, driver
-from rlcore.devices.ipc_sharing import SharedMemory
+from rlcore.devices.ipc.sharing import SharedMemory
 from rlcore.doctor import ascend
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import launch, registry
@@ -166,7 +166,7 @@ def test_a_uuid_that_is_told_is_taken(npus: Any) -> None:
 def test_memory_of_another_npu_is_refused_where_no_uuid_is_told(npus: Any) -> None:
     nil = {"uuid": str(uuid.UUID(int=0))}
     first, second = npus([nil, nil])
-    name = sharing._Name(second.properties().uuid, b"key", 64, 0, b"", False)
+    name = sharing._NpuPayload(second.properties().uuid, b"key", 64, 0, b"", False)
     with pytest.raises(DeviceError, match=rf"this memory is of the NPU {second.properties().uuid}; npu:0 is "):
         AscendSharing(first).open(SharedMemory(payload=msgspec.msgpack.encode(name)), 64)
 

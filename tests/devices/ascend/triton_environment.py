@@ -30,7 +30,7 @@ def make(folder: Path) -> Path:
     venv.create(folder, symlinks=True, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
     parents = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    lines = [f"import site; site.addsitedir({path!r})" for path in parents]
+    lines = [f"import site; site.addsitedir({path!a})" for path in parents]
     (packages / "parents.pth").write_text("\n".join(lines) + "\n")
     target = ["--target", str(packages), "--upgrade", "--no-deps", "--only-binary=:all:"]
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *target, *REQUIREMENTS]

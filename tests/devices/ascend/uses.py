@@ -65,6 +65,7 @@ def uses() -> list[Use]:
     texts = {path: path.read_text() for path in paths if not _is_elsewhere(path)}
     trees = {path: ast.parse(text) for path, text in texts.items() if _MAY_USE.search(text)}
     streams = _Reader(trees[ROOT / "devices" / "ascend" / "streams.py"]).returns
+    streams["event"] = streams["_new_event"]  # TorchStreams.event returns it
     return [use for path, tree in trees.items() for use in uses_in(tree, path.name, streams)]
 
 

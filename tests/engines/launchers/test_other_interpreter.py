@@ -38,7 +38,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     venv.create(folder, symlinks=True, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
     parents = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (packages / "parent.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in parents))
+    (packages / "parent.pth").write_text("\n".join(f"import site; site.addsitedir({path!a})" for path in parents))
     return str(folder / "bin" / "python")
 
 

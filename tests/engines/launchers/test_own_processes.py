@@ -13,7 +13,7 @@ from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, UnsupportedError, WorkerDiedError
-from rlcore.launch import Launch
+from rlcore.launch import LaunchFacts
 from tests.engines.ask import ask
 
 
@@ -86,11 +86,11 @@ def test_its_devices_are_its_processs_first_and_the_others_stay_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What the launcher computes for a vendor with a variable, on a host whose devices are really cpu.
-    def order(self: Launch, indices: list[int]) -> dict[str, str]:
+    def order(self: LaunchFacts, indices: list[int]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(["4", "6", "7", "9"][index] for index in indices)}
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7,9")
-    monkeypatch.setattr(Launch, "worker_environment", order)
+    monkeypatch.setattr(LaunchFacts, "worker_environment", order)
     monkeypatch.setattr("rlcore.devices.cpu.device.CpuDevice.count", lambda self: 4)
     with build("replica", tensor_parallel_size=2, devices=["cpu:2", "cpu:0"]) as engine:
         (found,) = ask(engine, "where")

@@ -29,7 +29,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Of one worker."""
+    """The part of one worker."""
 
     size: int = 1
     rank: int = 0
@@ -37,7 +37,7 @@ class Share:
 
 
 def names(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What a checkpoint holds."""
+    """Yield names and shapes of a checkpoint."""
     s = sizes
     yield "embed.weight", (s.V, s.H)
     for layer in range(s.layers):

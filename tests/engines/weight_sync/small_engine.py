@@ -28,7 +28,7 @@ from rlcore.registry import registry
 
 
 class Sizes(NamedTuple):
-    """Of a model."""
+    """The sizes of a model."""
 
     vocab: int = 37
     hidden: int = 24
@@ -50,7 +50,7 @@ def checkpoint(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Of each weight, by its checkpoint name."""
+    """Return the shape of each weight, by its checkpoint name."""
     hidden, inner = sizes.hidden, sizes.inner
     found: dict[str, tuple[int, ...]] = {"embed.weight": (sizes.vocab, hidden)}
     for number in range(sizes.layers):
@@ -125,7 +125,7 @@ class SmallModel(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As vLLM's loaders do: by name, in any order, each into its part of a fused tensor."""
+        """Load as vLLM's loaders do: by name, in any order, each into its part of a fused tensor."""
         for name, weight in weights:
             if name in ("embed.weight", "head.weight"):
                 self._load_vocab(self.embed if name == "embed.weight" else self.head, weight)
@@ -230,7 +230,7 @@ class SmallWorker(Worker):
 
 
 class ApartWorker(SmallWorker):
-    """In a process of its own, as vLLM's are."""
+    """A worker in a process of its own, as vLLM's are."""
 
     owns_process = True
 
@@ -254,7 +254,7 @@ def expected(
     dtype: torch.dtype,
     devices: Sequence[str | torch.device] = (),
 ) -> list[dict[str, Tensor]]:
-    """What each shard of a fresh engine would hold, on the host.
+    """Return the tensors of each shard of a fresh engine, on the host.
 
     Args:
         devices: of each shard, by default the host. One may round ``exp`` as another does not.

@@ -1,6 +1,6 @@
-"""What goes wrong in a weight sync, with real processes: nothing hangs, nothing half new is used, nothing is leaked.
+"""Faults in a weight sync, with real processes: nothing hangs, nothing half new is used, nothing is leaked.
 
-By default damaged messages, in one process; what comes of ends of processes is marked slow.
+Damaged messages in one process are tested by default; tests that end processes are marked slow.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected, registered, write
 
 import rlcore
-from rlcore.engines.weight_sync.channels.peers import LocalParties, WorkerParties
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers
+from rlcore.engines.weight_sync.messages import Packing
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
-from rlcore.engines.weight_sync.sender import Packing, Sender
-from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.sender import Sender
+from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError, WorkerError
 from rlcore.registry import get_device
 from tests.engines.ask import ask
 
 SIZES = Sizes(layers=1)
-SLAB = 4096
+STAGING_BYTES = 4096
 
 # --------------------------------------------------------------------------- damaged messages, in one process
 
 
 class Pair(NamedTuple):
-    """A sender and a receiver of this process, in a round whose first bucket is in the slab."""
+    """A sender and a receiver of this process, in a round whose first bucket is in the staging buffer."""
 
     sender: Sender
     receiver: Receiver
@@ -56,15 +57,15 @@ def pair() -> Iterator[Pair]:
     model = SmallModel(SIZES, 0, 1, torch.float32)
     worker = type("Worker", (), {"device": cpu, "model": model, "versions": []})()
     worker.new_model = lambda: SmallModel(SIZES, 0, 1, torch.float32)
-    sender, receiver = Sender(ModuleHolding(module, 1), cpu), Receiver(SmallTarget(worker))
+    sender, receiver = Sender(ModuleSourceTensors(module, 1), cpu), Receiver(SmallTarget(worker))
     manifest = sender.manifest()
     digest = sender.begin(False)[1]
     receiver.begin(5, "trainer", digest, False, False)
     receiver.prepare("trainer", manifest, [sender.describe()], 0)
-    receiver.open_slabs([sender.open_slabs(SLAB)])
+    receiver.open_staging_buffers([sender.open_staging_buffers(STAGING_BYTES)])
     plan = next(iter(receiver._plans))
-    sender.take_plan(plan, SLAB, receiver.pieces(plan)[0])
-    packing = Packing(round_id=5, digest=plan, slot_bytes=SLAB, bucket=0, slot=0, is_checked=True)
+    sender.take_plan(plan, STAGING_BYTES, receiver.pieces(plan)[0])
+    packing = Packing(round_id=5, digest=plan, slot_bytes=STAGING_BYTES, bucket=0, slot=0, is_checked=True)
     sender.pack(msgspec.msgpack.encode(packing))
     yield Pair(sender, receiver, packing, model)
     receiver.close()
@@ -78,11 +79,11 @@ def unpack(pair: Pair, **changed: Any) -> int:
 
 @pytest.mark.parametrize("place", [0, 9, 17, 600, 1500, -520])
 def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -> None:
-    slot = pair.receiver._reach.slot(0, 0)
+    slot = pair.receiver._imported.slot(0, 0)
     last = int(slot.view(torch.int64)[2])
     at = place if place >= 0 else last + place
     slot[at] ^= 1
-    with pytest.raises(SyncError, match=r"another sum|was expected in a slab"):
+    with pytest.raises(SyncError, match=r"another sum|was expected in a staging buffer"):
         unpack(pair)
     assert pair.model.layer0.norm.isnan().all(), "nothing was copied"
     slot[at] ^= 1
@@ -91,13 +92,13 @@ def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -
 
 def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
     """Its end was not written, or its header says less than the plan."""
-    slot = pair.receiver._reach.slot(0, 0)
+    slot = pair.receiver._imported.slot(0, 0)
     words = slot.view(torch.int64)
     nbytes = int(words[2])
     whole = slot.clone()
     for cut in (slot[nbytes - 512 : nbytes], slot[512:nbytes], slot[:nbytes]):
         cut.zero_()
-        with pytest.raises(SyncError, match=r"another sum|was expected in a slab"):
+        with pytest.raises(SyncError, match=r"another sum|was expected in a staging buffer"):
             unpack(pair)
         slot.copy_(whole)
     words[2] = nbytes - 512
@@ -111,7 +112,7 @@ def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
 def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:
     with pytest.raises(SyncError, match=r"a message of weight sync 4 came within 5"):
         unpack(pair, round_id=4)
-    with pytest.raises(SyncError, match=r"bucket 1 of round 5 was expected in a slab.* holds bucket 0 of round 5"):
+    with pytest.raises(SyncError, match=r"bucket 1 of round 5 was expected in a staging.* holds bucket 0 of round 5"):
         unpack(pair, bucket=1)
     with pytest.raises(SyncError, match="plan 0123 is not this receiver's"):
         unpack(pair, digest="0123")
@@ -131,16 +132,16 @@ def test_messages_that_are_none_are_refused(pair: Pair) -> None:
         pair.receiver.prepare("trainer", b"\xc1", [], 0)
     with pytest.raises(SyncError, match="no packing"):
         pair.sender.pack(b"abc")
-    with pytest.raises(InvalidInputError, match="a slab must be a multiple of 512 bytes and at least 1024, got 513"):
-        pair.sender.open_slabs(513)
+    with pytest.raises(InvalidInputError, match=r"a staging buffer must be a multiple of 512 bytes .*, got 513"):
+        pair.sender.open_staging_buffers(513)
     with pytest.raises(StateError, match="has no plan 0123"):
         pair.sender.pack(msgspec.msgpack.encode(msgspec.structs.replace(pair.packing, digest="0123")))
 
 
 def test_a_handle_of_another_device_or_epoch_is_refused(pair: Pair) -> None:
-    handle = msgspec.msgpack.decode(pair.sender.open_slabs(SLAB))
+    handle = msgspec.msgpack.decode(pair.sender.open_staging_buffers(STAGING_BYTES))
     with pytest.raises(StateError, match="is not what this handle describes"):
-        pair.receiver.open_slabs([msgspec.msgpack.encode(handle | {"device_uuid": "another"})])
+        pair.receiver.open_staging_buffers([msgspec.msgpack.encode(handle | {"device_uuid": "another"})])
     offer = msgspec.msgpack.encode({"epoch": "gone", "handles": None})
     with pytest.raises(SyncError, match="sender gone is not, or no longer, in this process"):
         pair.receiver.open_offers([offer])
@@ -148,8 +149,8 @@ def test_a_handle_of_another_device_or_epoch_is_refused(pair: Pair) -> None:
 
 def test_a_round_that_lacks_a_bucket_is_not_committed(pair: Pair) -> None:
     """One that a receiver was never told of, which no header can show."""
-    rounds = Rounds(LocalParties("the trainer", [pair.sender]), LocalParties("the engine", [pair.receiver]))
-    elsewhere = RoundOptions(version=1, route="packed", slab_bytes=SLAB)
+    session = SyncSession(LocalPeers("the trainer", [pair.sender]), LocalPeers("the engine", [pair.receiver]))
+    elsewhere = RoundOptions(version=1, route="packed", staging_bytes=STAGING_BYTES)
     real, lost = pair.receiver.unpack, []
 
     def loses(packings: bytes) -> int:
@@ -161,26 +162,26 @@ def test_a_round_that_lacks_a_bucket_is_not_committed(pair: Pair) -> None:
 
     pair.receiver.unpack = loses
     with pytest.raises(SyncError, match=r"1 buckets did not reach the receiver on cpu:0"):
-        rounds.run(elsewhere, nullcontext)
+        session.run(elsewhere, nullcontext)
     assert not pair.receiver.is_whole
-    assert rounds.run(elsewhere, nullcontext).version == 1, "the next is complete"
+    assert session.run(elsewhere, nullcontext).version == 1, "the next is complete"
     assert pair.receiver.is_whole
 
 
 def test_weights_that_change_while_they_are_sent_are_not_committed(pair: Pair) -> None:
-    rounds = Rounds(LocalParties("the trainer", [pair.sender]), LocalParties("the engine", [pair.receiver]))
+    session = SyncSession(LocalPeers("the trainer", [pair.sender]), LocalPeers("the engine", [pair.receiver]))
     real = pair.receiver.ready
 
     def late(round_id: int) -> int:
-        pair.sender._holding._module.add(1.0)
+        pair.sender._source._module.add(1.0)
         return real(round_id)
 
     pair.receiver.ready = late
     with pytest.raises(SyncError, match="the trainer's weights were changed while they were sent"):
-        rounds.run(RoundOptions(version=1), nullcontext)
+        session.run(RoundOptions(version=1), nullcontext)
     del pair.receiver.ready
     assert not pair.receiver.is_whole
-    assert rounds.run(RoundOptions(version=1), nullcontext).version == 1
+    assert session.run(RoundOptions(version=1), nullcontext).version == 1
     assert pair.receiver.is_whole
 
 
@@ -233,15 +234,15 @@ def engines(build: Callable[[int], Engines]) -> Engines:
 
 def before(engines: Engines, method: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """``act`` once, just before the first call of ``method``."""
-    real = WorkerParties.call
+    real = WorkerPeers.call
     acts = iter([act])
 
-    def call(self: WorkerParties, called: str, calls: Sequence[Any] | None, timeout_s: float) -> list[Any]:
+    def call(self: WorkerPeers, called: str, calls: Sequence[Any] | None, timeout_s: float) -> list[Any]:
         if called == method:
             next(acts, lambda: None)()
         return real(self, called, calls, timeout_s)
 
-    monkeypatch.setattr(WorkerParties, "call", call)
+    monkeypatch.setattr(WorkerPeers, "call", call)
 
 
 def check(engines: Engines) -> None:
@@ -258,7 +259,18 @@ class Fault(NamedTuple):
     route: str
 
 
-BEFORE_ANY_BYTE = ["begin", "manifest", "prepare", "open_slabs", "open_marks", "take_plan", "pieces", "join"]
+BEFORE_ANY_BYTE = [
+    "begin",
+    "manifest",
+    "prepare",
+    "open_staging_buffers",
+    "open_events",
+    "open_events",
+    "import_events",
+    "take_plan",
+    "pieces",
+    "join",
+]
 BEFORE_ANY_BYTE += ["offer", "open_offers"]
 
 
@@ -272,7 +284,7 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     before(engines, method, lambda: os.kill(victim.process_id, getattr(signal, how)), monkeypatch)
     started = time.monotonic()
     with pytest.raises(RlcoreError) as caught:
-        train.sync_weights(infer, route=route, slab_bytes=SLAB, timeout_s=timeout_s)
+        train.sync_weights(infer, route=route, staging_bytes=STAGING_BYTES, timeout_s=timeout_s)
     assert time.monotonic() - started < timeout_s + 60, "and what is given up may take some seconds more"
     monkeypatch.undo()
     told = "".join([str(caught.value), str(caught.value.__cause__), *getattr(caught.value, "__notes__", [])])
@@ -303,7 +315,7 @@ def test_a_process_of_several_that_ends_or_stops_midway(
 
 
 STEPS = {
-    "packed": "begin prepare prove open_slabs take_plan pack unpack ready end commit",
+    "packed": "begin prepare self_test open_staging_buffers take_plan pack unpack ready end commit",
     "collective": "join send receive",
     "direct": "offer open_offers pull",
 }
@@ -333,14 +345,14 @@ def test_a_process_that_ends_or_stops_at_any_step(
 
 
 class Held(NamedTuple):
-    """What one process holds."""
+    """The resources that one process holds."""
 
     descriptors: int
     threads: int
     shared_mappings: int
     shared_kib: int
     names: int
-    """In /dev/shm, made by it."""
+    """Names in /dev/shm that it made."""
     private_kib: int
 
     @classmethod
@@ -355,7 +367,7 @@ class Held(NamedTuple):
         )
 
     def more_than(self, before: Held) -> dict[str, int]:
-        """What has grown, by how much."""
+        """Return the fields that have grown, and by how much."""
         grown = {name: now - was for name, now, was in zip(self._fields, self, before, strict=True)}
         return {name: by for name, by in grown.items() if by > (4096 if name == "private_kib" else 0)}
 
@@ -375,7 +387,7 @@ def test_nothing_is_left_after_many_rounds(engines: Engines, route: str) -> None
     def rounds(count: int) -> None:
         for _ in range(count):
             train.add(0.01)
-            opened = train.sync_weights(infer, route=route, slab_bytes=SLAB).handles_opened
+            opened = train.sync_weights(infer, route=route, staging_bytes=STAGING_BYTES).handles_opened
         assert opened == 0
 
     rounds(5)  # what is kept is there
@@ -397,16 +409,16 @@ def test_full_memory_is_found_before_anything_is_written(engines: Engines) -> No
     train.add(0.5)
     version = infer.version
     with pytest.raises(
-        UnsupportedError, match=r"route='packed' .* has no memory for 2 slabs of \d+ bytes; give a smaller"
+        UnsupportedError, match=r"route='packed' .* has no memory for 2 staging buffers of \d+ bytes; give a smaller"
     ):
-        train.sync_weights(infer, route="packed", slab_bytes=1 << 50)
+        train.sync_weights(infer, route="packed", staging_bytes=1 << 50)
     pids = [worker.process_id for worker in train.executors[0].workers]
     limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
     for pid, (_, hard) in zip(pids, limits, strict=True):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 15, hard))
     try:
         with pytest.raises(UnsupportedError, match=r"route='packed' .* could not be moved to shared memory"):
-            train.sync_weights(infer, route="packed", slab_bytes=1 << 16)
+            train.sync_weights(infer, route="packed", staging_bytes=1 << 16)
         assert train.sync_weights(infer).route == "collective", "the next that works"
     finally:
         for pid, limit in zip(pids, limits, strict=True):

@@ -11,12 +11,12 @@ import torch
 from fused_model import FusedModel, Share, Sizes, Vocabulary, meta, names
 from torch import Tensor
 
-from rlcore.engines.weight_sync.channels.peers import LocalParties
-from rlcore.engines.weight_sync.named_source import NamedHolding
+from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.named_source import NamedSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.engines.weight_sync.target import Target
 from rlcore.errors import SyncError
 from rlcore.registry import get_device
@@ -70,11 +70,11 @@ OWN = {name: tensor.to("meta") for name, tensor in weights().items()}
 
 
 @contextmanager
-def rounds(given: Mapping[str, Tensor], target: FusedTarget) -> Iterator[tuple[Rounds, Receiver]]:
-    holding = NamedHolding(lambda: given, 1)
-    holding.refresh()
-    sender, receiver = Sender(holding, target.device), Receiver(target)
-    yield Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", [receiver])), receiver
+def rounds(given: Mapping[str, Tensor], target: FusedTarget) -> Iterator[tuple[SyncSession, Receiver]]:
+    source = NamedSourceTensors(lambda: given, 1)
+    source.refresh()
+    sender, receiver = Sender(source, target.device), Receiver(target)
+    yield SyncSession(LocalPeers("the trainer", [sender]), LocalPeers("the engine", [receiver])), receiver
     receiver.close()
     sender.close()
 

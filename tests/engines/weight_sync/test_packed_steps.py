@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.weight_sync.channels.peers import Call, Parties
-from rlcore.engines.weight_sync.transports.routes import Packed
+from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers
+from rlcore.engines.weight_sync.transports.staged import PackedTransport
 
 DEADLINE_S = 60.0
 
 
-class Side(Parties):
+class Side(SyncPeers):
     """Packs or unpacks four buckets; the middle ones not before the other side has begun too."""
 
     def __init__(self, label: str, begun: dict[str, threading.Semaphore], *, is_here: bool, is_met: bool) -> None:
@@ -46,9 +46,9 @@ def test_slots_are_filled_and_emptied_side_by_side(here: str) -> None:
     is_met = here != "both"  # they share the calling thread
     senders = Side("trainer", begun, is_here=here in {"senders", "both"}, is_met=is_met)
     receivers = Side("sampler", begun, is_here=here in {"receivers", "both"}, is_met=is_met)
-    path = Packed(senders, receivers)
-    path._counts, path._slot_bytes = {"plan": [4]}, 1024
-    assert path.move(1, ["plan"], lambda step: False, lambda: DEADLINE_S) == 40
+    transport = PackedTransport(senders, receivers)
+    transport._counts, transport._slot_bytes = {"plan": [4]}, 1024
+    assert transport.move(1, ["plan"], lambda step: False, lambda: DEADLINE_S) == 40
     for side in (senders, receivers):
         assert len(side.threads) == 4
         if side.is_here:

@@ -11,13 +11,14 @@ import torch
 from fused_model import FusedModel, Share, Sizes, meta, names
 from torch import Tensor
 
-from rlcore.engines.weight_sync.planning.loader_trace import Recording, record
-from rlcore.engines.weight_sync.planning.manifest import Manifest, Rows, describe
-from rlcore.engines.weight_sync.planning.plan import Plan, make_plan, misfits
-from rlcore.engines.weight_sync.planning.self_test import checksums, made_weights, poison, prove
+from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, trace_loader
+from rlcore.engines.weight_sync.planning.manifest import WeightManifest, describe
+from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits
+from rlcore.engines.weight_sync.planning.self_test import checksums, made_weights, poison, run_self_test
 from rlcore.errors import SyncError
-from rlcore.kernels.strided_copy.op import Copies, StridedPiece
+from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
+from rlcore.weights.shards import Rows
 
 GRIDS = [
     Share(),
@@ -28,7 +29,7 @@ GRIDS = [
 
 
 def views(sizes: Sizes, dtype: torch.dtype, *, is_packed: bool = False) -> Iterator[WeightView]:
-    """Each weight a parameter; packed: the experts of a layer views of two, as transformers has them."""
+    """Yield each weight as a parameter; packed, the experts of a layer are views of two, as in transformers."""
     packed: dict[str, Tensor] = {}
     for name, shape in names(sizes):
         path = name.split(".")
@@ -46,7 +47,7 @@ def views(sizes: Sizes, dtype: torch.dtype, *, is_packed: bool = False) -> Itera
             yield WeightView(name, tensor, tensor)
 
 
-def sharded(manifest: Manifest, rng: random.Random, num_ranks: int, replicas: int = 1) -> Manifest:
+def sharded(manifest: WeightManifest, rng: random.Random, num_ranks: int, replicas: int = 1) -> WeightManifest:
     """The same weights, with rows dealt out at random: uneven, and some ranks with none."""
 
     def dealt(size: int) -> tuple[Rows, ...]:
@@ -58,7 +59,7 @@ def sharded(manifest: Manifest, rng: random.Random, num_ranks: int, replicas: in
     return msgspec.structs.replace(manifest, num_ranks=num_ranks * replicas, layouts=layouts)
 
 
-def parameters_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> list[Tensor]:
+def parameters_of(manifest: WeightManifest, weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Whole, put together from the weights that are views of them."""
     found = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype)) for one in manifest.parameters]
     for weight in manifest.weights:
@@ -67,8 +68,8 @@ def parameters_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> list[Ten
     return found
 
 
-def carry_out(plan: Plan, manifest: Manifest, parameters: list[Tensor], live: Mapping[str, Tensor]) -> None:
-    """From what each rank holds, in memory of its own."""
+def carry_out(plan: SyncPlan, manifest: WeightManifest, parameters: list[Tensor], live: Mapping[str, Tensor]) -> None:
+    """Carry a plan out from the part of each rank, which is in memory of its own."""
     parts: dict[tuple[int, int], int] = {}
     held: list[Tensor] = []
     for index, (tensor, described) in enumerate(zip(parameters, manifest.parameters, strict=True)):
@@ -77,7 +78,7 @@ def carry_out(plan: Plan, manifest: Manifest, parameters: list[Tensor], live: Ma
             held.append(tensor[first:end].clone() if tensor.dim() else tensor.clone())
     pieces = [StridedPiece(parts[one.rank, one.parameter], one.destination, *one.copy) for one in plan.pieces]
     plan.fill(live)
-    Copies(pieces, held, [live[one.name] for one in plan.destinations]).run()
+    StridedCopies(pieces, held, [live[one.name] for one in plan.destinations]).run()
 
 
 def golden(sizes: Sizes, share: Share, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,9 +94,9 @@ def live_of(sizes: Sizes, share: Share) -> dict[str, Tensor]:
     return live
 
 
-def recorded(sizes: Sizes, share: Share, manifest: Manifest) -> Recording:
+def traced(sizes: Sizes, share: Share, manifest: WeightManifest) -> LoaderTrace:
     model = meta(sizes, share)
-    return record(model, model.load_weights, manifest)
+    return trace_loader(model, model.load_weights, manifest)
 
 
 @pytest.mark.parametrize("share", GRIDS, ids=str)
@@ -109,7 +110,7 @@ def test_a_plan_writes_what_the_loader_writes(share: Share, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(shape, generator=generator, dtype=trainer) for name, shape in names(sizes)}
 
-    plan = make_plan(recorded(sizes, share, manifest), spread=rng.randrange(3))
+    plan = make_plan(traced(sizes, share, manifest), spread=rng.randrange(3))
 
     assert not plan.fallback and not plan.fallback_weights and not plan.fallback_bytes
     assert [one.name for one in plan.untouched] == ["cache"]
@@ -127,7 +128,7 @@ def test_a_plan_writes_what_the_loader_writes(share: Share, seed: int) -> None:
 def test_packed_experts_are_one_piece_a_rank() -> None:
     sizes = Sizes(layers=1)
     manifest = describe(views(sizes, torch.float32, is_packed=True), 1).manifest
-    plan = make_plan(recorded(sizes, Share(), manifest))
+    plan = make_plan(traced(sizes, Share(), manifest))
     stacks = [plan.destinations[piece.destination].name for piece in plan.pieces]
     assert stacks.count("layers.0.experts.w13") == stacks.count("layers.0.experts.w2") == 1
 
@@ -135,12 +136,12 @@ def test_packed_experts_are_one_piece_a_rank() -> None:
 def test_replicas_are_read_on_the_own_device_else_spread() -> None:
     sizes = Sizes()
     manifest = sharded(describe(views(sizes, torch.float32), 1).manifest, random.Random(0), 2, replicas=3)
-    recording = recorded(sizes, Share(), manifest)
-    own = {piece.rank for piece in make_plan(recording, own_ranks=(2, 3)).pieces}
+    trace = traced(sizes, Share(), manifest)
+    own = {piece.rank for piece in make_plan(trace, own_ranks=(2, 3)).pieces}
     assert own == {2, 3}
-    spread = [piece.rank for piece in make_plan(recording).pieces]
+    spread = [piece.rank for piece in make_plan(trace).pieces]
     assert set(spread) == set(range(6))
-    assert [piece.rank for piece in make_plan(recording, spread=1).pieces] != spread
+    assert [piece.rank for piece in make_plan(trace, spread=1).pieces] != spread
 
 
 # ------------------------------------------------------------------------------------------------------- digests
@@ -149,23 +150,23 @@ def test_replicas_are_read_on_the_own_device_else_spread() -> None:
 def test_ranks_that_plan_alike_have_equal_digests() -> None:
     sizes = Sizes()
     one, other = (describe(views(sizes, torch.bfloat16), 4).manifest for _ in range(2))
-    assert one.digest == other.digest == Manifest.from_bytes(one.to_bytes()).digest
-    plans = [make_plan(recorded(sizes, Share(size=2, rank=1), manifest)) for manifest in (one, other)]
-    assert plans[0].digest == plans[1].digest == Plan.from_bytes(plans[0].to_bytes()).digest
-    assert Plan.from_bytes(plans[0].to_bytes()) == plans[1]
-    assert make_plan(recorded(sizes, Share(size=2), one)).digest != plans[0].digest
+    assert one.digest == other.digest == WeightManifest.from_bytes(one.to_bytes()).digest
+    plans = [make_plan(traced(sizes, Share(size=2, rank=1), manifest)) for manifest in (one, other)]
+    assert plans[0].digest == plans[1].digest == SyncPlan.from_bytes(plans[0].to_bytes()).digest
+    assert SyncPlan.from_bytes(plans[0].to_bytes()) == plans[1]
+    assert make_plan(traced(sizes, Share(size=2), one)).digest != plans[0].digest
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"num_ranks": "2"})])
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(SyncError, match=f"^these {len(data)} bytes are no Manifest of a weight sync: "):
-        Manifest.from_bytes(data)
+        WeightManifest.from_bytes(data)
 
 
 def test_a_plan_for_another_engine_is_refused() -> None:
     sizes = Sizes()
     manifest = describe(views(sizes, torch.float32), 2).manifest
-    plan = make_plan(recorded(sizes, Share(), manifest))
+    plan = make_plan(traced(sizes, Share(), manifest))
     plan.check(manifest, live_of(sizes, Share()))
     with pytest.raises(SyncError, match=r"^this plan was made for another engine: .* Make a new plan\.$") as refused:
         plan.check(manifest, live_of(sizes, Share(size=2, rank=1)))
@@ -175,19 +176,19 @@ def test_a_plan_for_another_engine_is_refused() -> None:
         plan.check(other, live_of(sizes, Share()))
 
 
-def test_live_tensors_that_differ_from_the_recording_fall_back() -> None:
+def test_live_tensors_that_differ_from_the_trace_fall_back() -> None:
     sizes = Sizes()
     manifest = describe(views(sizes, torch.float32), 1).manifest
-    recording = recorded(sizes, Share(), manifest)
+    trace = traced(sizes, Share(), manifest)
     live = live_of(sizes, Share())
     del live["norm.weight"]
     live["layers.0.experts.w2"] = live["layers.0.experts.w2"].transpose(1, 2)
     live["head.weight"] = live["embed.weight"]
-    wrong = misfits([one.destination for one in recording.written], live)
+    wrong = misfits([one.destination for one in trace.written], live)
     assert wrong.keys() == {"norm.weight", "layers.0.experts.w2", "head.weight", "embed.weight"}
     assert wrong["norm.weight"] == "the engine has no such tensor"
     assert wrong["head.weight"] == "embed.weight and head.weight are one memory in the engine and two in its loader"
-    plan = make_plan(recording, excluded=wrong)
+    plan = make_plan(trace, excluded=wrong)
     fallen = {one.destination.name: one.reason for one in plan.fallback}
     # what is loaded together falls back together
     assert fallen.keys() == {*wrong, "layers.0.experts.w13"}
@@ -203,7 +204,7 @@ def test_rows_that_no_rank_holds_are_an_error() -> None:
     short = tuple(((0, layout[0][1] - 1),) for layout in manifest.layouts)
     manifest = msgspec.structs.replace(manifest, layouts=short)
     with pytest.raises(SyncError, match=r"^no trainer rank holds \d+ elements of a parameter of shape "):
-        make_plan(recorded(sizes, Share(), manifest))
+        make_plan(traced(sizes, Share(), manifest))
 
 
 # --------------------------------------------------------------------------------------------------------- proof
@@ -244,9 +245,9 @@ class Growing(Engine):
 def test_a_plan_is_proven_on_values_made_for_it(share: Share, dtype: torch.dtype) -> None:
     sizes = Sizes(dtype=dtype)
     manifest = sharded(describe(views(sizes, torch.float32), 1).manifest, random.Random(3), 3)
-    plan = make_plan(recorded(sizes, share, manifest))
+    plan = make_plan(traced(sizes, share, manifest))
     engine = Engine(sizes, share)
-    assert prove(plan, manifest, engine.tensors, engine.reload) == {}
+    assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
     want = golden(sizes, share, dict(made_weights(manifest, torch.device("cpu"))))
     assert all(torch.equal(engine.tensors()[name], tensor) for name, tensor in want.items())
 
@@ -261,24 +262,26 @@ def test_a_plan_is_proven_on_values_made_for_it(share: Share, dtype: torch.dtype
 def test_what_the_proof_finds_is_left_to_the_loader(kind: type[Engine], name: str, reason: str) -> None:
     sizes = Sizes()
     manifest = describe(views(sizes, torch.float32), 1).manifest
-    recording = recorded(sizes, Share(), manifest)
+    trace = traced(sizes, Share(), manifest)
     engine = kind(sizes, Share())
-    wrong = prove(make_plan(recording), manifest, engine.tensors, engine.reload)
+    wrong = run_self_test(make_plan(trace), manifest, engine.tensors, engine.reload)
     assert list(wrong) == [name] and wrong[name].startswith(reason)
-    plan = make_plan(recording, excluded=wrong)
+    plan = make_plan(trace, excluded=wrong)
     assert name in {one.destination.name for one in plan.fallback}
-    assert prove(plan, manifest, engine.tensors, engine.reload) == {}
+    assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
 
 
 def test_a_wrong_plan_does_not_pass() -> None:
     sizes = Sizes()
     manifest = describe(views(sizes, torch.float32), 1).manifest
-    plan = make_plan(recorded(sizes, Share(), manifest))
+    plan = make_plan(traced(sizes, Share(), manifest))
     first = plan.pieces[0]
     wrong = msgspec.structs.replace(first, source_offset=1, shape=(first.shape[0] - 1,))
     plan = msgspec.structs.replace(plan, pieces=(wrong, *plan.pieces[1:]))
     engine = Engine(sizes, Share())
-    assert list(prove(plan, manifest, engine.tensors, engine.reload)) == [plan.destinations[first.destination].name]
+    assert list(run_self_test(plan, manifest, engine.tensors, engine.reload)) == [
+        plan.destinations[first.destination].name
+    ]
 
 
 def test_made_values_are_unlike_each_other_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:

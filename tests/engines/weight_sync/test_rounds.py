@@ -1,4 +1,4 @@
-"""Rounds between senders and receivers of one process: routes, computed weights, staging, random shapes."""
+"""SyncSession between senders and receivers of one process: routes, computed weights, staging, random shapes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.weight_sync import target
-from rlcore.engines.weight_sync.channels.peers import LocalParties
-from rlcore.engines.weight_sync.endpoint import Route, decoded
-from rlcore.engines.weight_sync.module_source import ModuleHolding
-from rlcore.engines.weight_sync.named_source import NamedHolding
-from rlcore.engines.weight_sync.options import RoundOptions
+from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.messages import Offer, decoded
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
+from rlcore.engines.weight_sync.named_source import NamedSourceTensors
+from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
-from rlcore.engines.weight_sync.sender import Offer, Sender
-from rlcore.engines.weight_sync.session import Rounds, _Round
-from rlcore.engines.weight_sync.transports.opened import Opened
+from rlcore.engines.weight_sync.sender import Sender
+from rlcore.engines.weight_sync.session import SyncSession, _Round
+from rlcore.engines.weight_sync.transports.base import Route
+from rlcore.engines.weight_sync.transports.ipc_memory import ImportedTensors
 from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
@@ -34,7 +35,7 @@ ROUTES: list[Route] = ["local", "direct", "packed"]
 
 
 class Worker:
-    """What ``SmallTarget`` writes into."""
+    """Holds the model that ``SmallTarget`` writes into."""
 
     def __init__(self, sizes: Sizes, shard: int, shards: int, dtype: torch.dtype) -> None:
         self.device = get_device("cpu")
@@ -45,12 +46,12 @@ class Worker:
 
 class World(NamedTuple):
     module: Any
-    rounds: Rounds
+    session: SyncSession
     workers: list[Worker]
     receivers: list[Receiver]
 
     def sync(self, **options: Any) -> SyncReport:
-        return self.rounds.run(RoundOptions(**({"version": 1, "slab_bytes": 4096} | options)), nullcontext)
+        return self.session.run(RoundOptions(**({"version": 1, "staging_bytes": 4096} | options)), nullcontext)
 
 
 Make = Callable[..., World]
@@ -66,12 +67,12 @@ def make() -> Iterator[Make]:
         module = kind(weights)
         for name, parameter in module.named_parameters():
             torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))
-        sender = Sender(ModuleHolding(module, 1), get_device("cpu"))
+        sender = Sender(ModuleSourceTensors(module, 1), get_device("cpu"))
         workers = [Worker(sizes, shard, shards, dtype) for shard in range(shards)]
         receivers = [Receiver(SmallTarget(worker)) for worker in workers]  # type: ignore[arg-type]
-        rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", receivers))
+        session = SyncSession(LocalPeers("the trainer", [sender]), LocalPeers("the engine", receivers))
         ends.extend([*(receiver.close for receiver in receivers), sender.close])
-        return World(module, rounds, workers, receivers)
+        return World(module, session, workers, receivers)
 
     yield build
     for end in ends:
@@ -116,9 +117,9 @@ def test_weights_changed_in_place_are_sent_though_nobody_says_so(make: Make) -> 
 @pytest.mark.parametrize("route", ROUTES)
 def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> None:
     first, second, other = make(Sizes(), 2), make(Sizes(), 2), make(Sizes(hidden=5))
-    shared = first.rounds.receivers
-    second = second._replace(rounds=Rounds(second.rounds.senders, shared), workers=first.workers)
-    other = other._replace(rounds=Rounds(other.rounds.senders, shared))
+    shared = first.session.receivers
+    second = second._replace(session=SyncSession(second.session.senders, shared), workers=first.workers)
+    other = other._replace(session=SyncSession(other.session.senders, shared))
     second.module.add(1.0)
     for number, world in enumerate([first, second, first, second, second]):
         report = world.sync(route=route, version=number)
@@ -134,7 +135,7 @@ def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> 
     check(second, Sizes())
 
 
-def test_random_models_grids_and_slabs(make: Make) -> None:
+def test_random_models_grids_and_staging_buffers(make: Make) -> None:
     generator = random.Random(0)
     for _ in range(12):
         shards = generator.choice([1, 2])
@@ -152,7 +153,7 @@ def test_random_models_grids_and_slabs(make: Make) -> None:
         )
         dtype = generator.choice([torch.float32, torch.bfloat16])
         world = make(sizes, shards, dtype)
-        report = world.sync(route="packed", slab_bytes=generator.choice([1024, 1536, 1 << 20]))
+        report = world.sync(route="packed", staging_bytes=generator.choice([1024, 1536, 1 << 20]))
         assert report.fallback_bytes == 0, sizes
         check(world, sizes, dtype)
 
@@ -200,7 +201,7 @@ def test_no_copy_of_a_weight_outlives_its_load(
     def living() -> int:
         return sum(nbytes for copy, nbytes in copies.values() if not copy.expired())
 
-    load, compute = SmallTarget.reload, ModuleHolding.compute
+    load, compute = SmallTarget.reload, ModuleSourceTensors.compute
     peaks: list[int] = []
 
     def copied(tensor: Tensor) -> Tensor:
@@ -212,11 +213,11 @@ def test_no_copy_of_a_weight_outlives_its_load(
     monkeypatch.setattr(
         SmallTarget, "reload", lambda self, weights: load(self, ((name, copied(weight)) for name, weight in weights))
     )
-    monkeypatch.setattr(ModuleHolding, "compute", lambda self, weights: list(map(copied, compute(self, weights))))
+    monkeypatch.setattr(ModuleSourceTensors, "compute", lambda self, weights: list(map(copied, compute(self, weights))))
     world = make(Sizes(layers=4), kind=kind)
     for _ in range(2):
         world.module.add(0.25)
-        world.sync(route=route, is_verified=True, slab_bytes=4096)
+        world.sync(route=route, is_verified=True, staging_bytes=4096)
         check(world, Sizes(layers=4))
     assert len(peaks) > 50
     assert sum(weight.nbytes for weight in world.module.parameters()) > 10 * 4096
@@ -296,9 +297,9 @@ def test_weights_in_many_small_blocks_of_memory_are_opened_once_and_not_again(
 ) -> None:
     """On a host each tensor is a block of its own: 13 of one layer, and 43 of four."""
     if (layers, later) == (4, "direct"):
-        monkeypatch.setattr("rlcore.engines.weight_sync.transports.routes.MANY_BYTES", 16)
+        monkeypatch.setattr("rlcore.engines.weight_sync.transports.in_place.MANY_BYTES", 16)
     world = make(Sizes(layers=layers))
-    sender = world.rounds.senders._parties[0]  # type: ignore[attr-defined]
+    sender = world.session.senders._peers[0]  # type: ignore[attr-defined]
     routes = []
     for number in range(6):
         world.module.add(0.5)
@@ -318,15 +319,15 @@ def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     cpu = get_device("cpu")
     flat = torch.arange(4000 * 64, dtype=torch.float32)
     module = torch.nn.ParameterList(flat.split(64))  # type: ignore[no-untyped-call]
-    holding: Any = NamedHolding(module.named_parameters, 1)
-    holding.refresh()
-    sender = Sender(holding, cpu)
+    source: Any = NamedSourceTensors(module.named_parameters, 1)
+    source.refresh()
+    sender = Sender(source, cpu)
     sender.begin(False)
     data, num_handles, nbytes = sender.offer(True)
     offer = decoded(data, Offer, "offer")
     assert num_handles == len(offer.handles or ()) == 1
     assert nbytes == flat.nbytes
-    opened = Opened(offer, cpu.memory.import_ipc_together)
+    opened = ImportedTensors(offer, cpu.memory.import_ipc_together)
     tensors = opened.tensors()
     assert len(tensors) == 4000
     assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
@@ -342,7 +343,7 @@ def test_weights_are_grouped_for_the_loader_by_looking_at_each_once() -> None:
         looked.extend(weights)
         return sum(30 if number == 5 else 4 for number in weights)
 
-    round_: Any = types.SimpleNamespace(_agreed=types.SimpleNamespace(nbytes=nbytes), _slab_bytes=12)
+    round_: Any = types.SimpleNamespace(_agreed=types.SimpleNamespace(nbytes=nbytes), _staging_bytes=12)
     assert list(_Round._groups(round_, range(8))) == [[0, 1, 2], [3, 4], [5], [6, 7]]
     assert looked == list(range(8))
 
@@ -366,7 +367,7 @@ def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytes
     [
         ({"route": "ipc"}, "route must be one of local, direct, packed, collective, or None, got 'ipc'"),
         ({"checksums": "some"}, "checksums must be one of off, sample, always, got 'some'"),
-        ({"slab_bytes": 1000}, "a slab must be a multiple of 512 bytes and at least 1024, got 1000"),
+        ({"staging_bytes": 1000}, "a staging buffer must be a multiple of 512 bytes and at least 1024, got 1000"),
         ({"version": -1}, "version must be a whole number of at least 0, or None, got -1"),
         ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
     ],
@@ -374,3 +375,16 @@ def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytes
 def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidInputError, match=match):
         RoundOptions(**({"version": 1} | options))
+
+
+def test_the_former_name_of_staging_bytes_is_taken_with_a_warning_at_the_callers_line() -> None:
+    def sync_weights(*, staging_bytes: int | None = None, slab_bytes: int | None = None) -> int | None:
+        return staging_bytes_of(staging_bytes, slab_bytes)
+
+    assert sync_weights() is None
+    assert sync_weights(staging_bytes=4096) == 4096
+    with pytest.warns(DeprecationWarning, match="^slab_bytes is called staging_bytes now") as caught:
+        assert sync_weights(slab_bytes=4096) == 4096
+    assert caught[0].filename == __file__
+    with pytest.raises(InvalidInputError, match="staging_bytes and slab_bytes, its former name, were both given"):
+        sync_weights(staging_bytes=4096, slab_bytes=4096)

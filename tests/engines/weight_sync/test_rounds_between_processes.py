@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, short_runtime_folder: Path)
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> Iterator[rlcore.TrainEngine]:
-    """In this process."""
+    """A trainer in this process."""
     with rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=1))) as engine:
         yield engine.build(devices="cpu:0")
 
@@ -73,19 +73,25 @@ def check(trainer: Any, engine: rlcore.InferenceEngine, shards: int, dtype: torc
             assert torch.equal(own[name], tensor), (rank, name)
 
 
-def test_shards_to_shards_through_slabs(trainer: Any, pair: rlcore.InferenceEngine) -> None:
-    report = trainer.sync_weights(pair, slab_bytes=4096, checksums="always")
+def test_shards_to_shards_through_staging_buffers(trainer: Any, pair: rlcore.InferenceEngine) -> None:
+    report = trainer.sync_weights(pair, staging_bytes=4096, checksums="always")
     assert report.route == "packed"
-    assert report.handles_opened == 2, "the slabs, by each receiver"
+    assert report.handles_opened == 2, "the staging buffers, by each receiver"
     assert report.fallback_bytes > 0, "A_log is changed by the loader"
     check(trainer, pair, 2, torch.bfloat16)
     trainer.add(0.25)
-    report = trainer.sync_weights(pair, slab_bytes=4096)
+    report = trainer.sync_weights(pair, staging_bytes=4096)
     assert report.handles_opened == 0, "they stay open"
     assert report.moved_bytes <= 1.05 * report.needed_bytes
     check(trainer, pair, 2, torch.bfloat16)
     for versions in ask(pair, "committed_versions"):
         assert versions[-2:] == [report.version - 1, report.version]
+
+
+def test_an_engine_takes_the_former_name_of_staging_bytes(trainer: Any, pair: rlcore.InferenceEngine) -> None:
+    with pytest.warns(DeprecationWarning, match="slab_bytes is called staging_bytes now") as caught:
+        trainer.sync_weights(pair, slab_bytes=8192)
+    assert caught[0].filename == __file__
 
 
 def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, pair: rlcore.InferenceEngine) -> None:
@@ -101,7 +107,7 @@ def test_nothing_is_sent_when_nothing_has_changed(trainer: Any, pair: rlcore.Inf
     check(trainer, pair, 2, torch.bfloat16)
 
 
-def test_slabs_stay_open_when_the_trainer_is_offloaded(trainer: Any, pair: rlcore.InferenceEngine) -> None:
+def test_staging_buffers_stay_open_when_the_trainer_is_offloaded(trainer: Any, pair: rlcore.InferenceEngine) -> None:
     trainer.add(0.5)
     trainer.sync_weights(pair)
     trainer.offload()
@@ -123,7 +129,7 @@ def test_verify_compares_with_the_engines_own_loader(trainer: Any, pair: rlcore.
 def test_through_a_group_of_all(sharded: Any, apart: rlcore.InferenceEngine, pair: rlcore.InferenceEngine) -> None:
     for _ in range(2):
         sharded.add(0.125)
-        report = sharded.sync_weights(apart, route="collective", slab_bytes=4096, timeout_s=100)
+        report = sharded.sync_weights(apart, route="collective", staging_bytes=4096, timeout_s=100)
         assert (report.route, report.handles_opened) == ("collective", 0)
         check(sharded, apart, 1, torch.float32)
     with pytest.raises(UnsupportedError, match="it takes a process for each, and 1 hold both a trainer rank and"):
@@ -212,7 +218,7 @@ def test_a_loader_that_fails_poisons_the_engine_until_a_complete_round(
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2)], ids=["a rank with no rows", "HSDP"])
 @pytest.mark.usefixtures("sharded", "pair", "apart")  # whose processes serve here too
 def test_a_grid_takes_from_any_shards(folder: Path, replicas: int, shards: int) -> None:
-    """Each of two copies of two shards in bfloat16."""
+    """Two copies of an engine, of two shards each, take weights in bfloat16."""
     path = write(checkpoint(SIZES), folder / "grid.safetensors")
     with (
         rlcore.TrainEngine(Checkpoint(checkpoint(SIZES, seed=3))) as engine,
@@ -224,6 +230,6 @@ def test_a_grid_takes_from_any_shards(folder: Path, replicas: int, shards: int) 
         engine.build(replicas=replicas, data_parallel_size=shards, devices=devices[: replicas * shards])
         for _ in range(2):
             engine.call("add", 0.5)
-            report = engine.sync_weights(grid, slab_bytes=4096)
+            report = engine.sync_weights(grid, staging_bytes=4096)
             assert report.route == "packed"
             check(engine, grid, 2, torch.bfloat16)

@@ -16,7 +16,7 @@ import torch
 from small_engine import Checkpoint, Sizes, checkpoint, expected, registered, write
 
 import rlcore
-from rlcore.engines.weight_sync.transports.routes import MOST_HANDLES as MOST_REOPENED
+from rlcore.engines.weight_sync.transports.in_place import MOST_HANDLES as MOST_REOPENED
 from rlcore.errors import UnsupportedError
 from tests.engines.ask import ask
 
@@ -26,7 +26,7 @@ LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim
 MANY = Sizes(hidden=512, inner=256, experts=128, layers=8)
 """1.6 GB in 3136 tensors, none above 1 MiB: torch's allocator has some 800 blocks of 2 MiB for them."""
 MOST_HANDLES = 16 + 2
-"""What is small among them takes less than a segment of 2 MiB, and others may have left room in one."""
+"""Small tensors among them take less than a segment of 2 MiB, and others may have left space in one."""
 
 
 class Place(NamedTuple):
@@ -99,7 +99,7 @@ def test_weights_of_another_process(build: Build, place: Place, route: str) -> N
     opened = []
     for number in range(4):
         engines.train.add(0.25)
-        report = engines.train.sync_weights(engines.infer, route=route, slab_bytes=4096, checksums="always")
+        report = engines.train.sync_weights(engines.infer, route=route, staging_bytes=4096, checksums="always")
         assert (report.route, report.version) == (route, number + 1)
         assert report.moved_bytes <= 1.05 * report.needed_bytes
         assert report.slabs_wait_by == ("" if route == "direct" else engines.wait_by)
@@ -144,7 +144,7 @@ def test_thousands_of_small_weights_are_not_opened_again_after_each_offload(buil
         engines.train.onload()
     assert routes == ["direct", "packed", "packed", "packed"]
     assert opened[0] > MOST_REOPENED
-    assert opened[1:] == [1, 0, 0], "the slabs, once"
+    assert opened[1:] == [1, 0, 0], "the staging buffers, once"
 
 
 @pytest.mark.parametrize("place", [APART, HOST, *NPU_APART])
@@ -152,7 +152,7 @@ def test_through_a_group(build: Build, place: Place) -> None:
     engines = build(place)
     for _ in range(2):
         engines.train.add(0.25)
-        assert engines.train.sync_weights(engines.infer, route="collective", slab_bytes=4096).route == "collective"
+        assert engines.train.sync_weights(engines.infer, route="collective", staging_bytes=4096).route == "collective"
         engines.check()
 
 

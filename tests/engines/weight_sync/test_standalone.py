@@ -216,13 +216,13 @@ from channel import SocketControl
 from pathlib import Path
 from rlcore.engines.weight_sync.sender import Sender
 sender = rlcore.WeightSender({"weight": torch.ones(300, 300)}, SocketControl.listen(Path(sys.argv[1])))
-assert sender.send(slab_bytes=1 << 16).version == 1
+assert sender.send(staging_bytes=1 << 16).version == 1
 calls = []
 def pack(self, order, real=Sender.pack):
     calls.append(order)
     return os.kill(os.getpid(), signal.SIGKILL) if len(calls) == int(sys.argv[2]) else real(self, order)
 Sender.pack = pack
-sender.send(slab_bytes=1 << 16)
+sender.send(staging_bytes=1 << 16)
 """
     path = short_folder / "control"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What a receiver is asked, and what a sender is answered, when the channel brings more than it should."""
+"""Sender and receiver take only the messages that they expect, whatever the channel brings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rlcore
-from rlcore.errors import SyncError
+from rlcore.errors import InvalidInputError, SyncError
 
 
 class QueueControl:
@@ -52,6 +52,22 @@ def test_an_answer_that_came_before_is_not_taken_for_another_question() -> None:
             assert received.result() == version
             assert bool((model.weight == given["weight"]).all()) and bool((model.bias == given["bias"]).all())
             given["weight"].fill_(7.0)
+    sender.close()
+    receiver.close()
+
+
+def test_a_sender_takes_the_former_name_of_staging_bytes() -> None:
+    here, there = ends()
+    sender = rlcore.WeightSender({"weight": torch.ones(3, 5), "bias": torch.ones(3)}, here)
+    receiver = rlcore.WeightReceiver(nn.Linear(5, 3), there)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receiver.receive, 60.0)
+        with pytest.warns(DeprecationWarning, match="slab_bytes is called staging_bytes now") as caught:
+            assert sender.send(slab_bytes=4096, route="packed", timeout_s=60.0).route == "packed"
+        assert received.result() == 1
+    assert caught[0].filename == __file__
+    with pytest.raises(InvalidInputError, match="a staging buffer must be a multiple of 512 bytes"):
+        sender.send(staging_bytes=1000)
     sender.close()
     receiver.close()
 

@@ -1,4 +1,4 @@
-"""Weight syncs from devices whose memory other processes cannot open: slabs on the host take their place."""
+"""Weight syncs from devices whose memory other processes cannot open: staging buffers on the host take their place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 
 from rlcore.devices.cpu.device import CpuDevice, CpuMemory
 from rlcore.devices.cpu.sharing import CpuSharing
-from rlcore.devices.ipc_sharing import SharedMemory
-from rlcore.engines.weight_sync import session as round
-from rlcore.engines.weight_sync.channels.peers import LocalParties
-from rlcore.engines.weight_sync.module_source import ModuleHolding
+from rlcore.devices.ipc.sharing import SharedMemory
+from rlcore.engines.weight_sync import session as session_module
+from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.engines.weight_sync.session import Rounds
+from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import IpcExport, SyncReport
@@ -29,7 +29,7 @@ SIZES = Sizes(experts=2, is_tied=True, has_state=True)
 
 
 class OldMemory(CpuMemory):
-    """Of a driver that is known to share no memory."""
+    """The memory of a driver that is known to share none."""
 
     sharing_class = None
 
@@ -43,7 +43,7 @@ class RefusingSharing(CpuSharing):  # type: ignore[misc]  # final, for other dev
 
 
 class RefusingMemory(CpuMemory):
-    """Of a card that refuses when it is asked."""
+    """The memory of a card that refuses when it is asked."""
 
     sharing_class = RefusingSharing
 
@@ -57,7 +57,7 @@ class Refusing(CpuDevice):  # type: ignore[misc]
 
 
 class Worker:
-    """What ``SmallTarget`` writes into."""
+    """Holds the model that ``SmallTarget`` writes into."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class Worker:
 
 class World(NamedTuple):
     module: Any
-    rounds: Rounds
+    session: SyncSession
     worker: Worker
     sender: Sender
     earlier: set[str]
@@ -78,8 +78,8 @@ class World(NamedTuple):
         return [export for export in get_device("cpu").memory.ledger() if export.export_id not in self.earlier]
 
     def sync(self, **options: Any) -> SyncReport:
-        given = {"version": 1, "slab_bytes": 4096, "checksums": "always"} | options
-        return self.rounds.run(RoundOptions(**given), nullcontext)
+        given = {"version": 1, "staging_bytes": 4096, "checksums": "always"} | options
+        return self.session.run(RoundOptions(**given), nullcontext)
 
     def check(self) -> None:
         weights = {name: tensor.detach() for name, tensor in self.module.named_weights()}
@@ -96,17 +96,17 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     module = Checkpoint(weights)
     for name, parameter in module.named_parameters():
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))
-    sender, worker = Sender(ModuleHolding(module, 1), kind(spec, 0)), Worker(kind(spec, 1))
+    sender, worker = Sender(ModuleSourceTensors(module, 1), kind(spec, 0)), Worker(kind(spec, 1))
     receiver = Receiver(SmallTarget(worker))  # type: ignore[arg-type]
-    rounds = Rounds(LocalParties("the trainer", [sender]), LocalParties("the engine", [receiver]))
-    yield World(module, rounds, worker, sender, earlier)
+    session = SyncSession(LocalPeers("the trainer", [sender]), LocalPeers("the engine", [receiver]))
+    yield World(module, session, worker, sender, earlier)
     receiver.close()
     sender.close()
 
 
 def test_packed_goes_through_shared_memory_of_the_host_and_says_why(world: World) -> None:
     reason = {
-        "OldMemory": "walled names no devices.ipc_sharing.Sharing, by which processes open its memory",
+        "OldMemory": "walled names no devices.ipc.sharing.Sharing, by which processes open its memory",
         "RefusingMemory": "the card has no such thing",
     }[type(world.worker.device.memory).__name__]
     RefusingSharing.num_asked = 0
@@ -115,7 +115,7 @@ def test_packed_goes_through_shared_memory_of_the_host_and_says_why(world: World
         report = world.sync(route="packed", version=number, is_verified=number == 1)
         assert report.route == "packed"
         assert reason in report.why_on_host
-        assert report.handles_opened == (1 if number == 0 else 0), "the slabs stay open"
+        assert report.handles_opened == (1 if number == 0 else 0), "the staging buffers stay open"
         world.check()
     assert RefusingSharing.num_asked <= 1
     world.module.add(0.5)
@@ -134,10 +134,10 @@ def test_no_other_route_shares_its_memory(world: World) -> None:
     assert world.sync().why_on_host == "", "in one process there is nothing to share"
 
 
-def test_slabs_of_the_host_are_no_larger_than_containers_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round, "_SMALLEST_SLAB_BYTES", 1024)
-    monkeypatch.setattr(round, "_HOST_SLAB_BYTES", 2048)
-    world.sync(route="packed", slab_bytes=None)
+def test_buffers_of_the_host_are_no_larger_than_containers_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_SMALLEST_STAGING_BYTES", 1024)
+    monkeypatch.setattr(session_module, "_HOST_STAGING_BYTES", 2048)
+    world.sync(route="packed", staging_bytes=None)
     (export,) = world.exports()
     assert export.storage_bytes == 2 * 2048
     world.check()

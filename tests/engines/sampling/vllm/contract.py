@@ -1,4 +1,4 @@
-"""What rlcore uses of vLLM, collected from its code, and what a vLLM wheel has of that, read without running it.
+"""The uses of vLLM, collected from rlcore's code, and those that a vLLM wheel has, read without running it.
 
 ``python -m tests.engines.sampling.vllm.contract WHEEL...`` writes ``contract.json`` beside this file, from one wheel
 a version.
@@ -45,7 +45,7 @@ def uses() -> Uses:
 
 
 def uses_in(code: str) -> Uses:
-    """Of one file: what it imports, and what it asks of vLLM's objects."""
+    """Return the uses of one file: its imports, and the members of vLLM's objects that it reads."""
     tree, (known, functions) = ast.parse(code), _types()
     found = dict(_imported(tree))
     for interface, member in typed_uses(tree, known, functions):
@@ -62,7 +62,7 @@ def _types() -> tuple[dict[str, Interface], Scope]:
 
 
 def transfer_members() -> set[str]:
-    """What our class of that base defines, and what it uses of itself."""
+    """Return the members that our class of that base defines or uses of itself."""
     (ours,) = (node for node in ast.parse((OURS / "transfer.py").read_text()).body if _derives(node, "weight_transfer"))
     used = {
         node.attr for node in ast.walk(ours) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
@@ -163,7 +163,7 @@ class Wheel:
         ]
 
     def members(self, name: str) -> set[str] | None:
-        """Of a class, function or module; None if there is no such name."""
+        """Return the members of a class, function or module; None if there is no such name."""
         if (tree := self._tree(name)) is not None:
             return _names_set(tree.body)
         module, _, last = name.rpartition(".")
@@ -239,7 +239,7 @@ def _origin(tree: ast.Module, name: str, module: str) -> str | None:
 
 
 def lacking(used: Uses, members: Callable[[str], set[str] | None]) -> list[str]:
-    """What is used and not there; what is asked for first may be absent."""
+    """Return the uses that are absent; a member that the code looks for with ``hasattr`` may be."""
     found = []
     for name, wanted in sorted(used.items()):
         has = members(name)
@@ -255,7 +255,7 @@ def present(wanted: set[str], has: set[str]) -> list[str]:
 
 
 def extract(path: Path) -> dict[str, Any]:
-    """Of the uses, those that a wheel has."""
+    """Return the uses that a wheel has."""
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
         wheel = Wheel(lambda name: archive.read(name).decode() if name in names else None)

@@ -1,4 +1,4 @@
-"""What the tests of weight syncs into real vLLM share: a trainer whose weights change, and what they must then say."""
+"""The trainer of the tests of weight syncs into real vLLM: its weights change, and so must completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
 
 
 def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
-    """Of the model that the folder holds, whatever it is."""
+    """Return a trainer of the model in the folder, of any architecture."""
     import transformers
 
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
@@ -40,7 +40,7 @@ def trainer(folder: Path, **options: Any) -> rlcore.TrainEngine:
 
 
 def fresh(train: rlcore.TrainEngine, folder: Path) -> list[rlcore.RequestOutput]:
-    """What transformers makes of the exported checkpoint; that ``vllm`` makes the same is another test's."""
+    """Return the completions of transformers with the exported checkpoint; another test compares them with vLLM's."""
     train.export(folder)
     with rlcore.InferenceEngine(folder) as engine:
         return engine.build(devices="cpu:0", dtype="float32", launcher="inline").generate(PROMPTS, GREEDY)

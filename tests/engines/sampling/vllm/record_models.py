@@ -29,10 +29,10 @@ from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from rlcore.engines.sampling.vllm import meta_model as made  # noqa: E402
-from rlcore.engines.weight_sync.planning.loader_trace import record  # noqa: E402
+from rlcore.engines.weight_sync.planning.loader_trace import trace_loader  # noqa: E402
 from rlcore.engines.weight_sync.planning.manifest import describe  # noqa: E402
 from rlcore.engines.weight_sync.planning.plan import make_plan  # noqa: E402
-from rlcore.engines.weight_sync.planning.self_test import prove  # noqa: E402
+from rlcore.engines.weight_sync.planning.self_test import run_self_test  # noqa: E402
 from rlcore.nn import WeightView  # noqa: E402
 
 BASE = {
@@ -88,7 +88,7 @@ def checkpoint(folder: Path, kind: str, options: dict[str, Any]) -> list[tuple[s
 
 @contextlib.contextmanager
 def placed(config: Any, size: int, rank: int, splits_experts: bool) -> Iterator[None]:
-    """As if this were one of ``size`` workers."""
+    """Inside, this process seems to be one of ``size`` workers."""
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             ranks.init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
@@ -109,9 +109,9 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def recorded(config: Any, views: list[WeightView]) -> dict[str, Any]:
-    """What a recording finds, and whether what is in the plan is what a load of a real instance leaves."""
+    """Return the trace of a loader, and if its plan gives what a load of a real instance leaves."""
     manifest = describe(views, 1).manifest
-    recording = record(*made.meta_model(config), manifest)
+    recording = trace_loader(*made.meta_model(config), manifest)
     plan = make_plan(recording)
     real: Any = made.new_model(config, DEVICE)
     for parameter in real.parameters():
@@ -127,7 +127,7 @@ def recorded(config: Any, views: list[WeightView]) -> dict[str, Any]:
         "failures": list(recording.failures.values()),
         "untouched_parameters": [one.name for one in plan.untouched if one.name in dict(real.named_parameters())],
         "idle": len(recording.idle),
-        "wrong": {} if recording.failures else prove(plan, manifest, lambda: named(real), real.load_weights),
+        "wrong": {} if recording.failures else run_self_test(plan, manifest, lambda: named(real), real.load_weights),
         "names": len(views),
     }
 

@@ -1,4 +1,4 @@
-"""What the tests of a vLLM that is not rlcore's engine share: its environment, and a sender's model."""
+"""The environment and the sender's model of tests of a vLLM that is not rlcore's engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 12
 
 
 def environment(entry_points: Path) -> dict[str, str]:
-    """Of a process with vLLM.
+    """Return the environment of a process with vLLM.
 
     Args:
         entry_points: a folder, in which is written what pip writes of the project's entry points.
@@ -69,7 +69,7 @@ def greedy(module: Any) -> list[list[int]]:
 
 
 def vllms_trainer(info: Any, client: Any, source: Any) -> Any:
-    """What vLLM's own factory makes of these."""
+    """Return the trainer that vLLM's own factory makes."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     make: Any = WeightTransferTrainerFactory.trainer_init

@@ -39,7 +39,7 @@ def _load(param: Tensor, weight: Tensor) -> None:
 
 
 class Layerwise(ModuleType):
-    """What vLLM's module of that name does to a layer with parameters alone; memory without values is NaN here."""
+    """The part of vLLM's module of that name for layers with parameters alone; uninitialized memory is NaN here."""
 
     def __init__(self) -> None:
         super().__init__(LAYERWISE)

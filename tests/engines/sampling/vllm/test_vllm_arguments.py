@@ -1,4 +1,4 @@
-"""What rlcore makes a vLLM engine with, and what it says where vLLM cannot start; nothing here needs vLLM."""
+"""The arguments of vLLM engines, and the errors where vLLM cannot start; nothing here needs vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seed_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of vLLM's build for the CPU."""
+    """vLLM's build for the CPU reads it."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1"})
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is not imported
     with pytest.raises(MissingDependencyError):

@@ -1,4 +1,4 @@
-"""What is wrong is said before a worker starts; nothing here needs vLLM."""
+"""Wrong arguments are refused before a worker starts; nothing here needs vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write_vllm() -> WriteVllm:
-    """What is read of vLLM, as a package in a folder; importing it fails."""
+    """Write the files of vLLM that are read, as a package in a folder; importing it fails."""
 
     def write(folder: Path) -> None:
         (folder / "vllm" / "engine").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What rlcore uses of vLLM is in every version that it supports, and differences are where they are expected."""
+"""Every supported version of vLLM has all that rlcore uses, and differs only where that is expected."""
 
 from __future__ import annotations
 
@@ -89,26 +89,26 @@ def test_what_is_asked_for_first_is_in_some_version() -> None:
     [
         ("from vllm.v1.engine.llm_engine import LLMMotor", "vllm.v1.engine.llm_engine.LLMMotor"),
         ("import vllm._custom_ops as ops\nops._supports_mkl = 1", "vllm._custom_ops: _supports_mkl"),
-        ("def f(engine: Engine): engine.abort_requests([])", "vllm.v1.engine.llm_engine.LLMEngine: abort_requests"),
+        ("def f(engine: VllmEngine): engine.abort_requests([])", "vllm.v1.engine.llm_engine.LLMEngine: abort_requests"),
         (
-            "def f(engine: Engine): engine.step(1)",
+            "def f(engine: VllmEngine): engine.step(1)",
             "vllm.v1.engine.llm_engine.LLMEngine: step(#1)",
         ),
         (
-            "def f(engine: Engine): engine.reset_prefix_cache(running=True)",
+            "def f(engine: VllmEngine): engine.reset_prefix_cache(running=True)",
             "vllm.v1.engine.llm_engine.LLMEngine: reset_prefix_cache(running)",
         ),
         (
-            "def f(worker: Worker): return worker.vllm_config.model_config.longest",
+            "def f(worker: VllmWorker): return worker.vllm_config.model_config.longest",
             "vllm.config.model.ModelConfig: longest",
         ),
         (
-            "class A:\n def __init__(self, worker: Worker): self.runner = worker.model_runner\n"
+            "class A:\n def __init__(self, worker: VllmWorker): self.runner = worker.model_runner\n"
             " def f(self): self.runner.kv_cache.zero_()",
             "vllm.v1.worker.gpu_model_runner.GPUModelRunner: kv_cache",
         ),
         (
-            "def f(engine: Engine):\n for output in engine.step():\n  (one,) = output.outputs\n  one.tokens",
+            "def f(engine: VllmEngine):\n for output in engine.step():\n  (one,) = output.outputs\n  one.tokens",
             "vllm.outputs.CompletionOutput: tokens",
         ),
         ("def f(): return [one.size for one in allocations('weights')]", "vllm.device_allocator.AllocationData: size"),

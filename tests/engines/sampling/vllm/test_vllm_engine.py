@@ -151,7 +151,7 @@ def test_submitted_requests_end_beside_the_program_and_are_collected_once(infer:
 
 def test_more_than_max_in_flight_wait_for_room(infer: rlcore.InferenceEngine) -> None:
     numbers = infer.submit(PROMPTS * 6, GREEDY, max_in_flight=5)
-    assert len(infer._serving.placed) <= 5
+    assert len(infer._router.placed) <= 5
     found: dict[int, rlcore.RequestOutput] = {}
     while len(found) < 24:
         found |= infer.collect(timeout_s=60)

@@ -23,7 +23,7 @@ DEADLINE_S, GRACE_S = 20.0, 30.0
 
 STEPS = {
     "serving": ({"begin"}, "serving"),  # of the round; what the engine's state is afterwards
-    "paused": ({"prepare", "open_slabs", "open_offers"}, "serving"),
+    "paused": ({"prepare", "open_staging_buffers", "open_offers"}, "serving"),
     "moving": ({"unpack", "pull"}, "poisoned"),
     "voting": ({"ready"}, "poisoned"),  # a call of its own on this route
     "committing": ({"commit"}, "poisoned"),

@@ -45,7 +45,7 @@ def children(pid: int) -> list[int]:
 
 
 def shared_names(pid: int) -> list[Path]:
-    """What a replica and vLLM's workers share by name."""
+    """Return the names that a replica and vLLM's workers share."""
     files = boot._shared_memory([pid, *children(pid)])
     found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(boot.NAMED_MEMORY)]
     return [path for path in found if boot._file(path) in files]
@@ -142,7 +142,7 @@ def test_replicas_on_all_that_is_left_share_the_requests(
 
         infer.pause("keep")
         numbers = infer.submit([[3]] * 5, [GREEDY | {"max_tokens": most} for most in (200, 40, 40, 40, 40)])
-        ranks = [infer._serving.placed[number][0] for number in numbers]
+        ranks = [infer._router.placed[number][0] for number in numbers]
         assert ranks == [0, 1, 1, 1, 1], "by load, not by number"
         infer.resume()
         found: dict[int, Any] = {}

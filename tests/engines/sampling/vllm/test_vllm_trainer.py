@@ -23,7 +23,7 @@ from rlcore.errors import InvalidInputError, SyncError
 
 
 class Source:
-    """As vLLM's ``ModuleSource``, before 0.33."""
+    """A source like vLLM's ``ModuleSource``, before 0.33."""
 
     def __init__(self, module: nn.Module) -> None:
         self._given = module
@@ -33,7 +33,7 @@ class Source:
 
 
 class FullSource:
-    """As somebody's own, for 0.33."""
+    """A source of a user, for 0.33."""
 
     def __init__(self, module: nn.Module) -> None:
         self._given = module
@@ -44,7 +44,7 @@ class FullSource:
 
 
 class Client:
-    """As vLLM's clients, with workers in this process."""
+    """A client like vLLM's, with workers in this process."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self.models, self.called = models, list[str]()
@@ -150,7 +150,7 @@ def test_copies_of_the_last_round_are_gone_before_the_next_are_made(
 
 
 def test_all_ranks_go_through_a_source_once_a_round(policy: nn.Module, client: Client, info: Any) -> None:
-    """Which gathers, and waits for all ranks each time: with one pass more on one rank they would never meet again."""
+    """A source gathers, and waits for all ranks each time: one pass more on one rank would stop them for ever."""
     seen: list[str] = []
 
     class Counted(FullSource):

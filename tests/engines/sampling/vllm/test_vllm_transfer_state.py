@@ -28,7 +28,7 @@ def test_a_mixture_is_refused_at_the_end_of_an_update(
     model = nn.Linear(300, 300, bias=False)
     engine._control, engine._receiver = there, rlcore.WeightReceiver(model, there)
     sender = rlcore.WeightSender({"weight": weight}, here)
-    options: dict[str, Any] = {"route": "packed", "slab_bytes": 1 << 16, "timeout_s": 60.0}
+    options: dict[str, Any] = {"route": "packed", "staging_bytes": 1 << 16, "timeout_s": 60.0}
     real: Callable[..., Any] = Sender.pack
     packed: list[Any] = []
 

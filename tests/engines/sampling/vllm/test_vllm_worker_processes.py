@@ -1,4 +1,4 @@
-"""Which of vLLM's processes ended, and how; nothing here needs vLLM: its part is played by other processes."""
+"""The end of one of vLLM's processes is found and named; nothing here needs vLLM, as other processes play its part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlcore.errors import StateError, WorkerDiedError
 
 
 class Process:
-    """What a ``multiprocessing.Process`` is to its parent; to start a real one would fork this process's threads."""
+    """A process with the members of ``multiprocessing.Process``; a real one would fork this process's threads."""
 
     def __init__(self, name: str, *command: str) -> None:
         self._popen = subprocess.Popen(command)
@@ -69,7 +69,7 @@ def context(num_devices: int) -> WorkerContext:
 
 
 def ask(watched: WorkerProcesses, error: Exception) -> None:
-    """As vLLM answers when a process of its is lost."""
+    """Answer as vLLM does when it has lost a process."""
     with watched.needed_for("generate"):
         raise error
 

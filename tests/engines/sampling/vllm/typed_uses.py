@@ -1,4 +1,4 @@
-"""What rlcore asks of vLLM's objects, followed through its code by the types that it gives them.
+"""The members of vLLM's objects that rlcore uses, found in its code by the types that it gives them.
 
 ``engines/sampling/vllm/interfaces.py`` names the types, and the vLLM classes that each stands for. Where a name is
 annotated with one, or holds what a member of one is annotated with, each attribute that is asked of it is a use: also
@@ -39,7 +39,7 @@ def interfaces(path: Path) -> dict[str, Interface]:
 
 
 def returned(trees: Iterable[ast.Module], known: dict[str, Interface]) -> Scope:
-    """Of functions whose annotation says that they return an interface."""
+    """Return the functions that are annotated to return an interface."""
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {node.name: kind for node in functions if (kind := _named(node.returns, known))}
 
@@ -82,7 +82,7 @@ def _named(annotation: ast.expr | None, known: dict[str, Interface]) -> str | No
 
 
 class _Reader(ast.NodeVisitor):
-    """Of one function."""
+    """Reads one function."""
 
     def __init__(self, known: dict[str, Interface], functions: Scope, scope: Scope) -> None:
         self.known, self.functions, self.scope = known, functions, scope

@@ -36,7 +36,7 @@ def make(folder: Path, wheel: Path | None = None) -> Path:
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
     parents = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    lines = [str(ROOT), *(f"import site; site.addsitedir({path!r})" for path in parents)]
+    lines = [f"import site; site.addsitedir({path!a})" for path in (str(ROOT), *parents)]
     (packages / "rlcore_cann_sim.pth").write_text("\n".join(lines) + "\n")
     _pip(packages, str(wheel) if wheel else f"torch-npu=={_minor()}.*")
     info = packages / "rlcore_cann_sim-0.dist-info"

@@ -12,7 +12,7 @@ import torch
 from rlcore.devices.collectives import BITWISE_OPS, TorchCollectives
 from rlcore.devices.generic import GenericTorchDevice
 from rlcore.devices.host_memory import HostBuffer, check_nbytes, map_pages
-from rlcore.devices.ipc_sharing import SharedMemory, Sharing
+from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import DeviceError, UnsupportedError

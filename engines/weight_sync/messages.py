@@ -1,0 +1,108 @@
+"""The messages that the two sides of a weight sync send each other: plain data as msgpack, checked on arrival."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import ClassVar, Self, TypeVar
+
+import msgspec
+
+from rlcore.errors import SyncError
+from rlcore.types import IpcHandle
+
+T = TypeVar("T")
+
+
+def decoded(data: bytes, kind: type[T], what: str) -> T:
+    """Return the ``kind`` that the other side has sent; ``what`` names it in the error.
+
+    Raises:
+        SyncError: the bytes are something else.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise SyncError(f"these {len(data)} bytes are no {what}: {error}") from error
+
+
+class Message(msgspec.Struct, frozen=True, dict=True):
+    """Plain data with a digest, by which two sides compare it without sending it."""
+
+    label: ClassVar[str]
+    """Its name in errors."""
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read what ``to_bytes`` wrote; raises SyncError for anything else."""
+        return decoded(data, cls, f"{cls.label} of a weight sync")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of ``to_bytes()``, in hexadecimal: fields have one order, and numbers one encoding."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a receiver's planning for one manifest."""
+
+    digest: str
+    """Digest of the receiver's plan; receivers with equal ones are sent the same bytes."""
+    needed_bytes: list[int]
+    """Bytes from each sender, in the senders' dtypes."""
+    fallback: list[str]
+    """Weights that only the engine's own loader can place."""
+    is_tested: bool
+    """The plan has passed its self-test, or needs none."""
+
+
+class OfferedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The position of one tensor in the memory that is offered."""
+
+    number: int
+    """The tensor's key in ``Sender.tensors``."""
+    handle: int
+    """Index in ``Offer.handles``."""
+    offset_bytes: int
+    numel: int
+    dtype: str
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors of one sender, to be opened by a receiver; in the sender's own process it needs no handles."""
+
+    epoch: str
+    handles: list[IpcHandle] | None = None
+    """Handles of blocks of memory, as bytes; None: other processes cannot open it."""
+    tensors: list[OfferedTensor] = []
+    """Tensors that are not empty."""
+
+
+class Packing(msgspec.Struct, frozen=True, kw_only=True):
+    """A bucket that a sender has to pack into a slot, or a receiver to unpack from it."""
+
+    round_id: int
+    digest: str
+    """Digest of the plan."""
+    slot_bytes: int
+    bucket: int
+    slot: int
+    is_checked: bool
+    """The bucket carries a checksum."""
+    waits_by_event: bool = False
+    """The two sides' devices wait for each other (``SlotEvents``), not each process for its own device."""
+    sender: int = 0
+    """The sender's position among all, for receivers."""
+
+
+class Sending(msgspec.Struct, frozen=True, kw_only=True):
+    """All buckets that a sender sends through a process group, in order."""
+
+    rendezvous: str
+    """Folder of the group."""
+    packings: list[Packing]
+    receivers: list[list[int]]
+    """For each packing the ranks that receive it."""

@@ -1,0 +1,153 @@
+"""The two staging buffers of a sender, called slots, through which its buckets go.
+
+A packed slot begins with a header, so that a receiver knows what it reads: a bucket that is stale, incomplete, damaged
+or came twice is refused before it is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.device import Device
+from rlcore.engines.weight_sync.planning.manifest import dtype_of
+from rlcore.engines.weight_sync.transports.buckets import ALIGNMENT, Bucket
+from rlcore.errors import DeviceError, InvalidInputError, SyncError
+from rlcore.registry import get_device
+from rlcore.types import IpcHandle
+
+NUM_SLOTS = 2
+HEADER = 4
+"""int64 values: round, bucket, bytes, checksum."""
+_COLUMNS = 1024
+_COLUMN_FACTOR = 5
+_ROW_FACTOR = 2 * _COLUMN_FACTOR * _COLUMNS + 2  # above what the weights of two columns differ by; even
+
+
+class StagingBuffers:
+    """Two slots in one allocation of a sender, and two more in shared memory of the host if receivers open those.
+
+    Args:
+        slot_bytes: size of each slot; see ``check_slot_bytes``.
+
+    Raises:
+        DeviceError: the device, or the host, has too little memory.
+    """
+
+    def __init__(self, device: Device, slot_bytes: int, *, is_on_host: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self.is_on_host = is_on_host
+        self._memory = _allocated(device, slot_bytes)
+        self._owner = host_device() if is_on_host else device
+        self._shared = _allocated(self._owner, slot_bytes) if is_on_host else self._memory
+        self._handle: IpcHandle | None = None
+
+    @property
+    def handle(self) -> IpcHandle:
+        """The handle by which receivers open both slots; the same until ``close``.
+
+        Raises:
+            DeviceError, UnsupportedError: the memory cannot be shared; says why.
+        """
+        if self._handle is None:
+            self._handle = self._owner.memory.export_ipc(self._shared)
+        return self._handle
+
+    def slot(self, number: int) -> Tensor:
+        """Return the slot to be packed, [slot_bytes] uint8 on the device."""
+        return slot_of(self._memory, number)
+
+    def show(self, number: int, nbytes: int) -> None:
+        """Let receivers see the first ``nbytes`` of a slot, once the device has written them."""
+        if self.is_on_host:
+            slot_of(self._shared, number)[:nbytes].copy_(self.slot(number)[:nbytes])
+
+    def close(self, timeout_s: float) -> None:
+        """Take the memory back; raises StateError when a receiver does not let go."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._owner.memory.revoke(handle, timeout_s=timeout_s)
+
+
+def host_device() -> Any:
+    """Return the device whose memory every process of a machine can open."""
+    return get_device("cpu")
+
+
+def _allocated(device: Device, slot_bytes: int) -> Tensor:
+    try:
+        return torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device.torch_device)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{device.name} has no memory for {NUM_SLOTS} staging buffers of {slot_bytes} bytes; give a smaller "
+            "staging_bytes"
+        ) from error
+
+
+def slot_of(memory: Tensor, number: int) -> Tensor:
+    """Return a slot of the memory of both, [slot_bytes] uint8."""
+    return memory.view(NUM_SLOTS, -1)[number]
+
+
+def views(slot: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+    """Return the slot in each dtype of the bucket's pieces, by the dtype's name."""
+    return {dtype: slot.view(dtype_of(dtype)) for dtype in bucket.dtypes}
+
+
+def check_slot_bytes(slot_bytes: int) -> None:
+    """Raise InvalidInputError for a size that staging buffers cannot have."""
+    if type(slot_bytes) is not int or slot_bytes < 2 * ALIGNMENT or slot_bytes % ALIGNMENT:
+        raise InvalidInputError(
+            f"a staging buffer must be a multiple of {ALIGNMENT} bytes and at least {2 * ALIGNMENT}, got {slot_bytes!r}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- header
+
+
+def stamp(slot: Tensor, round_id: int, number: int, bucket: Bucket, *, is_checked: bool) -> None:
+    """Write the header of a bucket, on the device, after the copies that pack the slot."""
+    header = torch.tensor([round_id, number, bucket.nbytes, 0], dtype=torch.int64).to(slot.device)
+    if is_checked:
+        header[-1] = checksum(slot[ALIGNMENT : bucket.nbytes])
+    slot.view(torch.int64)[:HEADER] = header
+
+
+def check(slot: Tensor, round_id: int, number: int, bucket: Bucket, *, is_checked: bool) -> None:
+    """Raise SyncError unless the slot holds this bucket of this round, whole."""
+    head = slot.view(torch.int64)[:HEADER]
+    found_round, found_number, found_bytes, found_sum = head.tolist()
+    if (found_round, found_number, found_bytes) != (round_id, number, bucket.nbytes):
+        raise SyncError(
+            f"bucket {number} of round {round_id} was expected in a staging buffer, with {bucket.nbytes} bytes, and it "
+            f"holds bucket {found_number} of round {found_round}, with {found_bytes}"
+        )
+    if is_checked and int(checksum(slot[ALIGNMENT : bucket.nbytes])) != found_sum:
+        raise SyncError(f"bucket {number} of round {round_id} is damaged: its {bucket.nbytes} bytes have another sum")
+
+
+def checksum(data: Tensor) -> Tensor:
+    """Return a number that changes with every single change.
+
+    Exchanged parts change it too, unless the sums of their words are equal or differ in high bits alone.
+
+    Args:
+        data: [n] uint8, n a multiple of 8, aligned to 8 bytes.
+
+    Returns:
+        int64 scalar on the device of ``data``.
+    """
+    words = data.view(torch.int64)
+    # Each word is multiplied by an odd number of its own: the difference of one cannot vanish modulo 2^64.
+    rows = words.numel() // _COLUMNS
+    grid, last = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    by_column, by_row = grid.sum(0), torch.cat([grid.sum(1), last.sum(0, keepdim=True)])
+    by_column[: last.numel()] += last
+    return _weighted(by_column) * _COLUMN_FACTOR + _weighted(by_row) * _ROW_FACTOR
+
+
+def _weighted(values: Tensor) -> Tensor:
+    weights = torch.arange(values.numel(), device=values.device) * 2 + 1
+    return (values * weights).sum()

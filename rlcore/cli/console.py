@@ -1,0 +1,130 @@
+"""Options, tables and JSON output that the commands share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # no boxes: they are 80 columns wide in a pipe too
+}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')]
+
+_GOOD = ("available", "native", "OK", "pass", "runs", "faster")
+_BAD = ("fail", "FAIL", "oom", "slower")
+_MISSING = ("blocked", "emulated", "skipped", "unsupported", "WARN")
+_COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
+
+
+def print_json(value: Any) -> None:
+    """Print JSON; infinite values and NaN become null, because JSON has no word for them."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(held) for name, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def console_of(stream: TextIO) -> Console:
+    """Return a console for a stream; NO_COLOR removes colours and bold letters."""
+    from rich.console import Console
+
+    return Console(file=stream, color_system=None if os.environ.get("NO_COLOR") else "auto")
+
+
+_WIDEST_ALIGNED = 40  # characters: in a pipe a wider column would fill the other lines with blanks
+
+
+def print_text(text: str) -> None:
+    """Print a line; on a terminal it is folded between words."""
+    if sys.stdout.isatty():
+        console_of(sys.stdout).print(text, markup=False, highlight=False)
+    else:
+        print(text)
+
+
+_NARROWEST_FOLDED = 30
+"""The least width, in characters, into which the last cell of a row is folded."""
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Print a table.
+
+    On a terminal only the last column is folded. A terminal that is too narrow for that gets each row as a block of
+    its cells. A pipe gets one line a row, for grep and awk.
+    """
+    if not sys.stdout.isatty():
+        _print_lines([header, *rows])
+        return
+    console = console_of(sys.stdout)
+    widths = _widths([header, *rows])
+    needed = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], _NARROWEST_FOLDED)
+    if needed <= console.width:
+        console.print(_table(header, rows))
+        return
+    for row in rows:
+        console.print(_block(header, row, console.width))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> Table:
+    from rich import box
+    from rich.table import Column, Table
+
+    columns = [Column(name, no_wrap=True) for name in header[:-1]]
+    table = Table(*columns, header[-1], box=box.SIMPLE_HEAD, show_edge=False)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    return table
+
+
+def _block(header: list[str], row: list[str], width: int) -> Text:
+    """Return the first cell of a row, and indented below it the other cells with their column names."""
+    from rich.text import Text
+
+    shown = [
+        Text.assemble(f"{name} " if name else "", _cell(cell))
+        for name, cell in zip(header[1:], row[1:], strict=True)
+        if cell
+    ]
+    found, left = _cell(row[0]), 0
+    for part in shown:
+        is_on_new_line = part.cell_len > left
+        found.append("\n    " if is_on_new_line else "  ").append_text(part)
+        left = (width - 4 if is_on_new_line else left) - part.cell_len - 2
+    return found
+
+
+def _cell(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, style=_COLOURS.get(text, ""), overflow="fold")
+
+
+def _widths(rows: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _print_lines(rows: list[list[str]]) -> None:
+    cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
+    widths = [width if width <= _WIDEST_ALIGNED else 0 for width in _widths(cells)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
