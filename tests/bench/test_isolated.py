@@ -194,7 +194,7 @@ def test_kill_of_the_run_leaves_what_is_done_and_no_process(tmp_path: Path) -> N
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import pathlib, test_isolated as t\n"
         "with t.Isolated('cpu', t.COMMAND) as isolated:\n"
-        f"    run = t.Run(record=isolated.new_record('quick'), path=pathlib.Path({str(path)!r}),\n"
+        f"    run = t.BenchRun(record=isolated.new_record('quick'), path=pathlib.Path({str(path)!r}),\n"
         "                run=lambda case: isolated.run_case(case, t.ONCE))\n"
         "    run.cases([t.CASES['faulty/right'], t.CASES['faulty/slow'], t.CASES['faulty/hangs']])\n"
     )

@@ -96,7 +96,7 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import test_runner as t
+import test_run as t
 from rlcore.bench.record import read
 path = Path({folder!r}, "out.json")
 try:
