@@ -1,6 +1,6 @@
 """The process that forks one process for each job: ``python -m rlcore.bench.child``.
 
-Jobs come as JSON lines on standard input, answers go as JSON lines to standard output; both are pipes of the parent
+Jobs come as messages on standard input, answers go as messages to standard output; both are pipes of the parent
 (``isolated.py``). It imports everything before it forks, and never touches a device: that would break the fork.
 """
 
@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import IO, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from rlcore.bench.measure import run_case
 from rlcore.bench.record import Effort
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
+from rlcore.process.framing import read_message, take_standard_output, write_message
 from rlcore.registry import get_device
 
 _GRACE_S = 3.0
@@ -45,36 +46,35 @@ class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A result, or how the process ended without one; before it, what the process is at."""
 
     step: str = ""
-    body: msgspec.Raw = msgspec.Raw(b"null")
+    body: bytes = b""
+    """The result as JSON; empty without one."""
     is_late: bool = False
     signal: int | None = None
     code: int | None = None
 
     @property
     def has_result(self) -> bool:
-        return bytes(self.body) != b"null"
+        return bool(self.body)
 
 
 def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     """Answer jobs until the input ends; what runs then is killed."""
-    # What cases print goes to the log.
-    answers = os.dup(1)
-    os.dup2(2, 1)
+    answers = take_standard_output()  # what cases print goes to the log
     # BLAS has threads by now; it handles forks, which Python cannot know.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     # Grandchildren inherit the answer. Of other threads nothing is told: walking their frames while they run crashes.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     known = cases()
-    while line := sys.stdin.buffer.readline():
-        _say(answers, _forked(msgspec.json.decode(line, type=CaseJob), known, answers))
+    while (job := read_message(sys.stdin.buffer, CaseJob)) is not None:
+        _say(answers, _forked(job, known, answers))
 
 
-def _say(answers: int, answer: JobAnswer) -> None:
+def _say(answers: IO[bytes], answer: JobAnswer) -> None:
     with contextlib.suppress(BrokenPipeError):
-        _write_all(answers, msgspec.json.encode(answer) + b"\n")
+        write_message(answers, answer)
 
 
-def _forked(job: CaseJob, cases: Mapping[str, Case], answers: int) -> JobAnswer:
+def _forked(job: CaseJob, cases: Mapping[str, Case], answers: IO[bytes]) -> JobAnswer:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -98,8 +98,8 @@ def _work(job: CaseJob, cases: Mapping[str, Case], writing: int) -> None:
     try:
         os.setsid()
         faulthandler.enable()
-        _write_all(writing, _result(job, cases))
-        os.close(writing)  # it has ended in time, however long the system takes to unpin its memory
+        with os.fdopen(writing, "wb") as result:  # it has ended in time, however long its memory takes to be unpinned
+            result.write(_result(job, cases))
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -147,13 +147,7 @@ def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
     if os.WIFSIGNALED(status):
         return JobAnswer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)
-    return JobAnswer(body=msgspec.Raw(bytes(body))) if code == 0 and body else JobAnswer(code=code)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    return JobAnswer(body=bytes(body)) if code == 0 and body else JobAnswer(code=code)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ so a case begins in milliseconds, on a device that no earlier case has left anyt
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from rlcore.bench.child import CaseJob, JobAnswer
 from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
+from rlcore.process.message_child import MessageChild
 
 _STOP_S = 10.0
 _SHOWN = 500
@@ -55,7 +54,7 @@ class Isolated:
         self._steps: list[str] = []
         """The steps of the job that runs, or ran last."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: MessageChild | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -105,15 +104,12 @@ class Isolated:
 
     def _ask(self, job: CaseJob) -> JobAnswer:
         child = self._running_child()
-        assert child.stdin is not None and child.stdout is not None
         self._log.seek(0)
         self._log.truncate()
         self._steps, started = [], time.monotonic()
         try:
-            child.stdin.write(msgspec.json.encode(job) + b"\n")
-            child.stdin.flush()
-            while line := child.stdout.readline():
-                answer = msgspec.json.decode(line, type=JobAnswer)
+            child.send(job)
+            while (answer := child.receive(JobAnswer)) is not None:
                 if not answer.step:
                     return answer
                 self._steps.append(f"{time.monotonic() - started:.0f} s {answer.step}")
@@ -126,33 +122,15 @@ class Isolated:
         code = self._end_child()
         return JobAnswer(signal=-code if code < 0 else None, code=code)
 
-    def _running_child(self) -> subprocess.Popen[bytes]:
+    def _running_child(self) -> MessageChild:
         if self._child is None:
-            # A session of its own: Ctrl-C is the parent's business.
-            self._child = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                start_new_session=True,
-            )
+            self._child = MessageChild(self._command, errors=self._log, has_own_session=True)
         return self._child
 
     def _end_child(self) -> int:
         """It ends itself and its grandchild when its input ends."""
         child, self._child = self._child, None
-        if child is None:
-            return 0
-        assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-        try:
-            code = child.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
-        child.stdout.close()
-        return code
+        return 0 if child is None else child.close(_STOP_S)
 
     def _at(self) -> str:
         """Return the steps that the job had begun, in words."""

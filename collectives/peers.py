@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 
 _POLL_S = 1.0
 """A longer wait checks the peers at this interval, and reports to them that it waits."""

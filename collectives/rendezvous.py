@@ -16,7 +16,7 @@ import msgspec
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, InvalidInputError
-from rlcore.processes import boot_id, start_time
+from rlcore.process.status import boot_id, start_time
 
 _NAME = re.compile(r"[\w.-]+")
 _POLL_S = 0.002

@@ -11,7 +11,7 @@ from rlcore.arguments import FLAG, WHOLE, Kind
 from rlcore.device import Streams
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError
-from rlcore.processes import boot_id
+from rlcore.process.status import boot_id
 from rlcore.types import Capability, EventHandle
 
 STREAM = Kind("a stream of this device", lambda value: callable(getattr(value, "wait_stream", None)))

@@ -1,4 +1,4 @@
-"""The part of a train engine that writes and reads checkpoints, waits for those that go on, and exports."""
+"""The checkpoints of a train engine: save, load, export, and the wait for a save in the background."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _DIGEST = Kind("'xxh3_128' or 'sha256'", lambda value: isinstance(value, str) an
 
 
 class CheckpointedEngine(Engine):
-    """An engine that comes back to its last checkpoint; whatever ends its workers waits for a save that goes on."""
+    """An engine with checkpoints. A restart goes back to the last one. Whatever ends its workers waits for a save."""
 
     def __init__(self, executor: str) -> None:
         self._last_checkpoint: Path | None = None
         self._pending_save: PendingSave | None = None
         self._num_changes = 0
-        """Calls that may have changed the weights."""
+        """The number of calls that may have changed the weights."""
         super().__init__(executor)
 
     @overload
@@ -93,7 +93,7 @@ class CheckpointedEngine(Engine):
         return self._pending_save
 
     def _settle_save(self) -> None:
-        """Wait for the save in the background; raise what it failed with, if nobody has seen that."""
+        """Wait for the save in the background; raise its error if nobody has seen it."""
         pending, self._pending_save = self._pending_save, None
         if pending is None:
             return
@@ -127,7 +127,7 @@ class CheckpointedEngine(Engine):
             super().close()
 
     def __exit__(self, *raised: object) -> None:
-        if raised[0] is not None:  # not to be hidden by an error of the save
+        if raised[0] is not None:  # an error of the save must not hide it
             self._settle_save_quietly()
         super().__exit__(*raised)
 
@@ -135,10 +135,10 @@ class CheckpointedEngine(Engine):
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue exactly where ``save`` was called; returns its ``extra``.
 
-        The workers first compare all of the checkpoint with its digests, each a share of it.
+        The workers first compare the whole checkpoint with its digests, each worker some of the files.
 
         Raises:
-            CheckpointError: missing, damaged, or of another model; names the file, and no worker has changed anything.
+            CheckpointError: it is missing, damaged, or of another model. It names the file; nothing has changed.
         """
         self._require("weights", "load()", may_be_empty=True)
         if self._residency.states["optimizer"] is State.OFFLOADED:

@@ -1,4 +1,4 @@
-"""Which devices an engine's workers get. The same request gets the same devices.
+"""The choice of devices for an engine's workers. The same request gets the same devices.
 
 A name such as "cuda:1" counts the devices that this process sees, in their order: where the vendor's variable
 (CUDA_VISIBLE_DEVICES and its like) names physical devices 4 and 6, these are cuda:0 and cuda:1, here and in workers.
@@ -11,36 +11,47 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlcore.device import Device
 from rlcore.engines.runtime import current
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.registry import get_device
 
-if TYPE_CHECKING:
-    from rlcore.engines.engine import Engine
+
+class PlacedEngine(Protocol):
+    """The members of an engine that placement reads, to place workers on its devices or on others."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def is_built(self) -> bool: ...
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of the devices that its workers hold."""
 
 
 def choose_devices(
     num_workers: int | None,
     devices: str | Sequence[str] | None,
-    colocate_with: Engine | Iterable[Engine] | None,
-    not_colocate_with: Engine | Iterable[Engine] | None,
+    colocate_with: PlacedEngine | Iterable[PlacedEngine] | None,
+    not_colocate_with: PlacedEngine | Iterable[PlacedEngine] | None,
     acceptable_node_ips: Sequence[str] | None = None,
     *,
     group_size: int = 1,
 ) -> list[Any]:
-    """One device for each worker: those named, else the other engine's, else the first that are not excluded.
+    """Return one device for each worker: those named, else the other engine's, else the first not excluded.
 
-    ``num_workers`` None means all of these, in whole groups of ``group_size``; of a host, whose devices are one memory
-    and the same processors, one group unless they are named. Where Slurm started several tasks of a step on this host,
-    each of them chooses from its own equal share.
+    ``num_workers`` None means all of these, in whole groups of ``group_size``. On a host, whose devices are one memory
+    and the same processors, it means one group unless devices are named. When Slurm has started several tasks of a step
+    on this host, each of them chooses from its own equal share.
 
     Raises:
         InvalidInputError: ``devices`` and ``colocate_with`` at once, a wrong number of devices, or one twice.
-        StateError: an engine to place by that is not built.
-        DeviceError: too few devices are left, and who holds the others; this host is not an acceptable one.
+        StateError: an engine to place by is not built.
+        DeviceError: too few devices are left, and the message says who holds the others; or this host is not accepted.
     """
     _check_host(acceptable_node_ips)
     if devices is not None and colocate_with is not None:
@@ -74,8 +85,8 @@ def _listed(devices: Any) -> list[Any]:
     return [devices]  # get_device says what is no name of a device
 
 
-def _held_by(engines: Engine | Iterable[Engine] | None, argument: str) -> dict[str, str]:
-    """Device name -> engine."""
+def _held_by(engines: PlacedEngine | Iterable[PlacedEngine] | None, argument: str) -> dict[str, str]:
+    """Return the label of the engine that holds each device."""
     if engines is None:
         return {}
     listed = list(engines) if isinstance(engines, Iterable) and not isinstance(engines, str) else [engines]
@@ -92,7 +103,7 @@ def _all_like(device: Device) -> list[str]:
 
 
 def _share_of_task(names: list[str], environment: Mapping[str, str]) -> list[str]:
-    """All, unless Slurm runs several tasks of this step on the host and lets each see all devices."""
+    """Return all names, unless Slurm runs several tasks of this step on the host and lets each see all devices."""
     # SLURM_STEP_TASKS_PER_NODE is "4", or "4(x2),3" for nodes 0 to 2. A batch script itself is no task of a step.
     counts: list[int] = []
     for number, _, repeats in re.findall(r"(\d+)(\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
@@ -118,7 +129,7 @@ def _slurm_number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _check_host(acceptable_node_ips: Sequence[str] | None) -> None:
-    """Workers run on this host only, so it must be one of those the user accepts."""
+    """Raise unless the user accepts this host, the only one on which workers run."""
     if acceptable_node_ips is None:
         return
     if isinstance(acceptable_node_ips, str) or not isinstance(acceptable_node_ips, Sequence):

@@ -22,7 +22,8 @@ ELSEWHERE = {
     "rlcore.devices.ascend.norm": "tests/devices/ascend under torch_npu",
     "rlcore.doctor.examine": "`rlcore doctor`, in processes of tests/doctor",
     "rlcore.engines.sampling.vllm.plugin": "vLLM's processes, in tests/engines/sampling/vllm",
-    "rlcore.engines.launchers.child": "worker processes, in tests/engines/launchers",
+    "rlcore.engines.launchers.worker_main": "worker processes, in tests/engines/launchers",
+    "rlcore.engines.launchers.worker_server": "worker processes, in tests/engines/launchers",
     "rlcore.kernels.linear.rows": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
     "rlcore.kernels.linear.tiled": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
 }

@@ -20,7 +20,7 @@ from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.proc import proc_bytes
 from rlcore.bench.cases.timing import Measured, median_time, self_timed
 from rlcore.device import Device
-from rlcore.engines.offload.group import Resident, exchange, optimizer_tensors
+from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.types import OffloadReport
@@ -51,7 +51,7 @@ class _Set:
         for parameter in self.module.parameters() if trains else ():
             moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
-        self.resident = Resident(device, self.tensors, lambda guard, state: None)
+        self.group = OffloadGroup(device, self.tensors, lambda guard, state: None)
         self._expected = self._sums()
 
     @property
@@ -157,7 +157,7 @@ def _contender(name: str, link: Link, run: Callable[[], tuple[Way, Way, float]],
     def check(moved: Moved) -> None:
         expect(moved.out.nbytes == moved.back.nbytes > 0, f"unequal moves: {moved}")
         for one in sets:
-            if not one.resident.is_away:
+            if not one.group.is_away:
                 one.check()
 
     return self_timed(name, measured, check)
@@ -165,11 +165,11 @@ def _contender(name: str, link: Link, run: Callable[[], tuple[Way, Way, float]],
 
 def _prepare_cycle(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _CYCLE_SHARE))
-    first = one.resident.offload()
-    one.resident.onload()
+    first = one.group.offload()
+    one.group.onload()
 
     def cycle() -> tuple[Way, Way, float]:
-        out, back = Way.of([one.resident.offload()]), Way.of([one.resident.onload()])
+        out, back = Way.of([one.group.offload()]), Way.of([one.group.onload()])
         return out, back, out.seconds + back.seconds
 
     return Work(
@@ -181,13 +181,13 @@ def _prepare_cycle(device: Device) -> Work:
 
 def _prepare_first(device: Device) -> Work:
     link, one = Link(device), _Set(device, _set_bytes(device, _FIRST_SHARE))
-    nbytes = one.resident.device_bytes
+    nbytes = one.group.device_bytes
     arena = arena_of(device)
 
     def first(is_reserved: bool) -> tuple[Way, Way, float]:
-        out = one.resident.offload()
+        out = one.group.offload()
         expect(out.first_use is not is_reserved, "the host memory was there, or was not")
-        return Way.of([out]), Way.of([one.resident.onload()]), out.seconds
+        return Way.of([out]), Way.of([one.group.onload()]), out.seconds
 
     def torch_pinned() -> tuple[Way, Way, float]:
         """Make a pinned tensor for each, by torch's allocator, as the usual offload loops do."""
@@ -229,12 +229,12 @@ Change = Callable[[_Set, _Set], tuple[OffloadReport, OffloadReport]]
 
 
 def _swap(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-    out, back = exchange([here.resident], [following.resident])
+    out, back = swap_groups([here.group], [following.group])
     return out, back
 
 
 def _one_after_the_other(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-    return here.resident.offload(), following.resident.onload()
+    return here.group.offload(), following.group.onload()
 
 
 _CHANGES: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_the_other}
@@ -243,7 +243,7 @@ _CHANGES: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_
 def _prepare_swap(device: Device) -> Work:
     link, nbytes = Link(device), _set_bytes(device, _SWAP_SHARE)
     here, away = places = [_Set(device, nbytes), _Set(device, nbytes)]
-    away.resident.offload()
+    away.group.offload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
         started = time.perf_counter()
@@ -257,7 +257,7 @@ def _prepare_swap(device: Device) -> Work:
     contenders = (
         _contender(name, link, functools.partial(run, change), here, away) for name, change in _CHANGES.items()
     )
-    params = {"bytes": here.resident.device_bytes or away.resident.device_bytes}
+    params = {"bytes": here.group.device_bytes or away.group.device_bytes}
     return Work(tuple(contenders), params, num_runs=_NUM_RUNS)
 
 
@@ -267,10 +267,10 @@ def _prepare_five(device: Device) -> Work:
     sets = []
     for trains in (True, True, False, False, False):
         one = _Set(device, nbytes if trains else nbytes // 3, trains=trains)
-        one.resident.offload()
+        one.group.offload()
         sets.append(one)
     pairs = list(zip(sets, [*sets[1:], sets[0]], strict=True))
-    sets[0].resident.onload()
+    sets[0].group.onload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
         started = time.perf_counter()

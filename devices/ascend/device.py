@@ -21,7 +21,7 @@ from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
 from rlcore.launch import LaunchFacts
-from rlcore.processes import boot_id
+from rlcore.process.status import boot_id
 from rlcore.types import DeviceProperties, DeviceSpec, Evidence, Probe, Simulation
 
 

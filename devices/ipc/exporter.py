@@ -26,7 +26,7 @@ from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Releas
 from rlcore.devices.ipc.sharing import SharedMemory
 from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, StateError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 from rlcore.types import IpcExport
 
 _MOST_UNREAD_GRANTS = 64  # an importer sends 32 claims ahead; each unread grant keeps a descriptor open here

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rlcore.devices.ipc.messages import peer_of
 from rlcore.errors import DeviceError, StateError
-from rlcore.processes import runtime_folder, start_time
+from rlcore.process.runtime_folder import runtime_folder
+from rlcore.process.status import start_time
 
 _WAITING_CONNECTIONS = 128
 _NAME = re.compile(r"ipc-(\d+)-(\d+)\.sock")

@@ -23,7 +23,7 @@ from rlcore.devices.ipc.messages import Claim
 from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.devices.ipc.socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
-from rlcore.processes import boot_id
+from rlcore.process.status import boot_id
 from rlcore.types import IpcHandle
 
 if TYPE_CHECKING:

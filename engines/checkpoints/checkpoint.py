@@ -5,11 +5,11 @@
     data-<id>/optimizer-<rank>.safetensors       tensors of every optimizer
     data-<id>/rng-<rank>.safetensors             states of the random generators
 
-Each worker writes its parts of the tensors, and reads those that it needs, by whatever number of workers they were
-written. A new folder is filled and synced, then the manifest is replaced by rename, then the old folder goes. A kill or
+Each worker writes its parts of the tensors. A worker reads the parts that it needs, however many workers wrote them. A
+new folder is filled and synced, then the manifest is replaced by rename, then the old folder goes. A kill or
 a full disk at any moment leaves the last complete checkpoint. No pickle anywhere.
 
-Manifest and files hold digests of themselves and the id of their save: what was damaged, or belongs elsewhere, is
+Manifest and files hold digests of themselves and the id of their save. Damaged files and files of another save are
 refused.
 """
 
@@ -31,24 +31,24 @@ from rlcore.engines.checkpoints.data_folder import (
     remove_others,
 )
 from rlcore.engines.checkpoints.manifest import (
-    Manifest,
+    CheckpointManifest,
     check_replaceable,
     committed,
     encode_manifest,
     read_manifest,
     write_manifest,
 )
-from rlcore.engines.checkpoints.saved_tensor import Part, SavedTensor, open_parts, write_parts
+from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart, open_parts, write_parts
 from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, host_pieces
 from rlcore.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was opened: its tensors stay in their files until they are read."""
+    """A checkpoint to read. Its tensors stay in their files until they are read."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     tensors: dict[str, dict[str, SavedTensor]]
 
     @property
@@ -71,12 +71,12 @@ class Checkpoint:
 
 
 class Save:
-    """One worker's share of a save. It writes when it likes, in any thread: whoever is the last commits."""
+    """One worker's part of a save. Workers write at any time, in any thread; the last one commits."""
 
     def __init__(
         self, folder: Path, stamp: Stamp, *, rank: int, size: int, groups: Sequence[str], state: dict[str, Any]
     ) -> None:
-        """The shares of all ``size`` workers have the same new stamp, and the same state of plain values."""
+        """Prepare the part of worker ``rank``. All ``size`` workers give the same new stamp and the same state."""
         self.folder = folder
         self.data = folder / f"data-{stamp.save}"
         self._stamp, self._rank, self._size, self._groups = stamp, rank, size, groups
@@ -88,10 +88,10 @@ class Save:
 
     def write(
         self,
-        parts: Mapping[str, Mapping[str, Part]],
+        parts: Mapping[str, Mapping[str, TensorPart]],
         pieces: Callable[[Tensor], Iterable[Tensor]] = host_pieces,
     ) -> None:
-        """Make this worker's files, and the checkpoint the folder's if all others are made.
+        """Write this worker's files; if all others are there, make this the checkpoint of the folder.
 
         Args:
             parts: by group and name.
@@ -113,7 +113,7 @@ class Save:
             remove_others(self.data, previous)
 
     def discard(self) -> None:
-        """After one of the workers failed: what all have written goes."""
+        """Remove what all workers have written, after one of them failed."""
         if committed(self.folder) != self.data.name:
             remove_data_folder(self.data)
 
@@ -128,11 +128,11 @@ class Save:
 def read(folder: Path) -> Checkpoint:
     """Open the last complete checkpoint in ``folder``.
 
-    Its manifest and the headers of its files are right, and the parts cover every tensor exactly once. Of the data
-    nothing is read: ``check_data`` compares them.
+    The manifest and the headers of the files are checked, and that the parts cover every tensor exactly once. The data
+    are not read: ``check_data`` compares them with their digests.
 
     Raises:
-        CheckpointError: none there, damaged, or written by another version of the format.
+        CheckpointError: there is none, it is damaged, or it was written by another version of the format.
     """
     try:
         while True:
@@ -151,7 +151,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def damaged(folder: Path, error: DamageError) -> CheckpointError:
-    """Return what is said of a checkpoint with damage."""
+    """Return the error of a damaged checkpoint."""
     return CheckpointError(
         f"the checkpoint {folder} is damaged: {error}; use another checkpoint "
         f"(`rlcore checkpoint verify {folder}` checks every file)"

@@ -1,4 +1,4 @@
-"""The error that says what is wrong with a file that is not what was written."""
+"""The error of a file that is not what was written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlcore.nn import safetensors_library
 
 
 class DamageError(Exception):
-    """A file is not what was written. Whoever opened the checkpoint says of which one, in a CheckpointError."""
+    """A file is not what was written. The caller, who knows the checkpoint, raises a CheckpointError that names it."""
 
     def __init__(self, path: Path, why: object) -> None:
         super().__init__(f"{path}: {why}")

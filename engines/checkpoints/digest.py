@@ -1,6 +1,6 @@
-"""Digests by which damaged data are found: of tensors, and of the text that describes them, which holds its own.
+"""Digests that find damage: of tensors, and of the text that describes them, which holds its own digest.
 
-They find accidents. They do not stop a person, who can write new ones.
+They find accidents. They do not stop a person, who can write new digests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def digest_of(data: bytes, algorithm: str) -> str:
 
 
 def blank(algorithm: str) -> str:
-    """Return what stands in the place of a digest that is not known yet: it is as long."""
+    """Return the text of the same length that stands for a digest which is not known yet."""
     return "0" * len(new_digest(algorithm).hexdigest())
 
 

@@ -25,7 +25,7 @@ _INDEX = "model.safetensors.index.json"
 def export(
     module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: bool, algorithm: str = "xxh3_128"
 ) -> None:
-    """All workers call it together; the one that ``writes`` holds one weight at a time in host memory.
+    """Export a module. All workers call it together; the one that ``writes`` holds one weight at a time in host memory.
 
     Args:
         algorithm: of the digests.
@@ -79,7 +79,7 @@ def _check_is_not_source(folder: Path, module: TrainModule) -> None:
 
 
 def _gathered(module: TrainModule, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights one at a time, those of wider elements first, as a file must have them."""
+    """Yield the whole weights one at a time, those with wider elements first, which is the order of a file."""
     for itemsize in sorted({dtype.itemsize for dtype, _ in layouts.values()}, reverse=True):
         for name, tensor in module.named_weights():
             if layouts[name][0].itemsize == itemsize:

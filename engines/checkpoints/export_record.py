@@ -1,6 +1,6 @@
-"""The file in an exported model folder that tells which files the export wrote, and digests of them.
+"""The file of an exported model folder that names the files of the export, with their digests.
 
-What it does not name is somebody else's, and a folder with such files is not replaced.
+Other files are somebody else's, and a folder with such files is not replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "rlcore-export.json"
 _SHOWN = 3
 
 
-class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ExportRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: str
     seal: str
     """Digest of this file, of the text in which this is all zeros."""
@@ -59,11 +59,11 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def write_record(folder: Path, weights: list[str], stamp: Stamp) -> None:
-    """Write it beside the files of a new export, and see that these are on disk."""
+    """Write the record beside the files of a new export, and flush these to disk."""
     others = sorted(name for name in _files(folder) if name not in (*weights, NAME) and (folder / name).is_file())
     for name in others:
         _sync(folder / name)
-    record = Record(
+    record = ExportRecord(
         schema=SCHEMA,
         seal=blank(stamp.algorithm),
         algorithm=stamp.algorithm,
@@ -75,8 +75,8 @@ def write_record(folder: Path, weights: list[str], stamp: Stamp) -> None:
     sync_folder(folder)
 
 
-def read_record(folder: Path) -> Record:
-    """Read and check it.
+def read_record(folder: Path) -> ExportRecord:
+    """Read and check the record.
 
     Raises:
         DamageError: it is not what was written.
@@ -85,7 +85,7 @@ def read_record(folder: Path) -> Record:
     path = folder / NAME
     with damage_of(path):
         text = path.read_bytes()
-        record = msgspec.json.decode(text, type=Record)
+        record = msgspec.json.decode(text, type=ExportRecord)
         if record.schema != SCHEMA:
             raise DamageError(path, f"its schema is {record.schema!r}; this rlcore reads {SCHEMA!r}")
         if record.algorithm not in ALGORITHMS or not is_sealed(text, record.seal, record.algorithm):
@@ -131,7 +131,7 @@ def check_free(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Paths in the folder of all that is no folder with something in it."""
+    """Yield the paths of all files, links and empty folders in the folder."""
     for root, folders, files in os.walk(folder, onerror=_refuse):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         is_empty = not (files or folders) and root != str(folder)

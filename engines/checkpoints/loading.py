@@ -1,4 +1,4 @@
-"""A checkpoint is put into the workers only after every one of them has found it right."""
+"""The agreement of all workers on a checkpoint: it is loaded only after each of them has checked it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlcore.errors import CheckpointError
 T = TypeVar("T")
 
 
-class _Finding(msgspec.Struct):
-    """The answer of one worker about the checkpoint."""
+class _RankCheck(msgspec.Struct):
+    """The result of one worker's check."""
 
     data: str
     """The name of its data; "" if it has gone, because another save replaced it meanwhile."""
@@ -28,9 +28,9 @@ class _Finding(msgspec.Struct):
 
 
 def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
-    """Open the checkpoint, and check its data, each worker a share; return what this worker's ``look`` at it gives.
+    """Open the checkpoint and check its data, each worker some files; return what ``look`` returns for it.
 
-    All workers call it together, and where one of them raises, all do. ``look`` changes nothing.
+    All workers call it together; when one of them raises, all do. ``look`` changes nothing.
 
     Raises:
         CheckpointError: missing, damaged, or what ``look`` raised.
@@ -50,12 +50,12 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
             failure = checkpoint.damaged(folder, error)
         except Exception as error:  # of whatever kind: the others must not wait for this one
             failure = error
-        findings = _exchanged(_Finding(data, _text(failure)), device)
+        checks = _exchanged(_RankCheck(data, _text(failure)), device)
         if failure is not None:
             raise failure
-        if errors := [finding.error for finding in findings if finding.error]:
+        if errors := [check.error for check in checks if check.error]:
             raise CheckpointError(errors[0])
-        if data and all(finding.data == data for finding in findings):
+        if data and all(check.data == data for check in checks):
             return result  # type: ignore[return-value]  # it has been set
 
 
@@ -70,9 +70,9 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _exchanged(own: _Finding, device: Device) -> list[_Finding]:
-    """Return the findings of all workers."""
+def _exchanged(own: _RankCheck, device: Device) -> list[_RankCheck]:
+    """Return the results of all workers."""
     if not dist.is_initialized():
         return [own]
     sent = all_gather_bytes(msgspec.json.encode(own), device.torch_device)
-    return [msgspec.json.decode(data, type=_Finding) for data in sent]
+    return [msgspec.json.decode(data, type=_RankCheck) for data in sent]

@@ -1,4 +1,4 @@
-"""The file that makes a folder a checkpoint: it names the data, and holds all plain state and its own digest."""
+"""The manifest, which makes a folder a checkpoint: it names the data, and holds the plain state and its own digest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNFINISHED = re.compile(r"\.manifest\.json\.[a-z0-9_]{8}")
 """Names that ``write_file`` gives, and leaves if it is killed."""
 
 
-class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: str
     seal: str = ""
     """The digest of this file, of the text in which this is all zeros."""
@@ -56,7 +56,7 @@ class _Schema(msgspec.Struct):
 
 
 def encode_manifest(stamp: Stamp, groups: list[str], num_parts: int, state: dict[str, Any]) -> bytes:
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         schema=SCHEMA,
         seal=blank(stamp.algorithm),
         algorithm=stamp.algorithm,
@@ -68,8 +68,8 @@ def encode_manifest(stamp: Stamp, groups: list[str], num_parts: int, state: dict
     return sealed(msgspec.json.format(msgspec.json.encode(manifest)), stamp.algorithm)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check it; no path that it gives leaves the folder.
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read and check the manifest; none of its paths leaves the folder.
 
     Raises:
         DamageError: it is not what was written.
@@ -84,18 +84,18 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has the format {schema!r}; this rlcore reads {SCHEMA!r} and {WITHOUT_DIGESTS!r}"
             )
-        manifest = msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=CheckpointManifest)
         _check(manifest, path)
         if manifest.stamp is not None and not _has_seal(manifest, text):
             raise DamageError(path, "it differs from the digest in it")
     return manifest
 
 
-def _has_seal(manifest: Manifest, text: bytes) -> bool:
+def _has_seal(manifest: CheckpointManifest, text: bytes) -> bool:
     return manifest.algorithm in ALGORITHMS and is_sealed(text, manifest.seal, manifest.algorithm)
 
 
-def _check(manifest: Manifest, path: Path) -> None:
+def _check(manifest: CheckpointManifest, path: Path) -> None:
     if not _DATA.fullmatch(manifest.data):
         raise DamageError(path, f"its data must be a folder data-<12 hexadecimal digits>, not {manifest.data!r}")
     if wrong := [group for group in manifest.groups if not _GROUP.fullmatch(group)]:
@@ -105,7 +105,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
-    """Put it in the place of the one before, and remove what killed writers left of theirs."""
+    """Replace the manifest, and remove unfinished files of writers that were killed."""
     write_file(folder / NAME, text)
     for found in folder.iterdir():
         if _UNFINISHED.fullmatch(found.name):

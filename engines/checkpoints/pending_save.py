@@ -13,7 +13,7 @@ _POLL_S = 0.05
 
 
 class PendingSave:
-    """A save that goes on in the background."""
+    """A save that runs in the background."""
 
     def __init__(
         self, folder: Path, data: str, is_over: Callable[[], list[bool]], end: Callable[[], list[float | None]]
@@ -22,8 +22,8 @@ class PendingSave:
 
         Args:
             data: name of the checkpoint's data in ``folder``.
-            is_over: asks all workers whether theirs has ended.
-            end: waits for all workers; seconds of each.
+            is_over: asks all workers if theirs has ended.
+            end: waits for all workers; returns the seconds of each.
         """
         self.folder = folder
         self._data = data
@@ -42,9 +42,9 @@ class PendingSave:
         return True
 
     def result(self, timeout_s: float | None = None) -> float:
-        """Wait for its end; the seconds from the call of ``save`` until the checkpoint was complete.
+        """Wait for its end; return the seconds from the call of ``save`` until the checkpoint was complete.
 
-        Not a number if the workers were killed just after that.
+        They are not a number (NaN) if the workers were killed just after that.
 
         Args:
             timeout_s: raise TimeoutError after so long; the save goes on.
@@ -65,7 +65,7 @@ class PendingSave:
     """The name that torch's futures have for it."""
 
     def settle(self) -> None:
-        """Wait for its end, and raise nothing of it."""
+        """Wait for its end; an error of the save is kept, not raised."""
         if self._has_ended:
             return
         try:
@@ -83,7 +83,7 @@ class PendingSave:
 
     @property
     def unseen_error(self) -> CheckpointError | None:
-        """The error that it failed with, if nobody has had that from ``result``."""
+        """The error of a failed save that ``result`` has not raised yet."""
         return None if self._was_seen else self._error
 
     @property

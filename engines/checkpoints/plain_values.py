@@ -1,7 +1,7 @@
-"""Plain values on their way into a manifest and back: they come back equal, or are refused before anything is written.
+"""Plain values in a manifest: they come back equal, or are refused before anything is written.
 
-JSON has no tuples, no NaN, and only text as keys. The user's own values must do without. In the states of optimizers
-and schedulers (milestones by step, an infinite best) they stand as a dict with one key: "!tuple", "!float", "!dict" or
+JSON has no tuples, no NaN, and only text as keys. Such values are refused from the user. In the states of optimizers
+and schedulers (milestones by step, an infinite best) each stands as a dict with one key: "!tuple", "!float", "!dict" or
 "!Counter".
 """
 
@@ -27,7 +27,7 @@ _TAG = "!"
 
 
 def plain_copy(value: Any, path: str) -> Any:
-    """Return the value as JSON has it, all of which comes back equal.
+    """Return the value in JSON, which comes back equal.
 
     Args:
         path: the value's name in errors, such as "extra"; what is inside has a longer one: extra['data'][3].
@@ -39,7 +39,7 @@ def plain_copy(value: Any, path: str) -> Any:
 
 
 def tagged(value: Any, path: str) -> Any:
-    """Return the value as JSON can have it, for ``untagged``; else as ``plain_copy``."""
+    """Return the value in JSON with tags, for ``untagged``; otherwise as ``plain_copy`` does."""
     return _encoded(value, path, _MOST_LEVELS, has_tags=True)
 
 
@@ -88,7 +88,7 @@ def _needs_tag(value: dict[Any, Any]) -> bool:
 
 
 def _split(value: Any) -> tuple[str, Any] | None:
-    """The tag of what JSON has not, and what stands for it."""
+    """Return the tag of a value that JSON has not, and the JSON value that stands for it; None for other values."""
     if isinstance(value, float) and not math.isfinite(value):
         return "float", str(float(value))
     if isinstance(value, tuple):

@@ -41,12 +41,12 @@ def random_states_of(device: Device) -> str:
 
 
 def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, device: Device) -> Callable[[], None]:
-    """Return what puts this rank's states back, all of which have been read and tried.
+    """Return a function that puts this rank's states back; all of them have been read and tried.
 
-    Where they are of another number or kind of workers, it seeds the generators anew.
+    When the states are those of another number or kind of workers, the function seeds the generators anew.
 
     Raises:
-        DamageError: one is missing, or no state of its generator.
+        DamageError: a state is missing, or is no state of its generator.
     """
     rank, size = _world()
     if saved_of == (now := random_states_of(device)):

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, each in parts that several workers have written; read by the slice.
+"""Tensors in safetensors files, in parts that several workers have written, and read by the slice.
 
-The files are those of torch's ``HuggingFaceStorageWriter``: where in the whole tensor a part begins is in their
-metadata, and torch's own ``HuggingFaceStorageReader`` reads them too.
+The files are those of torch's ``HuggingFaceStorageWriter``: their metadata say where in the whole tensor a part begins.
+Torch's own ``HuggingFaceStorageReader`` reads them too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Offsets(msgspec.Struct):
     saved_offsets: list[int]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that one rank holds."""
 
     tensor: Tensor
@@ -53,7 +53,7 @@ class SavedTensor:
         self._shapes: set[tuple[int, ...]] = set()
 
     def add_part(self, offset: list[int], shape: Sequence[int] | None, found: Any) -> None:
-        """``shape`` is that of the whole tensor, None in files that do not tell it."""
+        """Add a part; ``shape`` is that of the whole tensor, None in files that do not have it."""
         self._parts.append((offset, found))
         if shape is not None:
             self._shapes.add(tuple(shape))
@@ -120,10 +120,12 @@ def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
     return set(taken.values()) <= {1} and len(taken) == math.prod(len(cut) - 1 for cut in cuts)
 
 
-def parts_of(named: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Return what this rank is to write of each tensor: nothing of those that another rank holds too and writes."""
+def parts_of(named: Mapping[str, Tensor]) -> dict[str, TensorPart]:
+    """Return the part of each tensor that this rank writes; one rank writes what several hold."""
     own = {
-        name: Part(local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)], tensor.shape)
+        name: TensorPart(
+            local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)], tensor.shape
+        )
         for name, tensor in named.items()
         if is_first_copy(tensor) or name.startswith(OF_EACH_RANK)
     }
@@ -132,14 +134,14 @@ def parts_of(named: Mapping[str, Tensor]) -> dict[str, Part]:
 
 def write_parts(
     file: Path,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, TensorPart],
     stamp: Stamp,
     pieces: Callable[[Tensor], Iterable[Tensor]] = host_pieces,
 ) -> None:
-    """Write what ``parts_of`` gave.
+    """Write the parts that ``parts_of`` returned.
 
     Args:
-        pieces: the bytes of each tensor, which are asked for in the order of ``parts``.
+        pieces: yields the bytes of a tensor; it is called in the order of ``parts``.
     """
     layouts = {name: (part.tensor.dtype, part.tensor.shape) for name, part in parts.items()}
     offsets = msgspec.json.encode({name: _Offsets(part.offset) for name, part in parts.items()}).decode()
@@ -173,8 +175,8 @@ def _add_parts(file: Path, stamp: Stamp | None, found: dict[str, SavedTensor]) -
     header = TensorFile(file)
     if stamp is not None:
         header.check_origin(stamp)
-    opened: Any = safetensors_library().safe_open(file, framework="pt", device="cpu")
+    reader: Any = safetensors_library().safe_open(file, framework="pt", device="cpu")
     offsets = msgspec.json.decode(header.metadata.get(_OFFSETS, "{}"), type=dict[str, _Offsets])
     shapes = msgspec.json.decode(header.metadata.get(_SHAPES, "{}"), type=dict[str, list[int]])
     for name, part in offsets.items():
-        found.setdefault(name, SavedTensor()).add_part(part.saved_offsets, shapes.get(name), opened.get_slice(name))
+        found.setdefault(name, SavedTensor()).add_part(part.saved_offsets, shapes.get(name), reader.get_slice(name))

@@ -1,4 +1,4 @@
-"""The saves of one worker: written before it goes on, or in the background from a copy of its state."""
+"""The saves of one worker: at once, or in the background from a copy of its state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlcore.errors import CheckpointError, DeviceError
 
 @dataclass(eq=False, slots=True)
 class _Background:
-    """A save that goes on."""
+    """A save that runs in the background."""
 
     save: Save
     started: float
@@ -35,7 +35,10 @@ class _Background:
 
 
 class Saver:
-    """All workers call its methods together, but for ``wait``; at most one save is in the background."""
+    """Saves one worker's state, at most once at a time in the background.
+
+    All workers call each method together, except ``wait``.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -44,7 +47,7 @@ class Saver:
     def save(
         self, folder: Path, captured: Captured, *, blocking: bool, algorithm: str = "xxh3_128"
     ) -> tuple[str, float]:
-        """Return the name of the checkpoint's data, and seconds: in the background until training can go on.
+        """Save; return the name of the checkpoint's data and the seconds until training can go on.
 
         Args:
             algorithm: of the digests.
@@ -79,7 +82,7 @@ class Saver:
         return save.data.name, time.perf_counter() - started
 
     def end(self) -> float | None:
-        """Wait for the save in the background; the seconds it took, None if there is none.
+        """Wait for the save in the background; return the seconds it took, None if there is none.
 
         Raises:
             CheckpointError: a worker could not write.
@@ -94,7 +97,7 @@ class Saver:
         return background.ended - background.started
 
     def is_over(self) -> bool:
-        """Return True if ``end`` would not have to wait, for any worker."""
+        """Return True if ``end`` would not wait on any worker."""
         is_going_on = self._background is not None and self._background.thread.is_alive()
         return not self._any(is_going_on)
 
@@ -109,7 +112,7 @@ class Saver:
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # of whatever kind: the others must not wait for this one
+        except Exception as error:  # of any kind: the other workers must not wait for this one
             failure = error
         if not self._any(failure is not None):
             return
@@ -120,7 +123,7 @@ class Saver:
         raise CheckpointError(f"cannot write the checkpoint {save.folder}: {cause}; {kept}") from failure
 
     def _any(self, flag: bool) -> bool:
-        """Return True if it holds on any worker."""
+        """Return True if ``flag`` is True on any worker."""
         if not dist.is_initialized():
             return flag
         count = torch.tensor(int(flag), device=self._device.torch_device)

@@ -1,7 +1,8 @@
-"""Safetensors files written piece by piece, with a digest of each tensor; slices of them are read by the library.
+"""Safetensors files that are written piece by piece, with a digest of each tensor; the library reads slices of them.
 
-The library writes what lies in host memory whole, which of a training state or a large model would be as much again as
-the devices hold. Others read the files as they are: what is added stands in the metadata of the header.
+The library writes only tensors that lie in host memory whole: for a training state or a large model that would be as
+much memory as the devices hold. Any reader of safetensors reads the files: all that is added stands in the metadata of
+the header.
 
     rlcore.seal         digest of the header, of the text in which this is all zeros
     rlcore.algorithm    of the digests
@@ -31,7 +32,7 @@ from rlcore.tensor_data import host_bytes
 
 _PIECE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-"""The bytes that are hashed and then written out of the processor's cache: so the digest costs next to nothing."""
+"""So many bytes are hashed, and written while they are in the processor's cache: so the digest costs nearly nothing."""
 _ALIGNMENT = 8
 """The alignment in bytes of the first tensor; wider elements come first, so that each tensor is aligned to its own."""
 _LONGEST_HEADER = 100_000_000
@@ -41,7 +42,7 @@ Layout = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The marks that all files of one save have in common."""
+    """The identity of a save, which all its files carry."""
 
     save: str
     """Its id: 12 hexadecimal digits."""
@@ -50,13 +51,13 @@ class Stamp:
 
 
 def file_order(layout: tuple[str, Layout]) -> tuple[int, str]:
-    """Return a key to sort names with."""
+    """Return the sort key of a tensor in a file: wider elements first, then by name."""
     name, (dtype, _) = layout
     return -dtype.itemsize, name
 
 
 def host_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield its bytes as uint8 tensors in host memory, one behind the other."""
+    """Yield the bytes of a tensor as uint8 tensors in host memory, in order."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     yield from (part.cpu() for part in torch.split(flat, _PIECE_BYTES))
 
@@ -71,7 +72,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     stamp: Stamp,
 ) -> None:
-    """Write a file, which has its name once it is whole and on disk.
+    """Write a file under another name, and give it its own once it is whole and on disk.
 
     Args:
         layouts: dtype and shape by name, in ``file_order``.
@@ -80,36 +81,36 @@ def write_tensors(
     partial = file.with_name(f".{file.name}")
     header = functools.partial(_header, layouts, metadata, file.name, stamp)
     try:
-        with partial.open("wb") as opened:
-            opened.write(header(dict.fromkeys(layouts, blank(stamp.algorithm))))
+        with partial.open("wb") as stream:
+            stream.write(header(dict.fromkeys(layouts, blank(stamp.algorithm))))
             digests = {
-                name: _write_tensor(opened, pieces, new_digest(stamp.algorithm))
+                name: _write_tensor(stream, pieces, new_digest(stamp.algorithm))
                 for name, pieces in zip(layouts, contents, strict=True)
             }
-            opened.seek(0)
-            opened.write(header(digests))
-            opened.flush()
-            os.fsync(opened.fileno())
+            stream.seek(0)
+            stream.write(header(digests))
+            stream.flush()
+            os.fsync(stream.fileno())
         partial.rename(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def _write_tensor(opened: BinaryIO, pieces: Iterable[Tensor], digest: Any) -> str:
+def _write_tensor(stream: BinaryIO, pieces: Iterable[Tensor], digest: Any) -> str:
     for piece in pieces:
         data = host_bytes(piece)
         for start in range(0, data.nbytes, _CHUNK_BYTES):
             part = data[start : start + _CHUNK_BYTES]
             digest.update(part)
-            opened.write(part)
+            stream.write(part)
     return str(digest.hexdigest())
 
 
 def _header(
     layouts: Mapping[str, Layout], metadata: Mapping[str, str], name: str, stamp: Stamp, digests: Mapping[str, str]
 ) -> bytes:
-    """Return the header, which is as long whatever the digests are."""
+    """Return the header. Its length does not depend on the digests."""
     own = {
         "rlcore.seal": blank(stamp.algorithm),  # first: none of the others can be taken for it
         "rlcore.algorithm": stamp.algorithm,
@@ -162,7 +163,7 @@ class TensorFile:
             header = msgspec.json.decode(text[8:], type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
             self.is_sealed = "rlcore.seal" in self.metadata
-            """It is False for files that have no digests: those of rlcore.checkpoint/3."""
+            """False for files without digests, those of rlcore.checkpoint/3."""
             self._check_seal(text)
             self.entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()}
             self._digests = msgspec.json.decode(self.metadata.get("rlcore.digests", "{}"), type=dict[str, str])
@@ -170,13 +171,13 @@ class TensorFile:
 
     def _header_text(self) -> bytes:
         """Read the header with the eight bytes of its length before it."""
-        with self.path.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            length = opened.read(8)
+        with self.path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = stream.read(8)
             num_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or num_bytes > min(size - 8, _LONGEST_HEADER):
                 raise DamageError(self.path, f"its {size} bytes are too few for its header")
-            return length + opened.read(num_bytes)
+            return length + stream.read(num_bytes)
 
     def _check_seal(self, text: bytes) -> None:
         if not self.is_sealed:
@@ -207,22 +208,22 @@ class TensorFile:
             DamageError: a tensor differs, or cannot be read.
             FileNotFoundError: the file has gone.
         """
-        with damage_of(self.path), self.path.open("rb", buffering=0) as opened:
-            size, expected = os.fstat(opened.fileno()).st_size, self._start + self.num_bytes
+        with damage_of(self.path), self.path.open("rb", buffering=0) as stream:
+            size, expected = os.fstat(stream.fileno()).st_size, self._start + self.num_bytes
             if size != expected:
                 raise DamageError(self.path, f"it has {size} bytes, and had {expected}")
             for name in self.entries if self.is_sealed else ():
-                if self._digest(opened, name) != self._digests.get(name):
+                if self._digest(stream, name) != self._digests.get(name):
                     raise DamageError(self.path, f"the data of {name} differ from their digest")
 
-    def _digest(self, opened: Any, name: str) -> str:
+    def _digest(self, stream: Any, name: str) -> str:
         start, end = self.entries[name].data_offsets
         digest = new_digest(self.metadata["rlcore.algorithm"])
         buffer = memoryview(bytearray(min(end - start, _CHUNK_BYTES)))
-        opened.seek(self._start + start)
+        stream.seek(self._start + start)
         missing = end - start
         while missing:
-            found = opened.readinto(buffer[:missing])
+            found = stream.readinto(buffer[:missing])
             if not found:
                 break
             digest.update(buffer[:found])

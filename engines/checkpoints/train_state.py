@@ -1,4 +1,4 @@
-"""Everything a checkpoint must hold for an exact resume, taken from a module and put back."""
+"""The state of a module that an exact resume needs: taken for a checkpoint, and put back from one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PlainState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """A state that has been found right for a module, all of it."""
+    """A saved state that was checked completely against a module."""
 
     tensors: Mapping[str, Mapping[str, SavedTensor]]
     plain: PlainState
@@ -65,17 +65,17 @@ class Captured:
 
 
 def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
-    """Every attribute of the module that is an optimizer."""
+    """Return every attribute of the module that is an optimizer."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
 
 
 def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
-    """Every attribute of the module that is a learning-rate scheduler."""
+    """Return every attribute of the module that is a learning-rate scheduler."""
     return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
 
 
 def capture(module: nn.Module, device: Device) -> Captured:
-    """Weights, optimizers, schedulers and random generators.
+    """Take the state of weights, optimizers, schedulers and random generators.
 
     Raises:
         InvalidInputError: an optimizer or a scheduler has a state that would not come back equal.
@@ -97,11 +97,11 @@ def capture(module: nn.Module, device: Device) -> Captured:
 
 
 def check(checkpoint: Checkpoint, module: nn.Module, device: Device) -> TrainState:
-    """Find out whether all of the checkpoint can be put into this module; nothing is changed.
+    """Check that all of the checkpoint can be put into this module; nothing is changed.
 
     Raises:
-        DamageError: it has not what a training checkpoint has.
-        CheckpointError: it is one of another module.
+        DamageError: it lacks a part of a training checkpoint.
+        CheckpointError: it belongs to another module.
     """
     manifest = checkpoint.folder / MANIFEST
     if missing := [group for group in _GROUPS if group not in checkpoint.tensors]:
@@ -123,7 +123,7 @@ def check(checkpoint: Checkpoint, module: nn.Module, device: Device) -> TrainSta
 
 
 def _untagged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The user's values, and all of the format before, have no tags."""
+    """Return the plain state without tags; the user's values, and the format before, have none."""
     if checkpoint.manifest.stamp is None:
         return checkpoint.state
     return {key: value if key == "extra" else untagged(value) for key, value in checkpoint.state.items()}
@@ -136,7 +136,7 @@ def _check_names(kind: str, saved: Collection[str], held: Collection[str]) -> No
 
 def _check_optimizer(name: str, optimizer: Optimizer, saved: OptimizerState, manifest: Path) -> None:
     with damage_of(manifest):
-        given = [len(group.params) for group in msgspec.convert(saved.groups, list[_Group])]
+        given = [len(group.params) for group in msgspec.convert(saved.groups, list[_ParameterGroup])]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if own != given:
         raise CheckpointError(
@@ -146,7 +146,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, saved: OptimizerState, man
         raise DamageError(manifest, f"{name} has values of parameter {unknown[0]}, and {sum(own)} parameters")
 
 
-class _Group(msgspec.Struct):
+class _ParameterGroup(msgspec.Struct):
     params: list[int]
 
 
@@ -163,7 +163,7 @@ def _check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mappi
 
 @torch.no_grad()
 def restore(state: TrainState, module: nn.Module) -> None:
-    """Put a checked state back, values in place."""
+    """Put a checked state back; tensors are filled in place."""
     for name, optimizer in optimizers_of(module).items():  # first: a class of the user's may refuse what it is given
         optimizer.load_state_dict(_join_optimizer(name, optimizer, state))
     for name, scheduler in schedulers_of(module).items():
@@ -174,7 +174,7 @@ def restore(state: TrainState, module: nn.Module) -> None:
 
 
 def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and persistent buffers."""
+    """Yield parameters, tied ones once, and persistent buffers, by name."""
     left_out = {id(parameter) for parameter in unsaved(module)}
     yield from ((name, value) for name, value in module.named_parameters() if id(value) not in left_out)
     persistent = module.state_dict(keep_vars=True).keys()
@@ -182,14 +182,14 @@ def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unsaved(module: nn.Module) -> list[nn.Parameter]:
-    """The base under adapters: frozen, and in the files that the module came from."""
+    """Return the frozen weights under adapters, which are in the files that the module came from."""
     adapters = adapter_names(module)
     frozen = ((name, value) for name, value in module.named_parameters() if not value.requires_grad)
     return [value for name, value in frozen if adapters and name not in adapters]
 
 
 def _split_optimizer(name: str, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Plain values of one optimizer; its tensors go into ``tensors`` as "<optimizer>/<parameter>/<key>"."""
+    """Return the plain values of an optimizer; its tensors go into ``tensors`` as "<optimizer>/<parameter>/<key>"."""
     state = optimizer.state_dict()
     plain: dict[str, dict[str, Any]] = {}
     for index, values in state["state"].items():
@@ -220,7 +220,7 @@ def _laid_out_as(parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Tensors among hyper-parameters (a tensor lr) as numbers."""
+    """Return hyper-parameters with tensors among them, such as a tensor lr, as numbers."""
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""A report of a folder that a save or an export wrote: what is in it, and what is not as it was written."""
+"""The report on a folder that a save or an export wrote: its files, and what is not as it was written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlcore.engines.checkpoints import export_record, manifest
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
-from rlcore.engines.checkpoints.manifest import Manifest
+from rlcore.engines.checkpoints.manifest import CheckpointManifest
 from rlcore.engines.checkpoints.saved_tensor import open_parts
 from rlcore.engines.checkpoints.tensor_file import TensorFile
 from rlcore.errors import CheckpointError
@@ -17,12 +17,12 @@ from rlcore.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReport:
-    """One file."""
+    """The report on one file."""
 
     file: str
     """Its path in the folder."""
     tensors: int
-    """0 of a file without any, or that cannot be read."""
+    """0 for a file without tensors, and for one that cannot be read."""
     bytes: int
     """The bytes of the file; 0 if it is not there."""
     error: str
@@ -31,7 +31,7 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """A folder that a save or an export wrote."""
+    """The report on a folder that a save or an export wrote."""
 
     folder: str
     format: str
@@ -73,7 +73,7 @@ def _exists(path: Path) -> bool:
         return path.exists()
 
 
-def _of_checkpoint(folder: Path, found: Manifest) -> VerifyReport:
+def _of_checkpoint(folder: Path, found: CheckpointManifest) -> VerifyReport:
     def check(file: Path) -> None:
         header = TensorFile(file)
         if found.stamp is not None:
@@ -94,7 +94,7 @@ def _of_checkpoint(folder: Path, found: Manifest) -> VerifyReport:
     )
 
 
-def _unfitting(files: Sequence[Path], found: Manifest) -> str:
+def _unfitting(files: Sequence[Path], found: CheckpointManifest) -> str:
     try:
         open_parts(files, found.stamp)
     except DamageError as error:
@@ -102,7 +102,7 @@ def _unfitting(files: Sequence[Path], found: Manifest) -> str:
     return ""
 
 
-def _of_export(folder: Path, record: export_record.Record) -> VerifyReport:
+def _of_export(folder: Path, record: export_record.ExportRecord) -> VerifyReport:
     def check(file: Path) -> None:
         record.check_file(folder, str(file.relative_to(folder)))
 

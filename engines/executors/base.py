@@ -55,7 +55,7 @@ class InferenceExecutor(Worker, _SyncEndpoint):
 
     @abstractmethod
     def build(self, path: str | Path, /, **options: object) -> None:
-        """Load model and tokenizer, and fill ``_residents``. Called once, first.
+        """Load model and tokenizer, and fill ``_offload_groups``. Called once, first.
 
         Args:
             path: a Hugging Face model folder with safetensors weights.
@@ -159,7 +159,7 @@ class TrainExecutor(Worker, _SyncEndpoint):
 
     @abstractmethod
     def build(self, module: TrainModule, seed: int, /, **options: object) -> bool:
-        """Shard and materialize the module, and fill ``_residents``. Called once, first.
+        """Shard and materialize the module, and fill ``_offload_groups``. Called once, first.
 
         Args:
             module: on the meta device; ``module.on_weights_materialized()`` is called when its weights are there.

@@ -1,4 +1,4 @@
-"""What the workers of every executor share: a device, and parts that can leave it."""
+"""The base of every executor's workers: a device, and groups of tensors that can leave it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.copy import Grant, Progress
-from rlcore.engines.offload.group import Exchange, Resident, exchange
+from rlcore.engines.offload.group import GroupSwap, OffloadGroup, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.residency import Move
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
 _BOTH_WAYS = (Move.OFFLOAD, Move.ONLOAD)
-Plan = Sequence[tuple[int, Move, str]]
-"""Of a swap: position in the workers that come with it, OFFLOAD or ONLOAD, tag."""
+SwapPlan = Sequence[tuple[int, Move, str]]
+"""For each tag that moves: the position of its worker among those that come with the plan, OFFLOAD or ONLOAD, tag."""
 
 
 class TagBytes(TypedDict):
@@ -32,7 +32,7 @@ class MemoryReport(TypedDict):
 
 
 class Worker:
-    """Base of executors' worker classes; ``build`` of a subclass fills ``_residents`` with one entry a tag."""
+    """Base of executors' worker classes; ``build`` of a subclass fills ``_offload_groups`` with one entry a tag."""
 
     runs_on_many_devices: ClassVar[bool] = False
     """Workers of one engine share one set of weights."""
@@ -61,58 +61,58 @@ class Worker:
     def __init__(self, context: WorkerContext) -> None:
         self.device = context.device
         self.emit = context.emit
-        self._residents: dict[str, Resident] = {}
-        self._exchange: Exchange | None = None
+        self._offload_groups: dict[str, OffloadGroup] = {}
+        self._swap: GroupSwap | None = None
         self._earlier_host_limit = arena_of(self.device).limit_bytes
 
     def onload(self, tag: str) -> OffloadReport:
-        return self._residents[tag].onload()
+        return self._offload_groups[tag].onload()
 
     def offload(self, tag: str) -> OffloadReport:
-        return self._residents[tag].offload()
+        return self._offload_groups[tag].offload()
 
     def meta(self, tag: str) -> OffloadReport:
-        return self._residents[tag].meta()
+        return self._offload_groups[tag].meta()
 
-    def swap(self, plan: Plan, *workers: Worker) -> list[OffloadReport]:
-        """Tags of workers on this device leave while others come back; one report a step, in the order of ``plan``."""
-        out, in_ = (_residents(plan, workers, move) for move in _BOTH_WAYS)
-        return _in_order_of(plan, exchange(out, in_))
+    # The interface ``rlcore.engines.swapping.swap_worker.SwapWorker``.
 
-    # What ``swap`` does, in turns with the workers of other processes on this device.
+    def swap(self, plan: SwapPlan, *workers: Worker) -> list[OffloadReport]:
+        """Move tags of workers on this device both ways at once; return one report a tag, in the order of ``plan``."""
+        out, in_ = (_groups_that(move, plan, workers) for move in _BOTH_WAYS)
+        return _in_order_of(plan, swap_groups(out, in_))
 
-    def begin_turns(self, plan: Plan, *workers: Worker) -> Progress:
-        """Raises what ``swap`` does before anything moves."""
-        begun = Exchange(*(_residents(plan, workers, move) for move in _BOTH_WAYS))
+    def begin_swap(self, plan: SwapPlan, *workers: Worker) -> Progress:
+        """Prepare a swap in rounds. Raises what ``swap`` raises before anything moves."""
+        begun = GroupSwap(*(_groups_that(move, plan, workers) for move in _BOTH_WAYS))
         try:
             begun.transfer.begin()
         except BaseException:
-            begun.has_gone_back()
+            begun.cancel()
             raise
-        self._exchange = begun
+        self._swap = begun
         return begun.transfer.progress
 
-    def take_turn(self, grant: Grant) -> Progress:
-        """See ``Transfer.turn``."""
-        assert self._exchange is not None
-        return self._exchange.transfer.turn(grant)
+    def swap_step(self, grant: Grant) -> Progress:
+        """Take part in one round; see ``Transfer.step``."""
+        assert self._swap is not None
+        return self._swap.transfer.step(grant)
 
-    def turn_back(self) -> Progress:
-        """The turns that follow bring everything back to where it was."""
-        if self._exchange is None:  # it could not begin
-            return Progress(0, 0, is_leaving=False, is_arriving=False)
-        self._exchange.transfer = self._exchange.transfer.backwards()
-        return self._exchange.transfer.progress
+    def reverse_swap(self) -> Progress:
+        """Turn the swap around: the steps that follow bring everything back to where it was."""
+        if self._swap is None:  # it could not begin
+            return Progress(0, 0, has_device_to_host=False, has_host_to_device=False)
+        self._swap.transfer = self._swap.transfer.reversed()
+        return self._swap.transfer.progress
 
-    def end_turns(self, plan: Plan, *, was_reversed: bool) -> list[OffloadReport]:
-        """One report a step; none after ``turn_back``."""
-        ended, self._exchange = self._exchange, None
+    def end_swap(self, plan: SwapPlan, *, was_reversed: bool) -> list[OffloadReport]:
+        """Return one report a tag, in the order of ``plan``; none after ``reverse_swap``."""
+        ended, self._swap = self._swap, None
         if ended is None:
             return []
         if was_reversed:
-            ended.has_gone_back()
+            ended.cancel()
             return []
-        return _in_order_of(plan, ended.has_ended())
+        return _in_order_of(plan, ended.finish())
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         """Limit the host memory of offloads, and allocate some in the background; None leaves that alone.
@@ -132,27 +132,27 @@ class Worker:
 
     def memory_report(self) -> MemoryReport:
         tags: dict[str, TagBytes] = {
-            tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
-            for tag, resident in self._residents.items()
+            tag: {"device_bytes": group.device_bytes, "host_bytes": group.host_bytes}
+            for tag, group in self._offload_groups.items()
         }
         memory = self.device.memory
         return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
 
     def close(self) -> None:
         """Drop everything and give the memory back to the device, and to the host what no other worker has there."""
-        for resident in self._residents.values():
-            resident.drop()
+        for group in self._offload_groups.values():
+            group.drop()
         self.__dict__ = {"device": self.device}
         arena_of(self.device).trim()
         self.device.memory.empty_cache()
 
 
-def _residents(plan: Plan, workers: Sequence[Worker], wanted: Move) -> list[Resident]:
-    return [workers[position]._residents[tag] for position, move, tag in plan if move is wanted]
+def _groups_that(move: Move, plan: SwapPlan, workers: Sequence[Worker]) -> list[OffloadGroup]:
+    return [workers[position]._offload_groups[tag] for position, planned, tag in plan if planned is move]
 
 
-def _in_order_of(plan: Plan, reports: list[OffloadReport]) -> list[OffloadReport]:
-    """``reports`` are of what leaves, then of what comes back."""
-    steps = sorted(range(len(plan)), key=lambda number: _BOTH_WAYS.index(plan[number][1]))
-    by_step = dict(zip(steps, reports, strict=True))
-    return [by_step[number] for number in range(len(plan))]
+def _in_order_of(plan: SwapPlan, reports: list[OffloadReport]) -> list[OffloadReport]:
+    """Sort the reports of tags that leave, followed by those of tags that come back, in the order of ``plan``."""
+    by_move = sorted(range(len(plan)), key=lambda number: _BOTH_WAYS.index(plan[number][1]))
+    by_number = dict(zip(by_move, reports, strict=True))
+    return [by_number[number] for number in range(len(plan))]

@@ -24,7 +24,7 @@ from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
 from rlcore.engines.fsdp2.sharding import Sharding, reshard, shard
 from rlcore.engines.fsdp2.step import evaluate, score, train_step
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.group import GradResident, Resident, optimizer_tensors
+from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.channels.peers import call_each
@@ -71,10 +71,10 @@ class Fsdp2Executor(TrainExecutor):
             _check_optimizers(module)
         self.module = module
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
-        self._residents = self._make_residents()
+        self._offload_groups = self._make_offload_groups()
         return bool(train_state.optimizers_of(module))
 
-    def _make_residents(self) -> dict[str, Resident]:
+    def _make_offload_groups(self) -> dict[str, OffloadGroup]:
         module, class_name = self.module, self._class_name
 
         def weights() -> Iterator[nn.Parameter]:
@@ -101,13 +101,13 @@ class Fsdp2Executor(TrainExecutor):
                 guard.guard_zero_grad([module, *train_state.optimizers_of(module).values()], message)
 
         return {
-            "weights": Resident(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
-            "optimizer": Resident(
+            "weights": OffloadGroup(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
+            "optimizer": OffloadGroup(
                 self.device,
                 lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
                 guard_optimizers,
             ),
-            "grads": GradResident(self.device, module, guard_grads),
+            "grads": GradientGroup(self.device, module, guard_grads),
         }
 
     # ------------------------------------------------------------------------------------------- training
@@ -201,8 +201,8 @@ class Fsdp2Executor(TrainExecutor):
 
         state, base = agreed(folder, self.device, look)
         self._sender.revoke()
-        self._residents["weights"].forget()
-        self._residents["optimizer"].forget()
+        self._offload_groups["weights"].forget()
+        self._offload_groups["optimizer"].forget()
         try:
             if base is not None:
                 read_again(self.module, base, frozen)

@@ -1,7 +1,7 @@
-"""What a launcher is: it starts the workers of one executor, wherever they run.
+"""The interface of launchers: a launcher starts the workers of one executor, wherever they run.
 
-A plugin registers another one with the hook ``rlcore_register_launchers``; ``Engine.build(launcher="its name")`` and
-``rlcore.init(launcher=...)`` choose it.
+A plugin registers another launcher with the hook ``rlcore_register_launchers``. ``Engine.build(launcher="its name")``
+and ``rlcore.init(launcher=...)`` choose it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ engine_numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """Where one worker runs."""
+    """The devices of one worker."""
 
     devices: tuple[str, ...]
     """Names, in the user's process, of the devices that it drives, such as ("cuda:0",); most workers drive one."""
@@ -28,7 +28,7 @@ class WorkerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What an engine asks of the workers that it has started."""
+    """The options with which an engine starts its workers."""
 
     engine: str
     """Label of the engine, such as "the train engine"."""
@@ -41,7 +41,7 @@ class LaunchOptions:
 
 
 class Launcher(ABC):
-    """Starts workers. One is made for each start; it keeps nothing."""
+    """Starts workers. A launcher is made for each start, and keeps nothing."""
 
     gives_processes: ClassVar[bool] = False
     """Workers can have processes of their own, apart from the user's."""
@@ -53,7 +53,7 @@ class Launcher(ABC):
         """Start one worker for each placement, by rank, and wait until all are ready.
 
         Each ``WorkerGroup.workers`` entry is a `rlcore.engines.launchers.worker.WorkerHandle`. When a worker fails to
-        start, or the user interrupts the start, none is left.
+        start, or the user interrupts the start, no worker is left.
 
         Raises:
             InvalidInputError: this launcher cannot run these workers.

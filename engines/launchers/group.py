@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from rlcore.engines.launchers.wire import one_call
-from rlcore.engines.launchers.worker import Current, WorkerHandle
+from rlcore.engines.launchers.pickled_calls import one_call
+from rlcore.engines.launchers.worker import CurrentCall, WorkerHandle
 from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
 
 _GRACE_S = 5.0
@@ -24,17 +24,17 @@ STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
 _LONGEST_WAIT_S = 60.0
 sending = threading.RLock()
-"""Held while all workers of a group are sent one thing: what several groups send reaches the processes they share in
-one order, so that their collectives cannot cross."""
+"""Held while all workers of a group are sent one call: processes that several groups share get the calls in one order,
+so that their collectives cannot cross."""
 os.register_at_fork(after_in_child=sending._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 _Inbox = queue.SimpleQueue["Future[Any] | Callable[[], None]"]
-"""Of a call: futures as they end, and what is to be done with an event, in the order in which they came."""
+"""What comes back during a call, in its order: the futures that have ended, and a function for each event."""
 
 
 class WorkerGroup:
-    """All workers of an executor, by rank. One that nobody holds any more ends them."""
+    """All workers of an executor, by rank. They end when nothing refers to the group any more."""
 
     def __init__(self, engine: str, timeout_s: float, store: str = "") -> None:
         self.engine = engine
@@ -52,7 +52,7 @@ class WorkerGroup:
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call ``method`` on all workers at once, with one (args, kwargs) each; their results by rank.
+        """Call ``method`` on all workers at once, with one (args, kwargs) each; return their results by rank.
 
         ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` (None: the
         group's) from when its worker begins with it: it may have to wait for another engine's call in the same process.
@@ -84,7 +84,7 @@ class WorkerGroup:
             return self._results(method, futures, inbox)
         except BaseException:  # Ctrl-C, or what on_event raised: the workers would go on for nobody
             for worker, future in zip(self.workers, futures, strict=True):
-                worker.give_up(future)
+                worker.cancel(future)
             raise
 
     def _check_usable(self, method: str) -> None:
@@ -111,7 +111,7 @@ class WorkerGroup:
         return futures
 
     def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
-        """Raises as ``call`` does."""
+        """Wait until all workers are ready. Raises as ``call`` does."""
         self._results("start", list(started), queue.SimpleQueue())
 
     def _results(self, method: str, futures: list[Future[Any]], inbox: _Inbox) -> list[Any]:
@@ -136,8 +136,8 @@ class WorkerGroup:
                 raise self._failure(futures)
         return [future.result() for future in futures]
 
-    def _present(self, futures: list[Future[Any]]) -> dict[int, Current]:
-        """Rank -> the call that its worker is at, of those that have not answered."""
+    def _present(self, futures: list[Future[Any]]) -> dict[int, CurrentCall]:
+        """Return the current call of each rank that has not answered."""
         found = {rank: self.workers[rank].current for rank, future in enumerate(futures) if not future.done()}
         return {rank: current for rank, current in found.items() if current is not None}
 
@@ -145,9 +145,9 @@ class WorkerGroup:
         errors = _errors(futures)
         if not isinstance(_cause(errors), WorkerDiedError):
             for worker, future in zip(self.workers, futures, strict=True):
-                worker.give_up(future)
-            wait(futures, _GRACE_S)  # a collective tells the living of a death before their parent hears of it
-        errors |= _errors(futures)  # of those that are alike the first to come is the cause
+                worker.cancel(future)
+            wait(futures, _GRACE_S)  # ranks may hear of a death in a collective before the parent hears of it
+        errors |= _errors(futures)  # of two that are alike, the first that came is the cause
         error = _cause(errors)
         for rank, other in errors.items():
             if other is not error:
@@ -157,7 +157,7 @@ class WorkerGroup:
             self._break(error)
         return error
 
-    def _timeout(self, method: str, late: dict[int, Current], futures: list[Future[Any]]) -> WorkerTimeoutError:
+    def _timeout(self, method: str, late: dict[int, CurrentCall], futures: list[Future[Any]]) -> WorkerTimeoutError:
         rank, current = next(iter(late.items()))
         stacks = [f"{self.workers[rank].context.where}:\n{self.workers[rank].stack()}" for rank in late]
         error = WorkerTimeoutError(
@@ -211,7 +211,7 @@ class WorkerGroup:
 
 
 def _abandon(workers: Sequence[WorkerHandle], store: str, owner: int) -> None:
-    """A group was dropped that nobody had stopped, or the program ends."""
+    """Stop the workers of a group that was dropped without ``stop``, or at the end of the program."""
     if os.getpid() != owner:
         return
     for worker in workers:
@@ -221,21 +221,21 @@ def _abandon(workers: Sequence[WorkerHandle], store: str, owner: int) -> None:
 
 
 def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
-    """Rank -> what it raised, of those that have ended."""
+    """Return the error of each rank that has failed."""
     ended = {rank: future.exception() for rank, future in enumerate(futures) if future.done()}
     return {rank: error for rank, error in ended.items() if error is not None}
 
 
 def _cause(errors: dict[int, BaseException]) -> BaseException:
-    """Of errors that came together the one to look at: a death, else not one of a collective, else the first."""
+    """Choose the error to report: a death, else one that is not from a collective, else the first that came."""
 
-    def remoteness(error: BaseException) -> int:
+    def distance(error: BaseException) -> int:
         return 0 if isinstance(error, WorkerDiedError) else 2 if _is_from_collective(error) else 1
 
-    return min(errors.values(), key=remoteness)
+    return min(errors.values(), key=distance)
 
 
 def _is_from_collective(error: BaseException) -> bool:
-    """It was raised inside torch.distributed, where another rank's failure ends up."""
+    """Return True if it was raised inside torch.distributed, which mostly echoes another rank's failure."""
     files = re.findall(r'File "(.*?)", line', getattr(error, "traceback", ""))
     return bool(files) and "/torch/distributed/" in files[-1]

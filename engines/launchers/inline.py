@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
+from rlcore.engines.launchers.failures import describe, raised
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.worker import WorkerContext, describe, raised
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.settings import Settings
 
@@ -42,7 +43,7 @@ def start_inline(worker_class: type[Any], context: WorkerContext, timeout_s: flo
 
 
 class InlineWorker:
-    """A worker that lives here; a call has ended when it returns."""
+    """A worker in the user's process; a call has ended when it returns."""
 
     def __init__(self, worker_class: Any, context: WorkerContext) -> None:
         self._on_event: Callable[[Any], None] | None = None
@@ -50,7 +51,7 @@ class InlineWorker:
         self.worker: Any = self._run("start", lambda: worker_class(self.context)).result()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The future is done."""
+        """Run the call now; the future is done."""
         return self.prepare(method, args, kwargs, timeout_s=math.inf)()
 
     def prepare(
@@ -62,7 +63,7 @@ class InlineWorker:
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float,
     ) -> Callable[[], Future[Any]]:
-        """Nobody can end it when it takes longer than ``timeout_s``: it runs in the caller's own thread."""
+        """See ``WorkerHandle``. Nothing ends a call after ``timeout_s``: it runs in the caller's own thread."""
         there = [arg.worker if isinstance(arg, InlineWorker) else arg for arg in args]
 
         def call() -> Future[Any]:
@@ -74,22 +75,22 @@ class InlineWorker:
 
         return call
 
-    def give_up(self, answer: Future[Any]) -> None:
-        """A call has ended when it returns: what interrupts its caller interrupts it."""
+    def cancel(self, answer: Future[Any]) -> None:
+        """Do nothing: what interrupts the caller of an inline call interrupts the call."""
 
     @property
     def current(self) -> None:
-        """A call has ended when it returns."""
+        """Return None: a call has ended when it returns."""
 
     def _run(self, method: str, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            with self.context.turn(method):
+            with self.context.running(method):
                 future.set_result(function())
         except RlcoreError as error:
             error.add_note(f"raised by {method}() on {self.context.where}")
             future.set_exception(error)
-        # A worker's sys.exit() does not end the user's program; his Ctrl-C does.
+        # sys.exit() in a worker does not end the user's program; Ctrl-C does.
         except (Exception, SystemExit) as error:
             failed = raised(describe(error), self.context, method)
             failed.__cause__ = error
@@ -108,7 +109,7 @@ class InlineWorker:
             self.context.world.destroy()
 
     def join(self, timeout_s: float) -> bool:
-        """It has ended when ``ask_to_stop`` returns."""
+        """Return True: it has ended when ``ask_to_stop`` returns."""
         return True
 
     def kill(self, because: str) -> None:

@@ -1,4 +1,4 @@
-"""Another interpreter than the user's, which runs workers: an environment of its own, with the same rlcore."""
+"""Another Python interpreter that runs workers: an environment of its own, with the same version of rlcore."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LONGEST_S = 60.0
 
 
 def checked_interpreter(python: str | os.PathLike[str]) -> str:
-    """Its path, which may be given as a name that is on the PATH.
+    """Return the path of an interpreter, which may be given as a name on the PATH.
 
     Raises:
-        InvalidInputError: it is no Python, or has not this version of rlcore; says what to do.
+        InvalidInputError: it is no Python, or has another version of rlcore or none; the message says what to do.
     """
     given = os.path.expanduser(os.fspath(python))
     found = shutil.which(given)
     if found is None:
         raise InvalidInputError(f"python={given!r} is no program; give the bin/python of an environment")
-    path = os.path.abspath(found)  # a link is how an environment's python finds its packages: it is not followed
+    path = os.path.abspath(found)  # links are kept: by them an environment's python finds its packages
     _check(path)
     return path
 
@@ -55,7 +55,7 @@ def _check(python: str) -> None:
 
 
 def environment_for(python: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` as activating the interpreter's environment leaves it."""
+    """Return ``environ`` as it is after the interpreter's environment was activated."""
     folder = str(Path(python).parent)
     kept = {name: value for name, value in environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     return kept | {"PATH": os.pathsep.join(filter(None, (folder, environ.get("PATH", ""))))}

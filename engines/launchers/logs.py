@@ -1,4 +1,4 @@
-"""Lines that worker processes print, on the user's stderr: each with rank and device, the same of many ranks once."""
+"""The lines that worker processes print, on the user's stderr: each with rank and device, and repeated ones once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from subprocess import Popen
 from typing import Any, TextIO
 
-_WINDOW_S = 5.0  # ranks that say the same within this time are taken to mean the same event
+_WINDOW_S = 5.0  # equal lines of several ranks within this time are taken for one event
 _END = re.compile(rb"[\r\n]")
 _LONGEST_LINE = 64 << 10  # bytes; the rest is a line of its own
 
 
 class LogMerger:
-    """Prints a line at once, and swallows it when another worker repeats it soon after."""
+    """Prints each line at once, but not the same line of another worker soon after."""
 
     def __init__(self, out: Callable[[], TextIO]) -> None:
         self._out = out
@@ -35,7 +35,7 @@ class LogMerger:
                 _print(f"[{label}] {text}{end}", out)
 
     def _forget(self, now: float) -> None:
-        # In the order in which they were first said: the oldest are in front.
+        # The dict is in the order of first lines: the oldest are in front.
         while self._recent and now - next(iter(self._recent.values()))[0] > _WINDOW_S:
             del self._recent[next(iter(self._recent))]
 

@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
-from rlcore.engines.launchers.device_process import Pending, joining, process_for
 from rlcore.engines.launchers.group import WorkerGroup, sending
-from rlcore.engines.launchers.traces import new_store
-from rlcore.engines.launchers.wire import Kind, WorkerReference
-from rlcore.engines.launchers.worker import Current, WorkerContext
+from rlcore.engines.launchers.messages import Kind, WorkerReference
+from rlcore.engines.launchers.runtime_files import new_store
+from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
+from rlcore.engines.launchers.worker_process import PendingCall, joining, process_for
 from rlcore.errors import InvalidInputError, WorkerDiedError
 from rlcore.registry import get_device, launch
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-"""Collective libraries listen on the interface these name, else on one that the network reaches."""
+"""Collective libraries listen on the interface that these name; without them, on one that is open to the network."""
 
 
 class ProcessLauncher(Launcher):
@@ -65,16 +65,16 @@ def worker_environment(device_names: list[str], *, owns_process: bool) -> dict[s
     environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
     on_host = all(launch(name).spec.is_host for name in device_names)
     if on_host or not owns_process:  # vLLM sets its own beside an accelerator
-        # They divide the host's processors: each with as many threads as there are would hold the others up, also
-        # those that only feed an accelerator.
+        # The workers divide the host's processors: a worker with as many threads as processors slows down the others,
+        # also those that only feed an accelerator.
         environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(device_names)))
     return environment
 
 
 def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return what a process calls the first of these, where they are numbered first, and the variable that does it.
+    """Return the name of the first of these devices in a process that numbers them first, and the variable for that.
 
-    It sees the others too, where they can come after these: what it is to read may lie on them.
+    The process sees the other devices too, after these: memory that it reads may lie on them.
     """
     kind = device_names[0].partition(":")[0]
     facts = launch(kind)
@@ -108,11 +108,11 @@ class ProcessWorker:
         return self._process.pid
 
     @property
-    def current(self) -> Current | None:
+    def current(self) -> CurrentCall | None:
         return self._process.current
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The future raises WorkerDiedError when the process ends first."""
+        """See ``WorkerHandle``. The future raises WorkerDiedError when the process ends first."""
         return self.prepare(method, args, kwargs, timeout_s=self._timeout_s)()
 
     def prepare(
@@ -126,11 +126,11 @@ class ProcessWorker:
         kind: Kind = "call",
     ) -> Callable[[], Future[Any]]:
         sent = [WorkerReference(arg._number) if isinstance(arg, ProcessWorker) else arg for arg in args]
-        pending = Pending(self.context, method, timeout_s, _returned(self._worker_class, method), on_event)
+        pending = PendingCall(self.context, method, timeout_s, _returned(self._worker_class, method), on_event)
         return self._process.prepare(kind, self._number, (sent, dict(kwargs)), pending)
 
-    def give_up(self, answer: Future[Any]) -> None:
-        self._process.give_up(answer)
+    def cancel(self, answer: Future[Any]) -> None:
+        self._process.cancel(answer)
 
     def stack(self) -> str:
         return self._process.stack()
@@ -159,7 +159,7 @@ class ProcessWorker:
 
 @functools.cache
 def _returned(worker_class: Any, method: str) -> Any:
-    """The annotated type of what a worker method returns: the contract by which its answer is decoded."""
+    """Return the annotated type of a worker method's result: the contract by which its answer is decoded."""
     if "." in method:  # of the user's module
         return Any
     try:

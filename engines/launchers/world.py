@@ -1,7 +1,8 @@
-"""The torch.distributed world of one worker: set up once, and the default of its process whenever it has its turn.
+"""The torch.distributed world of one worker: set up once, and the default of its process while the worker runs.
 
-Torch has one default group a process, and workers of several engines take turns in one process. So each worker has a
-default group of its own, and a call to the worker puts that one in place: methods use torch.distributed as if alone.
+Torch has one default group a process, and workers of several engines run one after another in one process. So each
+worker has a default group of its own, and a call to the worker puts that one in place: methods use torch.distributed as
+if they were alone.
 """
 
 from __future__ import annotations
@@ -9,14 +10,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.device import Device
 
 _NAMES_EACH = 1_000_000
 """Torch names groups by counting. Names must agree among ranks and differ within a process, so that each world counts
 from a multiple of this."""
+
+
+class Member(Protocol):
+    """The worker whose world it is."""
+
+    @property
+    def number(self) -> int:
+        """The number of the engine, the same on all ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def store(self) -> str:
+        """A folder through which the ranks find each other; "" in a world of torchrun."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def joins_torchrun(self) -> bool: ...
 
 
 class World:
@@ -29,16 +53,16 @@ class World:
         self._num_made = 0
 
     @contextlib.contextmanager
-    def in_place(self, context: WorkerContext) -> Iterator[None]:
-        """Within, the default group of the process is this world's; afterwards it is what it was."""
+    def in_place(self, member: Member) -> Iterator[None]:
+        """Make this world's default group that of the process inside the block; afterwards it is what it was."""
         import torch.distributed.distributed_c10d as c10d
 
         outer = c10d.GroupMember.WORLD
-        if context.joins_torchrun and outer is not None:  # the user's own, over the same ranks
+        if member.joins_torchrun and outer is not None:  # the user's own, over the same ranks
             yield
             return
         others, outer_count = set(c10d._world.pg_map) - set(self._groups), c10d._world.group_count
-        self._put(self._default, self._count or context.number * _NAMES_EACH)
+        self._put(self._default, self._count or member.number * _NAMES_EACH)
         try:
             yield
         finally:
@@ -53,30 +77,30 @@ class World:
         c10d._update_default_pg(default)
         c10d._world.group_count = count
 
-    def default_group(self, context: WorkerContext, timeout_s: float) -> Any:
-        """The group of all workers, who must all ask for the first time together."""
+    def default_group(self, member: Member, timeout_s: float) -> Any:
+        """Return the group of all workers, who must all ask for the first time together."""
         import torch.distributed as dist
 
         if not dist.is_initialized():
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group(
-                context.device.collectives.backend,
-                store=self._new_store(context, dist, timeout),
-                rank=context.rank,
-                world_size=context.world_size,
+                member.device.collectives.backend,
+                store=self._new_store(member, dist, timeout),
+                rank=member.rank,
+                world_size=member.world_size,
                 timeout=timeout,
             )
         return dist.group.WORLD
 
-    def _new_store(self, context: WorkerContext, dist: Any, timeout: timedelta) -> Any:
-        if context.world_size == 1:
+    def _new_store(self, member: Member, dist: Any, timeout: timedelta) -> Any:
+        if member.world_size == 1:
             return dist.HashStore()
-        # A part of its own for each group: the addresses of an earlier one would be taken for this one's.
+        # Each group has its own part of the store: else it would find the addresses of an earlier one.
         self._num_made += 1
-        if context.joins_torchrun:
-            store, _, _ = next(dist.rendezvous("env://", context.rank, context.world_size, timeout=timeout))
-            return dist.PrefixStore(f"rlcore/{context.number}/{self._num_made}", store)
-        store = dist.FileStore(f"{context.store}/{self._num_made}", context.world_size)
+        if member.joins_torchrun:
+            store, _, _ = next(dist.rendezvous("env://", member.rank, member.world_size, timeout=timeout))
+            return dist.PrefixStore(f"rlcore/{member.number}/{self._num_made}", store)
+        store = dist.FileStore(f"{member.store}/{self._num_made}", member.world_size)
         store.set_timeout(timeout)
         return store
 

@@ -1,7 +1,7 @@
-"""One tag of one worker: tensors that can leave the device and come back, guarded while they are away.
+"""Groups of tensors, one for each tag of a worker, that leave the device and come back together.
 
 Weights are parameters. Buffers stay: they are small, and many (rotary tables) could not be made again after a release.
-Touching a freed storage is a segmentation fault, which is why the users of what is away are guarded.
+A read of a freed storage is a segmentation fault, so the users of the tensors are guarded while these are away.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlcore.device import Device
-from rlcore.engines.offload.chunks import Arrival, Cargo, Departure, Parcel, whole
-from rlcore.engines.offload.copy import Transfer
+from rlcore.engines.offload.chunks import Chunk, host_bytes, release_blocks, whole
+from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.offload.host_to_device import HostToDevice
 from rlcore.engines.offload.storages import distinct_storages, freeable_storages
+from rlcore.engines.offload.transfer import Transfer
 from rlcore.errors import InvalidInputError
 from rlcore.registry import get_device
 from rlcore.types import OffloadReport
@@ -28,10 +31,14 @@ from rlcore.types import OffloadReport
 _NOTHING = OffloadReport(moved_bytes=0, freed_device_bytes=0, seconds=0.0, pinned=False, first_use=False)
 
 
-class Resident:
-    """``tensors()`` lists what the tag holds now; ``guard(guard, state)`` guards its users while it is away.
+class OffloadGroup:
+    """Tensors of one device that leave it and come back together.
 
-    ``before_leaving()`` is called while they are still there: whoever shared them takes that back.
+    Args:
+        device: the device of the tensors; tensors elsewhere stay where they are.
+        tensors: lists the tensors of the group as they are now.
+        guard: ``guard(guard, state)`` makes the users of the tensors raise while these are "offloaded" or "released".
+        before_leaving: is called while the tensors are still there; who shared them with other processes revokes that.
     """
 
     def __init__(
@@ -47,34 +54,34 @@ class Resident:
         self._guard_users = guard
         self._before_leaving = before_leaving
         self._guard = Guard()
-        self._cargo = Cargo()
+        self._chunks: deque[Chunk] = deque()
         self._is_away = False
-        weakref.finalize(self, self._cargo.release, arena_of(device)).atexit = False
+        weakref.finalize(self, release_blocks, self._chunks, arena_of(device)).atexit = False
 
     # ---------------------------------------------------------------------------------------------- moves
 
     def onload(self) -> OffloadReport:
-        """Bring back what left; after ``meta`` only the room, its values undefined. Nothing if it is there."""
-        return exchange([], [self])[0]
+        """Bring the values back; after ``meta`` only the memory, whose values are undefined. No-op if not away."""
+        return swap_groups([], [self])[0]
 
     def offload(self) -> OffloadReport:
-        """Copy every distinct storage to the host and free it. Nothing if it is away."""
-        return exchange([self], [])[0]
+        """Copy every distinct storage to the host and free it. No-op if away."""
+        return swap_groups([self], [])[0]
 
     def meta(self) -> OffloadReport:
-        """Free the storages and their host memory, without copying."""
+        """Free the storages and their host memory without a copy."""
         started = time.perf_counter()
         freed = 0
         if not self._is_away:
             self._before_leaving()
             storages = self._storages()
             freed = sum(storage.nbytes() for storage in storages)
-            self._cargo.parcels.extend(Parcel(None, [part]) for part in whole(storages))
+            self._chunks.extend(Chunk(None, [part]) for part in whole(storages))
             for storage in storages:
                 storage.resize_(0)
             if freed:
-                self.device.memory.empty_cache()  # other processes are to have it
-        self._cargo.release(arena_of(self.device))
+                self.device.memory.empty_cache()  # other processes take it
+        release_blocks(self._chunks, arena_of(self.device))
         self._is_away = True
         self._guard.lift()
         self._guard_users(self._guard, "released")
@@ -87,36 +94,39 @@ class Resident:
         )
 
     def forget(self) -> None:
-        """Its tensors are about to be replaced or overwritten: nothing is away any more."""
+        """Forget what is away, because the tensors are about to be replaced or overwritten."""
         self.drop()
         self._is_away = False
         self._guard.lift()
 
     def drop(self) -> None:
-        """Nothing is to be brought back; whoever uses what is away is still refused."""
-        self._cargo.release(arena_of(self.device))
-        self._cargo.parcels.clear()
+        """Give up the values for good; the users of the tensors still raise."""
+        release_blocks(self._chunks, arena_of(self.device))
+        self._chunks.clear()
 
-    # ------------------------------------------------------------------------------------------ both at once
+    # ------------------------------------------------------------------------------- as a part of a swap
 
-    def departure(self) -> Departure:
-        """Guard the tensors and let them leave."""
+    def to_host(self) -> DeviceToHost:
+        """Guard the users of the tensors and plan the copy to the host."""
         self._before_leaving()
         ranges = whole(self._storages())
         self._guard_users(self._guard, "offloaded")
-        return Departure(self._cargo, ranges)
+        return DeviceToHost(self._chunks, ranges)
 
-    def arrival(self, *, gathers: bool) -> Arrival:
-        return Arrival(self._cargo, gathers=gathers)
+    def to_device(self, *, few_segments: bool) -> HostToDevice:
+        """Plan the copy to the device; see ``HostToDevice``."""
+        return HostToDevice(self._chunks, few_segments=few_segments)
 
-    def has_left(self) -> None:
+    def set_offloaded(self) -> None:
+        """Record that the tensors have left."""
         self._is_away = True
 
-    def has_stayed(self) -> None:
-        """A departure failed."""
+    def cancel_offload(self) -> None:
+        """Record that the tensors have stayed, after a failure."""
         self._guard.lift()
 
-    def has_arrived(self) -> None:
+    def set_onloaded(self) -> None:
+        """Record that the tensors are back."""
         self._is_away = False
         self._guard.lift()
 
@@ -128,8 +138,8 @@ class Resident:
 
     @property
     def host_bytes(self) -> int:
-        """Of the arena, which this tag has now."""
-        return self._cargo.host_bytes
+        """The bytes of the arena that the group occupies now."""
+        return host_bytes(self._chunks)
 
     @property
     def device_bytes(self) -> int:
@@ -140,63 +150,65 @@ class Resident:
         return freeable_storages(self._tensors(), self.device)
 
 
-def exchange(out: Sequence[Resident], in_: Sequence[Resident]) -> list[OffloadReport]:
-    """All of ``out`` leaves while all of ``in_`` comes back, on one device; a report of each, in this order.
+def swap_groups(out: Sequence[OffloadGroup], in_: Sequence[OffloadGroup]) -> list[OffloadReport]:
+    """Offload all of ``out`` while all of ``in_`` come back, on one device; return a report of each, in this order.
 
-    Those that are there already do nothing. After an error everything is where it was.
+    Groups that are already where they should be do nothing. After an error everything is where it was.
 
     Raises:
-        DeviceError: host or device memory does not do.
+        DeviceError: there is too little host or device memory.
         StateError, UnsupportedError: a storage cannot be freed.
     """
     if not out and not in_:
         return []
-    moves = Exchange(out, in_, gathers=not out)
+    swap = GroupSwap(out, in_, few_segments=not out)
     try:
-        moves.transfer.run()
+        swap.transfer.run()
     except BaseException:
-        moves.has_gone_back()
+        swap.cancel()
         raise
-    return moves.has_ended()
+    return swap.finish()
 
 
-class Exchange:
-    """Residents of one device in this process, on their way; its users are guarded until it has ended."""
+class GroupSwap:
+    """Groups of one device in this process that change places; their users are guarded until ``finish``."""
 
-    def __init__(self, out: Sequence[Resident], in_: Sequence[Resident], *, gathers: bool = False) -> None:
-        """Nothing has moved yet; raises what ``exchange`` does of storages that cannot be freed.
+    def __init__(self, out: Sequence[OffloadGroup], in_: Sequence[OffloadGroup], *, few_segments: bool = False) -> None:
+        """Plan the copies; nothing has moved yet. Raises as ``swap_groups`` does for storages that cannot be freed.
 
         Args:
-            gathers: see ``Arrival``.
+            few_segments: see ``HostToDevice``.
         """
         self._all = [*out, *in_]
-        self._leaving = [resident for resident in out if not resident.is_away]
-        self._arriving = [resident for resident in in_ if resident.is_away]
+        self._leaving = [group for group in out if not group.is_away]
+        self._returning = [group for group in in_ if group.is_away]
         device = self._all[0].device
         try:
-            departures = [resident.departure() for resident in self._leaving]
+            to_host = [group.to_host() for group in self._leaving]
         except BaseException:
-            self.has_gone_back()
+            self.cancel()
             raise
-        arrivals = [resident.arrival(gathers=gathers and not device.spec.is_host) for resident in self._arriving]
-        self.transfer = Transfer(device, arena_of(device), departures, arrivals)
+        few_segments = few_segments and not device.spec.is_host
+        to_device = [group.to_device(few_segments=few_segments) for group in self._returning]
+        self.transfer = Transfer(device, arena_of(device), to_host, to_device)
 
-    def has_ended(self) -> list[OffloadReport]:
-        """Of each resident, those of ``out`` first."""
-        for resident in self._leaving:
-            resident.has_left()
-        for resident in self._arriving:
-            resident.has_arrived()
-        moved = dict(zip(self._leaving + self._arriving, self.transfer.reports(), strict=True))
-        return [moved.get(resident, _NOTHING) for resident in self._all]
+    def finish(self) -> list[OffloadReport]:
+        """Record that everything has moved; return a report of each group, those of ``out`` first."""
+        for group in self._leaving:
+            group.set_offloaded()
+        for group in self._returning:
+            group.set_onloaded()
+        moved = dict(zip(self._leaving + self._returning, self.transfer.reports(), strict=True))
+        return [moved.get(group, _NOTHING) for group in self._all]
 
-    def has_gone_back(self) -> None:
-        for resident in self._leaving:
-            resident.has_stayed()
+    def cancel(self) -> None:
+        """Record that everything is where it was."""
+        for group in self._leaving:
+            group.cancel_offload()
 
 
-class GradResident(Resident):
-    """Gradients. While away they are no longer ``parameter.grad``: autograd would add to a freed storage."""
+class GradientGroup(OffloadGroup):
+    """The gradients of a module. While away they are not ``parameter.grad``: autograd would add to a freed storage."""
 
     def __init__(self, device: Device, module: nn.Module, guard: Callable[[Guard, str], None]) -> None:
         super().__init__(device, lambda: (grad for _, grad in self._held()), guard)
@@ -206,14 +218,14 @@ class GradResident(Resident):
     def _held(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
 
-    def has_left(self) -> None:
-        super().has_left()
+    def set_offloaded(self) -> None:
+        super().set_offloaded()
         self._away = self._held()
         for parameter, _ in self._away:
             parameter.grad = None
 
-    def has_arrived(self) -> None:
-        super().has_arrived()
+    def set_onloaded(self) -> None:
+        super().set_onloaded()
         for parameter, grad in self._away:
             meanwhile, parameter.grad = parameter.grad, grad
             if meanwhile is not None:  # a backward pass has run
@@ -231,7 +243,7 @@ class GradResident(Resident):
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """Every tensor of every optimizer's state."""
+    """Yield every tensor of every optimizer's state."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
@@ -241,8 +253,8 @@ def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadReport]:
     """Keep a module's weights and its optimizers' states in host memory inside the ``with`` block.
 
-    Needs no engine. Using the module inside, or any optimizer of its parameters, raises ``StateError``; its tensors
-    themselves must not be touched. The host memory is kept for the next time.
+    No engine is needed. Inside, the module and every optimizer of its parameters raise ``StateError`` when they are
+    used; the tensors themselves must not be touched. The host memory is kept for the next time.
 
     Raises:
         InvalidInputError: a module without parameters, or something else than a module and optimizers.
@@ -259,12 +271,12 @@ def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadRepo
         up.guard_module(module, message)
         up.guard_optimizers(optimizers, message)
 
-    resident = Resident(device, tensors, guard)
-    report = resident.offload()
+    group = OffloadGroup(device, tensors, guard)
+    report = group.offload()
     try:
         yield report
     finally:
-        resident.onload()
+        group.onload()
 
 
 def _check_offloadable(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

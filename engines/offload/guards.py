@@ -14,18 +14,19 @@ from torch.utils.hooks import RemovableHandle
 from rlcore.errors import StateError
 
 _REPLACED = ("__deepcopy__", "_apply", "_load_from_state_dict", "reset_parameters")
-"""Of a module, where there is no hook or one takes long; ``_apply`` is what moves, converts and shares its tensors."""
+"""Methods of a module for which torch has no hook, or a slow one; ``_apply`` moves, converts and shares its tensors."""
 
 
 class Guard:
-    """While it is up, the guarded objects raise ``StateError`` when used."""
+    """Makes objects raise ``StateError`` when they are used, until it is lifted."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle | _Replaced] = []
-        weakref.finalize(self, _lift, self._handles).atexit = False  # one hook is not of a guarded object
+        # One hook belongs to no guarded object, so nothing else would remove it.
+        weakref.finalize(self, _lift, self._handles).atexit = False
 
     def guard_module(self, module: nn.Module, message: str) -> None:
-        """Refuse what reads or writes the parameters of the module or of a part, and steps of any optimizer of them."""
+        """Refuse every use of the parameters of the module or of a part of it, and steps of any optimizer of them."""
         refuse = _refusal(message)
         for part in module.modules():
             # before the hooks of FSDP, which read the weights
@@ -41,7 +42,7 @@ class Guard:
         self._handles.append(register_optimizer_step_pre_hook(refuse_theirs))
 
     def guard_optimizers(self, optimizers: Iterable[Optimizer], message: str) -> None:
-        """Refuse what reads or writes their states."""
+        """Refuse every use of the optimizers' states."""
         refuse = _refusal(message)
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(refuse))
@@ -50,11 +51,11 @@ class Guard:
             self._handles.append(_Replaced(optimizer, "__deepcopy__", refuse))
 
     def guard_steps(self, optimizers: Iterable[Optimizer], message: str) -> None:
-        """Refuse ``step`` alone, for which gradients are needed."""
+        """Refuse ``step`` alone, which needs gradients."""
         self._handles += [optimizer.register_step_pre_hook(_refusal(message)) for optimizer in optimizers]
 
     def guard_zero_grad(self, owners: Iterable[nn.Module | Optimizer], message: str) -> None:
-        """Refuse ``zero_grad``, which would not find gradients that are to come back."""
+        """Refuse ``zero_grad``, which would not find the gradients that come back later."""
         self._handles += [_Replaced(owner, "zero_grad", _refusal(message)) for owner in owners]
 
     def lift(self) -> None:
@@ -62,7 +63,7 @@ class Guard:
 
 
 class _Replaced:
-    """A method of one object, for which torch has no hook."""
+    """Replaces a method of one object, for which torch has no hook."""
 
     def __init__(self, owner: Any, name: str, by: Any) -> None:
         self._own = vars(owner)

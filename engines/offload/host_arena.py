@@ -1,7 +1,7 @@
 """Host memory that everything offloaded from one device of this process shares.
 
-Slabs are allocated in the exact size that is missing, touched and registered once, and kept: what one engine brings
-back leaves room for the next. A slab is handed out in blocks, the unit in which data moves.
+Each allocation has the exact size that is missing. It is touched and registered once, and kept: the room that one
+engine leaves when its tensors come back serves the next engine. Allocations are lent in blocks, the unit of a copy.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ from rlcore.errors import DeviceError, InvalidInputError, StateError
 _log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 128 << 20
-"""About 2.5 ms of a link of 50 GB/s: large beside the cost of a call, small beside the memory of a device."""
-_SLAB_BYTES = 1 << 30
-"""Enough for all threads that touch its pages; a registration each, of which a batch of copies looks at all."""
+"""About 2.5 ms of a link of 50 GB/s: large compared with the cost of a call, small compared with a device's memory."""
+_ALLOCATION_BYTES = 1 << 30
+"""Enough work for all threads that touch its pages. Each allocation is one registration, and a batch of copies looks
+at all registrations."""
 _ALIGNMENT = 64
-"""Of tensors within a block, a cache line; blocks are multiples of it."""
+"""The alignment of tensors in a block: a cache line. The size of a block is a multiple of it."""
 _RAISE_OWN_LIMIT = "raise the limit (set by the last build() in this process that gave one; pass host_memory_bytes=)"
 
 
 @dataclass(eq=False, slots=True)
-class Slab:
+class HostAllocation:
+    """Host memory that is allocated and freed as a whole."""
+
     tensor: Tensor
     """[nbytes] uint8."""
     buffer: Any
-    """The ``HostBuffer``; None of pageable memory."""
+    """The ``HostBuffer``; None for pageable memory."""
     num_lent: int = 0
+    """The number of its blocks that are lent."""
 
     @property
     def is_pinned(self) -> bool:
@@ -46,29 +50,34 @@ class Slab:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
-    """A part of a slab, lent by ``Arena.take`` until ``Arena.give``."""
+class HostBlock:
+    """A part of an allocation, lent by ``HostArena.take`` until ``HostArena.give``."""
 
     tensor: Tensor
     """[nbytes] uint8."""
-    slab: Slab
+    allocation: HostAllocation
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = self.tensor.numel()
 
+    @property
+    def is_pinned(self) -> bool:
+        return self.allocation.is_pinned
+
 
 def aligned(nbytes: int) -> int:
+    """Return the bytes that so many take in a block."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Arena:
+class HostArena:
     """The host memory of one device. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._slabs: list[Slab] = []
-        self._free: list[Block] = []  # by size
+        self._allocations: list[HostAllocation] = []
+        self._free: list[HostBlock] = []  # by size
         self._limit_bytes: int | None = None
         self._growing_bytes = 0
         self._num_trims = 0
@@ -80,7 +89,7 @@ class Arena:
     @property
     def total_bytes(self) -> int:
         with self._changed:
-            return sum(slab.tensor.numel() for slab in self._slabs)
+            return sum(allocation.tensor.numel() for allocation in self._allocations)
 
     @property
     def free_bytes(self) -> int:
@@ -93,11 +102,15 @@ class Arena:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What ``set_limit`` said."""
+        """The limit that ``set_limit`` was given."""
         return self._limit_bytes
 
     def set_limit(self, host_memory_bytes: int | None) -> None:
-        """The most bytes to hold at any time; None leaves it to the limits of the process."""
+        """Set the most bytes to hold at any time; None leaves it to the limits of the process.
+
+        Raises:
+            InvalidInputError: it is no whole number of at least 1, and not None.
+        """
         if host_memory_bytes is not None and (type(host_memory_bytes) is not int or host_memory_bytes < 1):
             raise InvalidInputError(
                 f"host_memory_bytes must be a whole number of at least 1 or None, got {host_memory_bytes!r}"
@@ -105,7 +118,7 @@ class Arena:
         self._limit_bytes = host_memory_bytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Have ``nbytes`` free soon: what is missing is allocated in the background. True if something is missing.
+        """Allocate in the background what is missing of ``nbytes`` free bytes; return True if something is missing.
 
         Raises:
             DeviceError: the limits of this process do not allow it; nothing is allocated then.
@@ -123,43 +136,43 @@ class Arena:
         return True
 
     def wait(self) -> None:
-        """Until everything reserved is there; raises what its allocation raised."""
+        """Wait until everything reserved is allocated; raise the error of the allocation."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_growing)
             self._raise_failure()
 
     def trim(self) -> int:
-        """Give the slabs of which nothing is lent back to the host; their bytes.
+        """Give allocations without a lent block back to the host; return their bytes.
 
-        A slab that is still being allocated goes back as soon as it is there: ``trim`` does not wait for it, as the
-        garbage collector may call it in the very thread that allocates.
+        One that is still being made goes back as soon as it is there. ``trim`` does not wait for it, because the
+        garbage collector may call ``trim`` in the very thread that allocates.
         """
         with self._changed:
             self._num_trims += 1
             self._growing_bytes = 0
             self._changed.notify_all()
-            unused = [slab for slab in self._slabs if not slab.num_lent]
-            self._slabs = [slab for slab in self._slabs if slab.num_lent]
-            self._free = [block for block in self._free if block.slab.num_lent]
-        freed = sum(slab.tensor.numel() for slab in unused)
-        for slab in unused:
-            self._give_back(slab)
+            unused = [allocation for allocation in self._allocations if not allocation.num_lent]
+            self._allocations = [allocation for allocation in self._allocations if allocation.num_lent]
+            self._free = [block for block in self._free if block.allocation.num_lent]
+        freed = sum(allocation.tensor.numel() for allocation in unused)
+        for allocation in unused:
+            self._free_allocation(allocation)
         return freed
 
-    def _give_back(self, slab: Slab) -> None:
-        buffer = slab.buffer
-        del slab.tensor, slab.buffer
+    def _free_allocation(self, allocation: HostAllocation) -> None:
+        buffer = allocation.buffer
+        del allocation.tensor, allocation.buffer
         if buffer is not None:
             with contextlib.suppress(StateError):  # a traceback still holds a view: unmapped when that goes
                 self._device.memory.host_free(buffer)
 
     # --------------------------------------------------------------------------------------------- lending
 
-    def take(self, wanted: int, *, waits: bool) -> Block | None:
-        """A free block, the smallest that holds ``wanted`` bytes, else the largest.
+    def take(self, wanted: int, *, waits: bool) -> HostBlock | None:
+        """Lend a free block: the smallest that holds ``wanted`` bytes, else the largest.
 
-        None: nothing is free, nor, with ``waits``, will be before blocks are given back. Raises what an allocation in
-        the background raised.
+        Returns None when no block is free. With ``waits`` that means that none becomes free before blocks are given
+        back. Raises the error of an allocation in the background.
         """
         with self._changed:
             if waits:
@@ -169,12 +182,13 @@ class Arena:
                 return None
             position = bisect.bisect_left(self._free, wanted, key=_nbytes)
             block = self._free.pop(min(position, len(self._free) - 1))
-            block.slab.num_lent += 1
+            block.allocation.num_lent += 1
             return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
+        """Take back a lent block."""
         with self._changed:
-            block.slab.num_lent -= 1
+            block.allocation.num_lent -= 1
             bisect.insort(self._free, block, key=_nbytes)
             self._changed.notify_all()
 
@@ -183,7 +197,7 @@ class Arena:
     def _check_room(self, missing: int) -> None:
         limits = [(limit, "raise the limit") for limit in cgroup_limits()]
         if self._limit_bytes is not None:
-            held = sum(slab.tensor.numel() for slab in self._slabs) + self._growing_bytes
+            held = sum(allocation.tensor.numel() for allocation in self._allocations) + self._growing_bytes
             limits.append((HostLimit("host_memory_bytes", self._limit_bytes, held), _RAISE_OWN_LIMIT))
         for limit, remedy in limits:
             if missing > limit.room_bytes:
@@ -193,40 +207,40 @@ class Arena:
                 )
 
     def _grow(self, missing: int, num_trims: int) -> None:
-        """Allocate ``missing`` bytes; none after the arena was trimmed once more than ``num_trims`` times."""
+        """Allocate ``missing`` bytes, and stop once the arena was trimmed more than ``num_trims`` times."""
         try:
             while missing:
-                nbytes = min(missing, _SLAB_BYTES)
-                slab = self._new_slab(nbytes)
-                if not self._has_taken(slab, num_trims):
-                    self._give_back(slab)
+                nbytes = min(missing, _ALLOCATION_BYTES)
+                allocation = self._allocate(nbytes)
+                if not self._add(allocation, num_trims):
+                    self._free_allocation(allocation)
                     return
                 missing -= nbytes
-        except BaseException as error:  # taken up by whoever waits
+        except BaseException as error:  # raised by the next call that waits
             with self._changed:
                 if self._num_trims == num_trims:
                     self._growing_bytes -= missing
                     self._failure = error
                     self._changed.notify_all()
 
-    def _has_taken(self, slab: Slab, num_trims: int) -> bool:
+    def _add(self, allocation: HostAllocation, num_trims: int) -> bool:
         with self._changed:
             if self._num_trims != num_trims:
                 return False
-            self._slabs.append(slab)
-            self._free.extend(Block(part, slab) for part in torch.split(slab.tensor, BLOCK_BYTES))
+            self._allocations.append(allocation)
+            self._free.extend(HostBlock(part, allocation) for part in torch.split(allocation.tensor, BLOCK_BYTES))
             self._free.sort(key=_nbytes)
-            self._growing_bytes -= slab.tensor.numel()
+            self._growing_bytes -= allocation.tensor.numel()
             self._changed.notify_all()
             return True
 
-    def _new_slab(self, nbytes: int) -> Slab:
+    def _allocate(self, nbytes: int) -> HostAllocation:
         try:
             buffer = self._device.memory.host_alloc(nbytes)
-            return Slab(buffer.tensor, buffer)
+            return HostAllocation(buffer.tensor, buffer)
         except DeviceError as error:
             try:
-                slab = Slab(torch.empty(nbytes, dtype=torch.uint8), None)
+                allocation = HostAllocation(torch.empty(nbytes, dtype=torch.uint8), None)
             except (RuntimeError, MemoryError) as refused:
                 raise DeviceError(
                     f"{nbytes} bytes of host memory for an offload could not be had: {refused}"
@@ -239,7 +253,7 @@ class Arena:
                 error,
                 "unlimited" if lock_limit is None else f"{lock_limit} bytes",
             )
-            return slab
+            return allocation
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -248,11 +262,11 @@ class Arena:
 
 
 _nbytes = attrgetter("nbytes")
-_arenas: dict[str, Arena] = {}
+_arenas: dict[str, HostArena] = {}
 _lock = threading.Lock()
 
 
-def arena_of(device: Device) -> Arena:
-    """The one of this process and ``device``."""
+def arena_of(device: Device) -> HostArena:
+    """Return the arena of ``device`` in this process."""
     with _lock:
-        return _arenas.setdefault(device.name, Arena(device))
+        return _arenas.setdefault(device.name, HostArena(device))

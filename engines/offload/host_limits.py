@@ -1,6 +1,7 @@
-"""How much host memory this process may still take, by the limits it lives under.
+"""The limits on the host memory of this process, and how much of each is used.
 
-Not the machine's total: a virtual machine may grow its memory, and a container is killed at its own limit long before.
+They say more than the machine's total: a virtual machine may grow its memory, and a container is killed at its own
+limit long before the machine is full.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ class HostLimit:
 
 
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[HostLimit]:
-    """Of the control groups this process is in, versions 1 and 2, their parents included; those without are absent."""
+    """Return the limits of this process's control groups, versions 1 and 2, and of their parents.
+
+    Groups without a limit are absent.
+    """
     found = (_limit_of(folder) for folder in _groups(root, membership))
     return [limit for limit in found if limit is not None]
 
 
 def physical_bytes() -> int:
-    """The memory of this machine."""
+    """Return the memory of this machine, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def lock_limit_bytes() -> int | None:
-    """``ulimit -l`` of this process; None is unlimited."""
+    """Return ``ulimit -l`` of this process, in bytes; None is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -59,7 +63,7 @@ def _groups(root: Path, membership: Path) -> Iterator[Path]:
             continue
         top = root / "memory" if controllers else root
         group = top / path.lstrip("/")
-        # In a container the path may be the host's, and only the top is mounted: it is this process's own group then.
+        # In a container the path may be the host's, and only the top is mounted: then that is this process's own group.
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top) and folder.exists())
 
 
@@ -78,6 +82,6 @@ def _limit_of(folder: Path) -> HostLimit | None:
 
 
 def _field(stat: Path, name: str) -> int:
-    """Bytes of files that the kernel drops when memory is asked for."""
+    """Return the bytes of cached files, which the kernel drops when memory is needed."""
     lines = stat.read_text().splitlines() if stat.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

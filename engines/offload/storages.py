@@ -1,4 +1,4 @@
-"""Which memory a set of tensors stands for, and whether it can leave the device.
+"""The storages behind a set of tensors, and whether they can leave the device.
 
 A storage is freed and refilled in place (``untyped_storage().resize_``) rather than replaced, so that every parameter,
 DTensor and optimizer state that looks at it stays the same object.
@@ -19,17 +19,17 @@ from rlcore.errors import StateError, UnsupportedError
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Every storage once, in order; tied parameters and views share one."""
+    """Return every storage once, in order; tied parameters and views share one."""
     return list({storage._cdata: storage for storage in map(_storage_of, tensors)}.values())
 
 
 def freeable_storages(tensors: Iterable[Tensor], device: Device) -> list[torch.UntypedStorage]:
-    """Those that hold memory of ``device``: an optimizer of an accelerator keeps its step counts on the host.
+    """Return the storages in the memory of ``device``; an optimizer of an accelerator has its step counts on the host.
 
     Raises:
         UnsupportedError: a storage belongs to a file or to numpy, so that it cannot be freed, or is in shared memory
             of the host, which torch cannot grow again.
-        StateError: another process may have one open.
+        StateError: a storage is exported, so another process may use it.
     """
     exported = _exported_addresses(device)
     found = {}
@@ -75,11 +75,11 @@ def _exported_addresses(device: Device) -> set[int]:
 
 @functools.singledispatch
 def bytes_of(storage: Any, start: int, nbytes: int) -> Tensor:
-    """[nbytes] uint8, a part of it. Memory that is no torch storage registers its own way."""
+    """Return [nbytes] uint8, a view of a range of the storage. Memory that is no torch storage registers its own."""
     found: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
     return found
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """A tensor whose storage can be freed and refilled in place: memory maps and numpy's cannot."""
+    """Return a tensor whose storage can be freed and refilled in place: a clone of memory maps and numpy's memory."""
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()

@@ -1,4 +1,4 @@
-"""After an error everything is where it was, or the error says what is not."""
+"""Undo a move that failed, and say in the error where everything is."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlcore.errors import DeviceError
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], str]) -> Iterator[None]:
-    """After an error in the block ``undo()`` takes it back and says where everything is.
+    """Call ``undo()`` after an error in the block; it takes the move back and returns words that say where all is.
 
     Raises:
-        DeviceError: that of the block, with these words at its end. Any other error has them in a note.
+        DeviceError: the error of the block with these words at its end. Any other error has them in a note.
     """
     try:
         yield

@@ -1,108 +1,114 @@
-"""Engines whose workers share processes, and what of them moves in a swap."""
+"""The participants of a swap: engines whose workers share processes, with the tags of theirs that move."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlcore.engines.engine import Engine
 from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.residency import Move, State
+from rlcore.engines.swapping.swap_worker import SwapWorker
 from rlcore.errors import UnsupportedError
 from rlcore.types import OffloadReport
 
+R = TypeVar("R")
 Site = tuple[int, str]
-"""Process and device, which is where workers can work on each other's tensors."""
+"""Process id and device name. The workers at one site can work on each other's tensors."""
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One tag of one engine."""
+class TagMove:
+    """One tag of one engine that moves in the swap."""
 
     engine: Engine
     entry: int
+    """The position of the user's entry that names it."""
     move: Move
     tag: str
     before: State
     after: State
 
 
-Reports = dict[Step, list[OffloadReport]]
-"""By worker of the step's engine."""
+Reports = dict[TagMove, list[OffloadReport]]
+"""The reports of each move, by worker of its engine."""
 
 
-class Party:
-    """It is called through the engine that has a worker at each of its sites."""
+class SwapParticipant:
+    """Engines that share processes. All are called through one of them, which has a worker at each of the sites."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
-        self._leader = max((step.engine for step in steps), key=lambda engine: len(_workers(engine)))
+    def __init__(self, moves: Sequence[TagMove]) -> None:
+        self._moves = moves
+        self._leader = max((move.engine for move in moves), key=lambda engine: len(_workers(engine)))
         self.sites = [_site(worker) for worker in _workers(self._leader)]
-        for step in steps:
-            _check_reachable(step.engine, self._leader, self.sites)
-        self._steps_at = {site: [step for step in steps if site in _by_site(step.engine)] for site in self.sites}
+        for move in moves:
+            _check_reachable(move.engine, self._leader, self.sites)
+        self._moves_at = {site: [move for move in moves if site in _by_site(move.engine)] for site in self.sites}
 
     @property
     def labels(self) -> str:
-        return " and ".join(sorted({step.engine.label for step in self._steps}))
+        return " and ".join(sorted({move.engine.label for move in self._moves}))
 
     @property
     def runs_here(self) -> bool:
-        """In the user's own process, and so in the thread that calls."""
+        """The workers live in the user's own process, so that they run in the thread that calls."""
         return any(process == os.getpid() for process, _ in self.sites)
 
-    def call(self, method: str, arguments: Sequence[Arguments]) -> list[Any]:
-        """Call a method of one worker at each site; results by site."""
-        return self._leader._built_group().call(method, arguments)
+    def call(self, method: Callable[..., R], arguments: Sequence[Arguments]) -> list[R]:
+        """Call a method of ``SwapWorker`` on one worker at each site; return the results by site."""
+        return self._leader._built_group().call(method.__name__, arguments)
 
     def swap(self) -> Reports:
-        """All steps in one call; after an error everything is where it was."""
+        """Move everything in one call; after an error everything is where it was."""
         try:
-            return self.reports(self.call("swap", self.plans(with_workers=True)))
+            return self.reports(self.call(SwapWorker.swap, self.plans(with_workers=True)))
         except BaseException:
             self._take_back()
             raise
 
     def plans(self, *, with_workers: bool = False, **options: Any) -> list[Arguments]:
-        """For each site ``executors.worker.Plan``, and the workers that it speaks of."""
+        """Return the arguments of each site: a ``SwapPlan``, the workers that it names if wanted, and ``options``."""
         return [(self._plan(site, with_workers=with_workers), options) for site in self.sites]
 
     def _plan(self, site: Site, *, with_workers: bool) -> list[Any]:
-        steps = self._steps_at[site]
-        plan = [(number, step.move, step.tag) for number, step in enumerate(steps)]
-        return [plan, *(_by_site(step.engine)[site] for step in steps if with_workers)]
+        moves = self._moves_at[site]
+        plan = [(number, move.move, move.tag) for number, move in enumerate(moves)]
+        return [plan, *(_by_site(move.engine)[site] for move in moves if with_workers)]
 
     def reports(self, results: Sequence[Sequence[OffloadReport]]) -> Reports:
-        """Of the results of each site, one a step."""
-        found: dict[Step, dict[Site, OffloadReport]] = {step: {} for step in self._steps}
+        """Sort the results of the sites, which have one report a move, by move."""
+        found: dict[TagMove, dict[Site, OffloadReport]] = {move: {} for move in self._moves}
         for site, reports in zip(self.sites, results, strict=True):
-            for step, report in zip(self._steps_at[site], reports, strict=True):
-                found[step][site] = report
-        return {step: [at[_site(worker)] for worker in _workers(step.engine)] for step, at in found.items()}
+            for move, report in zip(self._moves_at[site], reports, strict=True):
+                found[move][site] = report
+        return {move: [at[_site(worker)] for worker in _workers(move.engine)] for move, at in found.items()}
 
     def _take_back(self) -> None:
-        """Some worker failed, which undid its part: bring the others back too, first out of the way what had come."""
-        for step in sorted(self._steps, key=lambda step: step.move is Move.OFFLOAD):
-            step.engine._take_back(step.tag, step.before)
+        """Bring everything back after some worker failed, which has undone its own part.
+
+        What had come leaves first: it would be in the way of what had left.
+        """
+        for move in sorted(self._moves, key=lambda move: move.move is Move.OFFLOAD):
+            move.engine._take_back(move.tag, move.before)
 
 
-def parties_of(steps: Iterable[Step]) -> list[Party]:
-    """Those that have a site in common are one.
+def participants_of(moves: Iterable[TagMove]) -> list[SwapParticipant]:
+    """Return the participants; engines that have a site in common are one.
 
     Raises:
-        UnsupportedError: no engine of a party has a worker at each of its sites.
+        UnsupportedError: no engine of a participant has a worker at each of its sites.
     """
-    found: list[tuple[set[Site], list[Step]]] = []
-    for step in steps:
-        sites, joined = set(_by_site(step.engine)), [step]
+    found: list[tuple[set[Site], list[TagMove]]] = []
+    for move in moves:
+        sites, joined = set(_by_site(move.engine)), [move]
         for other in [other for other in found if other[0] & sites]:
             found.remove(other)
             sites, joined = sites | other[0], other[1] + joined
         found.append((sites, joined))
-    return [Party(joined) for _, joined in found]
+    return [SwapParticipant(joined) for _, joined in found]
 
 
 def _check_reachable(engine: Engine, leader: Engine, sites: Sequence[Site]) -> None:

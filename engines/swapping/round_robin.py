@@ -1,7 +1,8 @@
-"""Parties of a swap that live in different processes take turns.
+"""A swap between participants in different processes, in rounds.
 
-In each round every party moves a few blocks. What comes back to a device may take what has left it in earlier rounds,
-so that one party's copies to the host overlap with another's to the device, and never more is on the device than was.
+In each round every participant moves a few blocks. What comes back to a device may take the memory that others freed
+in earlier rounds. So one participant's copies to the host overlap with another's copies to the device, and the device
+never holds more than before the swap.
 """
 
 from __future__ import annotations
@@ -10,102 +11,115 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
-from rlcore.engines.offload.copy import Grant, Progress
+from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.offload.undo import undone_by
-from rlcore.engines.swapping.participants import Arguments, Party, Reports, Site
+from rlcore.engines.swapping.participants import Arguments, Reports, Site, SwapParticipant
+from rlcore.engines.swapping.swap_worker import SwapWorker
+
+R = TypeVar("R")
 
 
-def take_turns(parties: Sequence[Party]) -> Reports:
-    """After an error everything is where it was; the message or a note on it says so, or what is not."""
-    with ThreadPoolExecutor(len(parties)) as threads:
-        table = _Table(parties, threads)
-        with undone_by(table.take_back):
-            table.begin()
-            table.play()
-            ended = table.call("end_turns", lambda party: party.plans(was_reversed=False))
-    return {step: reports for party, results in ended.items() for step, reports in party.reports(results).items()}
+def swap_in_rounds(participants: Sequence[SwapParticipant]) -> Reports:
+    """Move everything; after an error everything is where it was, or the message or a note on it says what is not."""
+    with ThreadPoolExecutor(len(participants)) as threads:
+        rounds = _RoundRobin(participants, threads)
+        with undone_by(rounds.take_back):
+            rounds.begin()
+            rounds.run()
+            ended = rounds.call(SwapWorker.end_swap, lambda participant: participant.plans(was_reversed=False))
+    reports: Reports = {}
+    for participant, results in ended.items():
+        reports |= participant.reports(results)
+    return reports
 
 
-class _Table:
-    """Who has freed and taken what."""
+class _RoundRobin:
+    """The rounds of one swap, and the memory that each site has freed and allocated."""
 
-    def __init__(self, parties: Sequence[Party], threads: ThreadPoolExecutor) -> None:
-        self._parties = list(parties)
-        self._lost: list[Party] = []
+    def __init__(self, participants: Sequence[SwapParticipant], threads: ThreadPoolExecutor) -> None:
+        self._participants = list(participants)
+        self._lost: list[SwapParticipant] = []
         self._threads = threads
         self._progress: dict[Site, Progress] = {}
 
     def begin(self) -> None:
-        self._note(self.call("begin_turns", lambda party: party.plans(with_workers=True)))
+        self._record(self.call(SwapWorker.begin_swap, lambda participant: participant.plans(with_workers=True)))
 
-    def play(self, *, goes_on: bool = False) -> None:
-        """Until all is where it is to be; ``goes_on`` without the parties that fail."""
-        while any(self._is_at_work(party) for party in self._parties):
-            self._turn(self._grants(), goes_on=goes_on)
+    def run(self, *, goes_on: bool = False) -> None:
+        """Run rounds until nothing is left to move; ``goes_on`` without the participants that fail."""
+        while any(self._is_moving(participant) for participant in self._participants):
+            self._round(self._grants(), goes_on=goes_on)
 
-    def _turn(self, grants: dict[Site, Grant], *, goes_on: bool) -> None:
-        def at_each(party: Party) -> list[Arguments]:
-            return [((grants[site],), {}) for site in party.sites]
+    def _round(self, grants: dict[Site, Grant], *, goes_on: bool) -> None:
+        def at_each(participant: SwapParticipant) -> list[Arguments]:
+            return [((grants[site],), {}) for site in participant.sites]
 
-        self._note(self.call("take_turn", at_each, goes_on=goes_on))
+        self._record(self.call(SwapWorker.swap_step, at_each, goes_on=goes_on))
 
     def take_back(self) -> str:
-        """Bring everything back; says where it is."""
-        self._note(self.call("turn_back", lambda party: [((), {})] * len(party.sites), goes_on=True))
-        self.play(goes_on=True)
-        self.call("end_turns", lambda party: party.plans(was_reversed=True), goes_on=True)
+        """Bring everything back; return words that say where it is."""
+        self._record(self.call(SwapWorker.reverse_swap, lambda one: [((), {})] * len(one.sites), goes_on=True))
+        self.run(goes_on=True)
+        self.call(SwapWorker.end_swap, lambda participant: participant.plans(was_reversed=True), goes_on=True)
         if self._lost:
-            lost = " and ".join(party.labels for party in self._lost)
+            lost = " and ".join(participant.labels for participant in self._lost)
             return f"That could not be undone for {lost}: build or restart what you need of them"
         return "Nothing has moved: everything is where it was"
 
     def call(
-        self, method: str, arguments: Callable[[Party], list[Arguments]], *, goes_on: bool = False
-    ) -> dict[Party, list[Any]]:
-        """All parties at once, results by site; after all have answered the first error is raised."""
-        elsewhere = [party for party in self._parties if not party.runs_here]
-        futures = {party: self._threads.submit(party.call, method, arguments(party)) for party in elsewhere}
-        for party in self._parties:
-            if party.runs_here:
-                futures[party] = _attempt(partial(party.call, method, arguments(party)))
-        failed = {party: error for party, future in futures.items() if (error := future.exception()) is not None}
-        for party, error in failed.items():
+        self,
+        method: Callable[..., R],
+        arguments: Callable[[SwapParticipant], list[Arguments]],
+        *,
+        goes_on: bool = False,
+    ) -> dict[SwapParticipant, list[R]]:
+        """Call all participants at once; return the results by site, or raise the first error after all have ended."""
+        elsewhere = [participant for participant in self._participants if not participant.runs_here]
+        futures = {one: self._threads.submit(one.call, method, arguments(one)) for one in elsewhere}
+        for participant in self._participants:
+            if participant.runs_here:
+                futures[participant] = _attempt(partial(participant.call, method, arguments(participant)))
+        failed = {one: error for one, future in futures.items() if (error := future.exception()) is not None}
+        for participant, error in failed.items():
             if not goes_on:
                 raise error
-            self._parties.remove(party)
-            self._lost.append(party)
-        return {party: future.result() for party, future in futures.items() if party not in failed}
+            self._participants.remove(participant)
+            self._lost.append(participant)
+        return {participant: future.result() for participant, future in futures.items() if participant not in failed}
 
-    def _note(self, answers: dict[Party, list[Progress]]) -> None:
-        for party, found in answers.items():
-            self._progress |= dict(zip(party.sites, found, strict=True))
+    def _record(self, answers: dict[SwapParticipant, list[Progress]]) -> None:
+        for participant, found in answers.items():
+            self._progress |= dict(zip(participant.sites, found, strict=True))
 
-    def _is_at_work(self, party: Party) -> bool:
-        return any(self._progress[site].is_leaving or self._progress[site].is_arriving for site in party.sites)
+    def _is_moving(self, participant: SwapParticipant) -> bool:
+        found = [self._progress[site] for site in participant.sites]
+        return any(progress.has_device_to_host or progress.has_host_to_device for progress in found)
 
     def _grants(self) -> dict[Site, Grant]:
-        """What each may take in its next turn: the first that wants something on a device gets what is free there."""
+        """Return the memory for the next round: the free memory of a device goes to the first site that needs some."""
         free: Counter[str] = Counter()
         for (_, device), progress in self._progress.items():
-            free[device] += progress.freed_bytes - progress.taken_bytes
+            free[device] += progress.freed_bytes - progress.allocated_bytes
         grants = {}
         for site, progress in self._progress.items():
-            more = max(0, free[site[1]]) if progress.is_arriving else 0
+            more = max(0, free[site[1]]) if progress.has_host_to_device else 0
             free[site[1]] -= more
-            grants[site] = Grant(progress.taken_bytes + more, self._others_leave(site))
+            grants[site] = Grant(progress.allocated_bytes + more, self._others_leave(site))
         return grants
 
     def _others_leave(self, site: Site) -> bool:
         return any(
-            progress.is_leaving for other, progress in self._progress.items() if other != site and other[1] == site[1]
+            progress.has_device_to_host
+            for other, progress in self._progress.items()
+            if other != site and other[1] == site[1]
         )
 
 
-def _attempt(call: Callable[[], list[Any]]) -> Future[list[Any]]:
-    """In this thread."""
-    future: Future[list[Any]] = Future()
+def _attempt(call: Callable[[], list[R]]) -> Future[list[R]]:
+    """Run it in this thread."""
+    future: Future[list[R]] = Future()
     try:
         future.set_result(call())
     except BaseException as error:

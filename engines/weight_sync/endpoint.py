@@ -8,7 +8,7 @@ import secrets
 import msgspec
 
 from rlcore.device import Device
-from rlcore.processes import boot_id, pid_namespace, start_time
+from rlcore.process.status import boot_id, pid_namespace, start_time
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):

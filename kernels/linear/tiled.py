@@ -142,7 +142,7 @@ class _StripGradients:
     """The gradients asked for; strips of the vocabulary are added one after the other."""
 
     def __init__(self, masked_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needs: Needs) -> None:
-        self._known_TH, self._needs = masked_TH, needs
+        self._masked_TH, self._needs = masked_TH, needs
         self._head = LinearHead(weight_VH, None, None)
         self._hidden_TH: Tensor | None = None
         self._weight_VH = torch.empty_like(weight_VH) if needs.weight else None
@@ -154,7 +154,7 @@ class _StripGradients:
         if self._needs.hidden:
             self._add_hidden(operand_TV, head.weight_VH[columns])
         if self._weight_VH is not None:
-            _sum_over_rows(operand_TV, self._known_TH, out=self._weight_VH[columns])
+            _sum_over_rows(operand_TV, self._masked_TH, out=self._weight_VH[columns])
         if self._bias_V is not None:
             self._bias_V[columns] = dlogits_TV.sum(0, dtype=head.wide)
 
@@ -165,7 +165,7 @@ class _StripGradients:
             self._head.accumulate(self._hidden_TH, operand_TV, strip_VH)
 
     def totals(self) -> Totals:
-        hidden_TH = None if self._hidden_TH is None else self._hidden_TH.to(self._known_TH.dtype)
+        hidden_TH = None if self._hidden_TH is None else self._hidden_TH.to(self._masked_TH.dtype)
         return hidden_TH, self._weight_VH, self._bias_V
 
 

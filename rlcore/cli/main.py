@@ -29,7 +29,7 @@ from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from rlcore.engines.launchers.living import LivingProcess
+    from rlcore.engines.launchers.running import RunningProcess
 
 _INTERRUPTED = 130
 
@@ -213,9 +213,9 @@ def ps(
     kill: Annotated[int | None, typer.Option(help="End the worker process with this id.", metavar="PID")] = None,
 ) -> None:
     """List your worker processes, or end one; its engine then raises WorkerDiedError."""
-    from rlcore.engines.launchers import living
+    from rlcore.engines.launchers import running
 
-    found = living.living_processes() if kill is None else [living.kill(kill)]
+    found = running.running_processes() if kill is None else [running.kill(kill)]
     if as_json:
         print_json([_worker(process) for process in found])
         return
@@ -280,7 +280,7 @@ def ops_explain(
         print_table([op, ""], rows)
 
 
-def _worker(process: LivingProcess) -> dict[str, Any]:
+def _worker(process: RunningProcess) -> dict[str, Any]:
     return {
         "pid": process.pid,
         "parent": process.parent,
@@ -291,6 +291,6 @@ def _worker(process: LivingProcess) -> dict[str, Any]:
     }
 
 
-def _worker_row(process: LivingProcess) -> list[str]:
+def _worker_row(process: RunningProcess) -> list[str]:
     memory, age = f"{process.resident_bytes / 2**20:.0f} MiB", str(timedelta(seconds=int(process.age_s)))
     return [str(process.pid), str(process.parent), process.device, ", ".join(process.engines), memory, age]

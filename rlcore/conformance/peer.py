@@ -1,20 +1,19 @@
 """A second process with the device under test, which runs functions by name on request.
 
-``Peer`` sends the requests; ``python -m rlcore.conformance.peer NAME`` answers them. Requests and answers are msgpack.
+``Peer`` sends the requests; ``serve`` answers them.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import threading
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-import msgspec
-
+from rlcore.process.framing import read_message, take_standard_output, write_message
+from rlcore.process.message_child import MessageChild
+from rlcore.process.python_command import python_command
 from rlcore.registry import get_device
 
 _START_TIMEOUT_S = 120.0
@@ -25,13 +24,9 @@ class Peer:
     """``ask("package.module:function", ...)`` calls ``function(device, ...)`` there and returns its result."""
 
     def __init__(self, device_name: str, environment: dict[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlcore.conformance.peer", device_name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | (environment or {}),
-        )
-        self.pid = self._process.pid
+        command = python_command("rlcore.conformance.peer:serve", device_name)
+        self._child = MessageChild(command, environment=os.environ | (environment or {}))
+        self.pid = self._child.pid
 
     def ask(self, function: str, *arguments: Any, timeout_s: float = _START_TIMEOUT_S) -> Any:
         self.begin(function, *arguments)
@@ -39,13 +34,13 @@ class Peer:
 
     def begin(self, function: str, *arguments: Any) -> None:
         """Send a request without waiting for the answer; ``answer`` returns it."""
-        _send(self._process.stdin, [function, arguments])
+        self._child.send([function, arguments])
 
     def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
         """Return the next answer. Raises PeerError with the error of the other process, or after ``timeout_s``."""
-        watchdog = threading.Timer(timeout_s, self._process.kill)
+        watchdog = threading.Timer(timeout_s, self._child.kill)
         watchdog.start()
-        found = _receive(self._process.stdout)
+        found: Any = self._child.receive()
         watchdog.cancel()
         if found is None:
             raise PeerError(f"process {self.pid} ended without an answer (or did not give one within {timeout_s:g} s)")
@@ -56,25 +51,21 @@ class Peer:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.is_alive
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._child.kill()
+        self._child.close(_END_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Let it end; kill it if it does not."""
+        self._child.close(_END_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class PeerPool:
@@ -87,7 +78,7 @@ class PeerPool:
         """Return at least ``needed`` running processes, in the same order at each call."""
         peers = self._by_device.setdefault(device_name, [])
         for ended in [peer for peer in peers if not peer.is_alive]:
-            ended.__exit__(None, None, None)  # closes its pipes
+            ended.close()
             peers.remove(ended)
         while len(peers) < needed:
             peers.append(Peer(device_name))
@@ -96,41 +87,21 @@ class PeerPool:
     def close(self) -> None:
         for peers in self._by_device.values():
             for peer in peers:
-                peer.__exit__(None, None, None)
+                peer.close()
 
 
 class PeerError(Exception):
     """An error in the other process, or its end."""
 
 
-def _send(pipe: IO[bytes] | None, message: Any) -> None:
-    assert pipe is not None
-    data = msgspec.msgpack.encode(message)
-    pipe.write(len(data).to_bytes(8, "little") + data)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes] | None) -> Any:
-    """Return the next message; None at the end of the stream."""
-    assert pipe is not None
-    head = pipe.read(8)
-    data = pipe.read(int.from_bytes(head, "little"))
-    return msgspec.msgpack.decode(data) if data else None
-
-
-def _serve(device_name: str) -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # prints go to standard error; only answers go to the pipe
-    requests = os.fdopen(0, "rb", closefd=False)
+def serve(device_name: str) -> None:
+    """Answer requests until the input ends."""
+    answers, requests = take_standard_output(), sys.stdin.buffer
     device = get_device(device_name)
-    while (request := _receive(requests)) is not None:
-        (path, arguments) = request
+    while (request := read_message(requests)) is not None:
+        path, arguments = request
         module, _, function = path.partition(":")
         try:
-            _send(answers, ["", getattr(importlib.import_module(module), function)(device, *arguments)])
+            write_message(answers, ["", getattr(importlib.import_module(module), function)(device, *arguments)])
         except Exception as error:  # the asking side raises it
-            _send(answers, [type(error).__name__, str(error)])
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])
+            write_message(answers, [type(error).__name__, str(error)])

@@ -15,7 +15,7 @@ from rlcore.conformance.peer import Peer, PeerError
 from rlcore.conformance.work import MB, BusyWork, grown
 from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.processes import maker_of_shared_memory
+from rlcore.process.status import maker_of_shared_memory
 from rlcore.types import IpcHandle
 
 TASKS = "rlcore.conformance.ipc_tasks"

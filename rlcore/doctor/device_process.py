@@ -28,7 +28,8 @@ from rlcore.registry import device_info, get_device, launch, list_devices, regis
 from rlcore.settings import Settings
 
 
-def main(descriptor: int) -> None:
+def main(text: str) -> None:
+    descriptor = int(text)
     os.set_inheritable(descriptor, False)
     importer = ImportingProcess()
     with os.fdopen(descriptor, "w", buffering=1) as out:

@@ -21,14 +21,9 @@ from rlcore.deadline import call_within
 from rlcore.doctor import ascend, cuda_toolkit, host, nvidia, packages
 from rlcore.doctor.check import CheckResult, Status, run_check
 from rlcore.doctor.secrets import without_secrets
+from rlcore.process.python_command import python_command
 from rlcore.settings import Settings
 
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[2])
-from rlcore.doctor.device_process import main
-main(int(sys.argv[1]))
-"""
 _DEVICES_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 2.0
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|Exit|Warning)\b.*")
@@ -87,7 +82,7 @@ def _checks_here() -> Iterator[CheckResult]:
 def _start(errors: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
     ours, theirs = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(theirs), json.dumps(sys.path)],
+        python_command("rlcore.doctor.device_process:main", theirs),
         # The strict mode would end it at the first broken plugin; the doctor reports all of them.
         env=os.environ | {"RLCORE_STRICT_PLUGINS": "0"},
         pass_fds=(theirs,),

@@ -14,9 +14,10 @@ import msgspec
 
 from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
-from rlcore.engines.launchers.living import LivingProcess
-from rlcore.engines.launchers.traces import is_store_of_the_dead, records
-from rlcore.processes import maker_of_shared_memory, runtime_folder, start_time
+from rlcore.engines.launchers.running import RunningProcess
+from rlcore.engines.launchers.runtime_files import is_stale_store, records
+from rlcore.process.runtime_folder import runtime_folder
+from rlcore.process.status import maker_of_shared_memory, start_time
 
 _LEAST_PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 1 << 30
@@ -116,9 +117,9 @@ def _is_left_behind(path: Path) -> bool:
     if named := _SOCKET.fullmatch(path.name):
         return str(start_time(int(named[1]))) != named[2]
     if path not in records():
-        return is_store_of_the_dead(path)
+        return is_stale_store(path)
     try:
-        process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
+        process = msgspec.json.decode(path.read_bytes(), type=RunningProcess)
     except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
         return False
     return start_time(process.pid) != process.started

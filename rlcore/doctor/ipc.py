@@ -5,24 +5,18 @@ The other process (``ImportingProcess``) starts early, because it must import to
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import subprocess
 import sys
 import time
 from typing import Any
 
 from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.errors import UnsupportedError
+from rlcore.process.framing import read_message, take_standard_output, write_message
+from rlcore.process.message_child import MessageChild
+from rlcore.process.python_command import python_command
 
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from rlcore.doctor.ipc import serve
-serve()
-"""
 _NUM_VALUES = 1024
+_END_S = 10.0
 _CONTAINERS = "run both processes as one user in one container, or with: docker run --ipc=host --pid=host"
 
 
@@ -30,25 +24,19 @@ class ImportingProcess:
     """The process that imports the memory."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._child = MessageChild(python_command("rlcore.doctor.ipc:serve"))
 
     def ask(self, device: str, handle: bytes) -> dict[str, Any]:
         """Open the handle there, check the values and add 1 to them."""
-        assert self._process.stdin and self._process.stdout
-        print(json.dumps([device, base64.b64encode(handle).decode()]), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            return {"error": f"the other process ended with exit code {self._process.wait()}"}
-        return dict(json.loads(answer))
+        self._child.send([device, handle])
+        answer: dict[str, Any] | None = self._child.receive()
+        if answer is None:
+            return {"error": f"the other process ended with exit code {self._child.close(_END_S)}"}
+        return answer
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._child.kill()
+        self._child.close(_END_S)
 
 
 def share(name: str, importer: ImportingProcess) -> CheckVerdict:
@@ -79,18 +67,17 @@ def share(name: str, importer: ImportingProcess) -> CheckVerdict:
 
 
 def serve() -> None:
-    """Answer each line of standard input with one line; the main function of the other process."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # plugins may print; only answers go to standard output
+    """Answer each request on standard input; the main function of the other process."""
+    answers = take_standard_output()  # plugins may print; only answers go to standard output
     import torch  # noqa: F401  (before the first handle comes)
 
-    for line in sys.stdin:
-        device, handle = json.loads(line)
+    while (request := read_message(sys.stdin.buffer, tuple[str, bytes])) is not None:
         try:
-            answer = _open(device, base64.b64decode(handle))
+            answer = _open(*request)
         except Exception as error:  # the error is the answer
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers)
+            text = f"{type(error).__name__}: {error}"
+            answer = {"error": text.encode(errors="replace").decode()}  # a path in it need not be Unicode
+        write_message(answers, answer)
 
 
 def _open(name: str, data: bytes) -> dict[str, Any]:

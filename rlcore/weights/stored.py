@@ -1,4 +1,4 @@
-"""The names under which a transformers model's tensors are in checkpoints, and the views of them that these are.
+"""The names of a transformers model's tensors in checkpoints, and their layout as views of the model's own tensors.
 
 Transformers renames, splits and joins tensors when it loads, and ``save_pretrained`` reverts that. The reversal runs
 here on meta tensors under a dispatch mode. An output in the storage of an input is a view of it; an output that joins
@@ -55,10 +55,7 @@ class Conversion:
 
     @classmethod
     def of_checkpoint(cls, model_class: Any, config: Any, names: Collection[str] = ()) -> Self:
-        """Return the conversion of a model that is loaded from tensors of these names, but not by transformers.
-
-        Without names it is that of a new model.
-        """
+        """Return the conversion of a model for a checkpoint with these tensor names; without names, of a new model."""
         with torch.device("meta"):
             model = model_class._from_config(config)
         if names:
@@ -76,9 +73,9 @@ class Conversion:
         """Return every checkpoint tensor, given the model's own tensors on meta."""
         key = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if self._stored[0] != key:
-            with _ConversionTracer(own) as tracer:
+            with _ReversionTracer(own) as tracer:
                 reverted = self.revert(own)
-            self._stored = key, [tracer.trace(name, tensor) for name, tensor in reverted.items()]
+            self._stored = key, [tracer.stored(name, tensor) for name, tensor in reverted.items()]
         return self._stored[1]
 
 
@@ -96,11 +93,8 @@ def _used(model: Any, names: Collection[str]) -> list[Any]:
     return [conversion for conversion in conversions if conversion.was_used()]
 
 
-class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
-    """Remembers the own tensors that each tensor is made of, and where it is a view of one or joined of views.
-
-    Copies that only make a tensor contiguous are left out: their result is the view that was copied.
-    """
+class _ReversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
+    """Records the origin of each tensor, and skips copies whose only aim is contiguous memory."""
 
     def __init__(self, own: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -149,7 +143,7 @@ class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
         return made
 
     def _parts_side_by_side(self, tensors: Sequence[Tensor], dim: int = 0) -> tuple[StoredPart, ...]:
-        """Return the parts of what these are joined to; none if one of them has none."""
+        """Return the parts of the concatenation of ``tensors``; none if one of them has no parts."""
         found: list[StoredPart] = []
         start, dim = 0, dim % tensors[0].dim()
         for tensor in tensors:
@@ -161,7 +155,7 @@ class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def _merged(self, tensor: Tensor, to: Tensor) -> tuple[StoredPart, ...]:
-        """Return the parts of a view some of whose dimensions were merged; none for any other reshape."""
+        """Return the part of a reshape that only merges dimensions of a view; none for any other reshape."""
         is_merge = storage_key(tensor) in self._views and divided(tensor.shape, to.shape) is not None
         return tuple(part._replace(box=whole_box(to)) for part in self._parts(tensor)) if is_merge else ()
 
@@ -173,7 +167,7 @@ class _ConversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
         # other views of a joined tensor have no recorded parts
         return parts if tensor.shape == shape and tensor.is_contiguous() else ()
 
-    def trace(self, name: str, tensor: Tensor) -> StoredTensor:
+    def stored(self, name: str, tensor: Tensor) -> StoredTensor:
         return StoredTensor(name, self._sources[storage_key(tensor)], tensor, self._parts(tensor))
 
 

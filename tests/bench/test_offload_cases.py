@@ -11,7 +11,7 @@ from rlcore.bench.case import load_cases
 from rlcore.bench.cases import offload
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
-from rlcore.engines.offload.chunks import Departure
+from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.registry import get_device
 
@@ -51,14 +51,14 @@ def test_offload_case_passes_and_gives_shares_of_the_link(name: str) -> None:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in CONTENDERS]
 )
 def test_offload_case_refuses_other_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_left = Departure.has_left
+    complete = DeviceToHost.complete
 
-    def spoil(self: Departure, parcel: Any) -> None:
-        parcel.block.tensor[:4] ^= 255
-        has_left(self, parcel)
+    def spoil(self: DeviceToHost, chunk: Any) -> None:
+        chunk.block.tensor[:4] ^= 255
+        complete(self, chunk)
 
     work = load_cases()[name].prepare(get_device("cpu"))
-    monkeypatch.setattr(Departure, "has_left", spoil)
+    monkeypatch.setattr(DeviceToHost, "complete", spoil)
     contender = work.contenders[0]
     moved = contender.run()
     if name == "offload/swap":

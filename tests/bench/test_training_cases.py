@@ -93,15 +93,15 @@ def test_offload_that_keeps_host_memory_is_refused(grown_mib: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_offload_that_brings_other_values_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.offload.chunks import Departure
+    from rlcore.engines.offload.device_to_host import DeviceToHost
 
-    has_left = Departure.has_left
+    complete = DeviceToHost.complete
 
-    def spoil(self: Departure, parcel: Any) -> None:
-        parcel.block.tensor[:4] += 1
-        has_left(self, parcel)
+    def spoil(self: DeviceToHost, chunk: Any) -> None:
+        chunk.block.tensor[:4] += 1
+        complete(self, chunk)
 
-    monkeypatch.setattr(Departure, "has_left", spoil)
+    monkeypatch.setattr(DeviceToHost, "complete", spoil)
     trainer = load_cases()["offload/trainer"].prepare(get_device("cpu")).contenders[0]
     with pytest.raises(AssertionError, match="other values came back"):
         trainer.check(trainer.run())

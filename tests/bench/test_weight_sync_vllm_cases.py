@@ -17,11 +17,12 @@ import torch
 
 from rlcore.bench.case import Case, Work, load_cases
 from rlcore.bench.cases.peers import vllm as weight_sync_vllm
-from rlcore.bench.cases.peers import vllm_pair, vllm_worker
+from rlcore.bench.cases.peers import vllm_pair, vllm_ways, vllm_worker
 from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, ModelShape
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
+from rlcore.types import SyncReport
 from rlcore.weights.source import in_files
 
 CASES = ["7b", "7b_2_to_tp2", "7b_4_to_tp2_dp2", "30b_a3b", "30b_a3b_2_to_tp2", "30b_a3b_4_to_tp2_dp2"]
@@ -177,3 +178,13 @@ def test_every_way_leaves_the_same_bytes_in_vllm(whole: Work) -> None:
     assert found["read_amplification"].value == 1
     assert all(quantity.value > 0 for quantity in found.values())
     assert msgspec.json.encode(whole.params)
+
+
+def test_steps_of_a_sync_keep_their_names_in_records() -> None:
+    calls_s = {"begin": 1.0, "open_staging_buffers": 2.0, "open_events": 3.0, "import_events": 4.0}
+    report = SyncReport(
+        version=1, route="packed", moved_bytes=1, needed_bytes=1, fallback_bytes=0, handles_opened=0, seconds=1.0,
+        calls_s=calls_s,
+    )  # fmt: skip
+    found = {name: one.value for name, one in vllm_ways._parts(report).items() if name.startswith("call_")}
+    assert found == {"call_begin": 1.0, "call_open_slabs": 2.0, "call_open_marks": 3.0, "call_know_marks": 4.0}

@@ -84,10 +84,10 @@ def test_ps_tidies_up_after_a_killed_program(program: Any, run_python: Any, tmp_
 
 
 def test_a_runtime_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from rlcore.engines.launchers.living import living_processes
+    from rlcore.engines.launchers.running import running_processes
     from rlcore.errors import StateError
 
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
     with pytest.raises(StateError, match=f"{tmp_path} belongs to another user; set RLCORE_RUNTIME"):
-        living_processes()
+        running_processes()

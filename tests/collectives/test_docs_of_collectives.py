@@ -38,7 +38,7 @@ def test_the_table_of_operators() -> None:
 
 
 def follow(rank: Any, group_code: str, containers_code: str) -> dict[str, Any]:
-    """What the examples leave behind, as lists."""
+    """Return what the examples leave behind, as lists."""
     mine = float(rank.rank)
     names: dict[str, Any] = {
         "torch": torch,

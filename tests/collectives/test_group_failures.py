@@ -1,4 +1,4 @@
-"""What ranks that cannot go on are told: what was wrong, which rank, and when."""
+"""Ranks that cannot go on raise errors: they say what was wrong, on which rank, and when."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_rank_given_twice_is_told_so(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def publish_info(folder: Path, pid: int, started: int | None) -> None:
-    """What rank 1 of 2, of this process, has written when it is killed while it waits for rank 0."""
+    """Write what rank 1 of 2, of this process, has written when it is killed while it waits for rank 0."""
     (folder / "g-1").mkdir(mode=0o700)
     (folder / "g-1" / "member-1").touch()
     store = FileStore(str(folder / "g-1" / "store"))

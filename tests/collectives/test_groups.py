@@ -20,14 +20,14 @@ from rlcore.errors import (
     StateError,
     UnsupportedError,
 )
-from rlcore.processes import maker_of_shared_memory
+from rlcore.process.status import maker_of_shared_memory
 from rlcore.registry import get_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64)
 
 
 def open_files() -> Iterator[str]:
-    """What the descriptors of this process are, of those that are still open when they are looked at."""
+    """Return what the descriptors of this process are; those that close meanwhile are left out."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/self/fd/{fd}")
@@ -366,11 +366,11 @@ def test_a_group_is_destroyed_once_and_formed_again(world: tuple[str, int], on_r
 
 
 SPANS = 3
-"""What is leaked grows in each of them; once may grow what something else needed, or what was just ending."""
+"""A leak grows in each of them. In one of them something else may grow, such as what was just ending."""
 
 
-def holdings(folder: Path, device: Any) -> dict[str, int]:
-    """Of this process."""
+def resource_counts(folder: Path, device: Any) -> dict[str, int]:
+    """Return the counts of this process."""
     gc.collect()
     info = device.memory.info()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -392,7 +392,7 @@ def grown(before: dict[str, int], after: dict[str, int], num_cycles: int, device
 
 
 def cycle(rank: Any, device: str, num_cycles: int) -> list[dict[str, int]]:
-    """What there is before the first span of cycles and after each, until one in which nothing has grown."""
+    """Return the counts before the first span of cycles and after each, until a span in which nothing has grown."""
     keep = rank.group(device, 2)  # holds what is set up once
     flag = torch.zeros(1, device=keep.device.torch_device)
 
@@ -403,13 +403,13 @@ def cycle(rank: Any, device: str, num_cycles: int) -> list[dict[str, int]]:
     for _ in range(5):
         one()
     keep.barrier()
-    states = [holdings(rank.folder, keep.device)]
+    states = [resource_counts(rank.folder, keep.device)]
     keep.barrier()
     while len(states) <= SPANS:
         for _ in range(num_cycles):
             one()
         keep.barrier()
-        states.append(holdings(rank.folder, keep.device))
+        states.append(resource_counts(rank.folder, keep.device))
         has_grown = bool(grown(*states[-2:], num_cycles, device))
         if not keep.all_reduce(flag.fill_(has_grown)).item():  # on both ranks
             break

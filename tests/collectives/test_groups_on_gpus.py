@@ -1,4 +1,4 @@
-"""What is particular to NCCL: memory that a destroyed group gives back, priorities, barriers that time out."""
+"""The behaviour of NCCL alone: memory that a destroyed group gives back, priorities, barriers that time out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks are told when another one ends suddenly. The process that is killed here is the last that is needed."""
+"""Ranks raise errors when another one ends suddenly. The process that is killed here is the last that is needed."""
 
 from __future__ import annotations
 

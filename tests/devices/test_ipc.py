@@ -19,7 +19,7 @@ from rlcore.devices.ipc.exporter import IpcExporter
 from rlcore.devices.ipc.importer import IpcImporter
 from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 from rlcore.registry import get_device
 from rlcore.types import EventHandle, IpcHandle
 

@@ -12,7 +12,7 @@ import torch
 from rlcore.devices.cpu import streams as cpu_streams
 from rlcore.devices.cuda.device import CudaDevice
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
-from rlcore.processes import boot_id
+from rlcore.process.status import boot_id
 from rlcore.registry import get_device, registry
 from rlcore.types import EventHandle
 

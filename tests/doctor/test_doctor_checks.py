@@ -23,7 +23,7 @@ from rlcore.doctor.check import CheckVerdict, ok, run_check
 from rlcore.doctor.device_process import visible_devices
 from rlcore.doctor.packages import TorchBuild
 from rlcore.doctor.secrets import SHOWN, shown_environment, without_secrets
-from rlcore.processes import pid_namespace, start_time
+from rlcore.process.status import pid_namespace, start_time
 from rlcore.registry import launch
 from tests.devices.test_nvml import FakeLibrary
 
@@ -150,8 +150,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_what_living_processes_have_is_no_leftover(runtime: Path, tmp_path: Path) -> None:
-    from rlcore.engines.launchers.living import announce
-    from rlcore.engines.launchers.traces import new_store
+    from rlcore.engines.launchers.running import announce
+    from rlcore.engines.launchers.runtime_files import new_store
 
     new_store()
     announce(os.getpid(), "cpu:0", ["an engine"])

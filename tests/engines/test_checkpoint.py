@@ -21,7 +21,7 @@ from torch import Tensor
 import rlcore
 from rlcore.engines.checkpoints import checkpoint, manifest
 from rlcore.engines.checkpoints.checkpoint import Save
-from rlcore.engines.checkpoints.saved_tensor import Part, parts_of
+from rlcore.engines.checkpoints.saved_tensor import TensorPart, parts_of
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.checkpoints.snapshot import Snapshot
 from rlcore.engines.checkpoints.tensor_file import Stamp
@@ -46,7 +46,7 @@ def shares(folder: Path, step: int, size: int = 2) -> list[Callable[[], None]]:
     def share(rank: int) -> Callable[[], None]:
         stamp = Stamp(f"{step:012x}")
         save = Save(folder, stamp, rank=rank, size=size, groups=["weights", "rng"], state={"step": step})
-        part = Part(torch.full((1000,), float(step)), [1000 * rank], [1000 * size])
+        part = TensorPart(torch.full((1000,), float(step)), [1000 * rank], [1000 * size])
         return lambda: save.write({"weights": {"w": part}, "rng": parts_of({f"rank-{rank}-x": torch.tensor(step)})})
 
     return [share(rank) for rank in range(size)]
@@ -158,9 +158,9 @@ def test_torch_reads_the_files(tmp_path: Path) -> None:
     rows = [(0, 2), (2, 5), (5, 5)]
     for rank, (start, stop) in enumerate(rows):
         save = Save(tmp_path, Stamp("0" * 12), rank=rank, size=3, groups=["weights"], state={})
-        parts = {"matrix": Part(matrix[start:stop].contiguous(), [start, 0], [5, 3])}
+        parts = {"matrix": TensorPart(matrix[start:stop].contiguous(), [start, 0], [5, 3])}
         if rank == 0:
-            parts |= {"scalar": Part(torch.tensor(2.5, dtype=torch.float64), [], [])}
+            parts |= {"scalar": TensorPart(torch.tensor(2.5, dtype=torch.float64), [], [])}
         save.write({"weights": parts})
     found = {"matrix": torch.zeros(5, 3, dtype=torch.bfloat16), "scalar": torch.zeros((), dtype=torch.float64)}
     load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / f"data-{0:012x}")), no_dist=True)

@@ -19,7 +19,7 @@ from rlcore.engines.checkpoints import checkpoint, loading, verify
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import encode_manifest
 from rlcore.engines.checkpoints.random_states import random_states
-from rlcore.engines.checkpoints.saved_tensor import Part, covers_once, parts_of
+from rlcore.engines.checkpoints.saved_tensor import TensorPart, covers_once, parts_of
 from rlcore.engines.checkpoints.tensor_file import Stamp
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.nn import HuggingFaceTrainModule
@@ -32,7 +32,7 @@ Damage = Callable[[Path], object]
 def write_shares(folder: Path, save: str, size: int = 2, algorithm: str = "xxh3_128") -> Path:
     """A checkpoint of ``size`` workers: a matrix by rows, and a vector for each rank."""
     for rank in range(size):
-        matrix = Part(torch.full((2, 3), float(rank + int(save, 16))), [2 * rank, 0], [2 * size, 3])
+        matrix = TensorPart(torch.full((2, 3), float(rank + int(save, 16))), [2 * rank, 0], [2 * size, 3])
         own = parts_of({f"rank-{rank}-x": torch.arange(5)})
         groups = ["weights", "optimizer", "rng"]
         share = Save(folder, Stamp(save, algorithm), rank=rank, size=size, groups=groups, state={"step": 1})
@@ -438,7 +438,7 @@ def test_workers_that_have_opened_different_checkpoints_open_them_again(
 ) -> None:
     write_shares(tmp_path, "1" * 12)
     others = iter([f"data-{'0' * 12}", "", f"data-{'1' * 12}"])
-    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding(next(others), "")])
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._RankCheck(next(others), "")])
     looked: list[str] = []
     assert loading.agreed(tmp_path, None, lambda found: looked.append(found.manifest.data)) is None
     assert looked == [f"data-{'1' * 12}"] * 3
@@ -446,7 +446,7 @@ def test_workers_that_have_opened_different_checkpoints_open_them_again(
 
 def test_what_another_worker_finds_is_raised_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shares(tmp_path, "1" * 12)
-    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._Finding("", "weights-1: planted")])
+    monkeypatch.setattr(loading, "_exchanged", lambda own, _: [own, loading._RankCheck("", "weights-1: planted")])
     with pytest.raises(CheckpointError, match=r"^weights-1: planted$"):
         loading.agreed(tmp_path, None, lambda found: None)
 

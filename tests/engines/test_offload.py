@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import rlcore
-from rlcore.engines.offload import copy as transfer_module
 from rlcore.engines.offload import host_arena as arena_module
-from rlcore.engines.offload.group import GradResident, Resident, exchange, optimizer_tensors
+from rlcore.engines.offload import transfer as transfer_module
+from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.guards import Guard
-from rlcore.engines.offload.host_arena import Arena, Slab, arena_of
+from rlcore.engines.offload.host_arena import HostAllocation, HostArena, arena_of
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.errors import DeviceError, StateError, UnsupportedError
 from tests.accuracy import assert_same_bits
@@ -31,11 +31,11 @@ KIB = 1024
 def _small_blocks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
 ) -> Iterator[None]:
-    """So that small sets take many blocks and slabs, and begin with an empty arena."""
+    """So that small sets take many blocks and allocations, and begin with an empty arena."""
     monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     for module in (arena_module, transfer_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4 * KIB)
-    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 * KIB)
+    monkeypatch.setattr(arena_module, "_ALLOCATION_BYTES", 16 * KIB)
     monkeypatch.setattr(arena_module, "_arenas", {})
     yield
     if request.node.get_closest_marker("gpu"):  # what is pinned is scarce
@@ -47,8 +47,8 @@ def no_guard(*_: Any) -> None:
     pass
 
 
-def resident_of(device: Any, tensors: Sequence[Tensor]) -> Resident:
-    return Resident(device, lambda: tensors, no_guard)
+def group_of(device: Any, tensors: Sequence[Tensor]) -> OffloadGroup:
+    return OffloadGroup(device, lambda: tensors, no_guard)
 
 
 def random_tensors(device: Any, sizes: Sequence[int], seed: int = 0) -> list[Tensor]:
@@ -87,38 +87,38 @@ def test_everything_comes_back_bit_equal_into_the_same_storages(device: Any) -> 
     tensors = random_tensors(device, ODD_SIZES)
     views = [*tensors, tensors[6][10:20], tensors[6].view(3, 10_000)]
     before = [tensor.clone() for tensor in views]
-    resident = resident_of(device, views)
-    report = resident.offload()
+    group = group_of(device, views)
+    report = group.offload()
     total = sum(ODD_SIZES)
     assert report.moved_bytes == report.freed_device_bytes == total
     assert [storage.nbytes() for storage in distinct_storages(views)] == [0] * len(tensors)
-    assert resident.device_bytes == 0 and resident.host_bytes >= total
-    report = resident.onload()
+    assert group.device_bytes == 0 and group.host_bytes >= total
+    report = group.onload()
     assert report.moved_bytes == total and report.freed_device_bytes == -total
     assert all(map(torch.equal, views, before))
-    assert resident.device_bytes == total and resident.host_bytes == 0
+    assert group.device_bytes == total and group.host_bytes == 0
 
 
 def test_moving_twice_does_nothing(device: Any) -> None:
-    resident = resident_of(device, random_tensors(device, [100]))
-    assert resident.onload().moved_bytes == 0
-    resident.offload()
-    assert resident.offload().moved_bytes == 0
-    assert resident.onload().moved_bytes == 100
+    group = group_of(device, random_tensors(device, [100]))
+    assert group.onload().moved_bytes == 0
+    group.offload()
+    assert group.offload().moved_bytes == 0
+    assert group.onload().moved_bytes == 100
 
 
 def test_pinned_says_what_the_memory_was(device: Any) -> None:
-    report = resident_of(device, random_tensors(device, [100])).offload()
+    report = group_of(device, random_tensors(device, [100])).offload()
     assert report.pinned is device.memory.can_pin
 
 
 def test_many_small_tensors_leave_in_few_calls(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "BLOCK_BYTES", 1 << 20)
-    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(arena_module, "_ALLOCATION_BYTES", 1 << 20)
     tensors = random_tensors(device, [512] * 5000)
     copy_batch, calls = device.memory.copy_batch, []
     monkeypatch.setattr(device.memory, "copy_batch", lambda *args: (calls.append(len(args[0])), copy_batch(*args)))
-    resident_of(device, tensors).offload()
+    group_of(device, tensors).offload()
     assert sum(calls) >= 5000 and len(calls) <= 4
 
 
@@ -126,29 +126,29 @@ def test_what_a_device_does_not_hold_stays(device: Any) -> None:
     if device.type == "cpu":
         pytest.skip("every tensor is on the cpu device")
     steps = torch.ones(3)
-    resident = resident_of(device, [steps, *random_tensors(device, [64])])
-    assert resident.offload().freed_device_bytes == 64
+    group = group_of(device, [steps, *random_tensors(device, [64])])
+    assert group.offload().freed_device_bytes == 64
     assert steps.sum() == 3
 
 
 def test_meta_frees_both_sides_and_gives_room_back(device: Any) -> None:
     tensors = random_tensors(device, [30_000, 64])
-    resident = resident_of(device, tensors)
-    resident.offload()
-    report = resident.meta()
-    assert report.moved_bytes == report.freed_device_bytes == resident.host_bytes == 0
+    group = group_of(device, tensors)
+    group.offload()
+    report = group.meta()
+    assert report.moved_bytes == report.freed_device_bytes == group.host_bytes == 0
     assert arena_of(device).free_bytes == arena_of(device).total_bytes
-    report = resident.onload()
+    report = group.onload()
     assert (report.moved_bytes, report.freed_device_bytes) == (0, -30_064)
-    assert resident.meta().freed_device_bytes == 30_064
+    assert group.meta().freed_device_bytes == 30_064
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------------- arena
 
 
-def test_slabs_have_the_exact_size_and_are_used_again(device: Any) -> None:
-    first, second = (resident_of(device, random_tensors(device, [50_000, 1])) for _ in range(2))
+def test_allocations_have_the_exact_size_and_are_used_again(device: Any) -> None:
+    first, second = (group_of(device, random_tensors(device, [50_000, 1])) for _ in range(2))
     report = first.offload()
     assert report.first_use
     assert arena_of(device).total_bytes == 50_048 + 64
@@ -159,11 +159,11 @@ def test_slabs_have_the_exact_size_and_are_used_again(device: Any) -> None:
 
 
 def test_the_host_memory_of_a_dropped_set_is_free_again(device: Any) -> None:
-    resident = resident_of(device, random_tensors(device, [50_000]))
-    resident.offload()
+    group = group_of(device, random_tensors(device, [50_000]))
+    group.offload()
     arena = arena_of(device)
     assert arena.trim() == 0
-    del resident
+    del group
     gc.collect()
     assert arena.trim() == arena_of(device).total_bytes + 50_048
     assert arena.total_bytes == 0
@@ -175,25 +175,25 @@ def test_reserved_memory_is_there_before_the_first_move(device: Any) -> None:
     arena.wait()
     assert arena.free_bytes == 100_032
     assert not arena.reserve(100_000)
-    assert not resident_of(device, random_tensors(device, [99_000])).offload().first_use
+    assert not group_of(device, random_tensors(device, [99_000])).offload().first_use
 
 
 def test_what_is_still_being_allocated_is_given_back_too(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_begun, has_been_trimmed, new_slab = threading.Event(), threading.Event(), Arena._new_slab
+    has_begun, has_been_trimmed, allocate = threading.Event(), threading.Event(), HostArena._allocate
     given_back: list[int] = []
 
-    def late(self: Arena, nbytes: int) -> Any:
+    def late(self: HostArena, nbytes: int) -> Any:
         has_begun.set()
         assert has_been_trimmed.wait(60)
-        return new_slab(self, nbytes)
+        return allocate(self, nbytes)
 
-    def spied(self: Arena, slab: Slab) -> None:
-        given_back.append(slab.tensor.numel())
-        give_back(self, slab)
+    def spied(self: HostArena, allocation: HostAllocation) -> None:
+        given_back.append(allocation.tensor.numel())
+        free(self, allocation)
 
-    give_back = Arena._give_back
-    monkeypatch.setattr(Arena, "_new_slab", late)
-    monkeypatch.setattr(Arena, "_give_back", spied)
+    free = HostArena._free_allocation
+    monkeypatch.setattr(HostArena, "_allocate", late)
+    monkeypatch.setattr(HostArena, "_free_allocation", spied)
     arena, others = arena_of(device), threading.enumerate()
     assert arena.reserve(3 * 16 * KIB)
     (thread,) = set(threading.enumerate()) - set(others)
@@ -203,7 +203,7 @@ def test_what_is_still_being_allocated_is_given_back_too(device: Any, monkeypatc
     assert arena.reserve(KIB), "what was reserved before does not count"
     has_been_trimmed.set()
     thread.join(60)
-    assert given_back == [16 * KIB], "the two slabs that were to follow are not allocated"
+    assert given_back == [16 * KIB], "the two allocations that were to follow are not allocated"
     arena.wait()
     assert arena.total_bytes == arena.free_bytes == KIB
 
@@ -212,14 +212,14 @@ def test_too_little_host_memory_is_refused_before_anything_moves(device: Any) ->
     arena_of(device).set_limit(20_000)
     tensors = random_tensors(device, [15_000, 15_000])
     before = [tensor.clone() for tensor in tensors]
-    resident = resident_of(device, tensors)
+    group = group_of(device, tensors)
     message = "needs 30080 bytes of host memory more, and host_memory_bytes is 20000 bytes, of which 0 are used; raise"
     with pytest.raises(DeviceError, match=message):
-        resident.offload()
+        group.offload()
     assert all(map(torch.equal, tensors, before))
     assert arena_of(device).total_bytes == 0
     arena_of(device).set_limit(None)
-    resident.offload()
+    group.offload()
 
 
 def test_pageable_memory_is_used_and_named_where_pinning_fails(
@@ -231,41 +231,41 @@ def test_pageable_memory_is_used_and_named_where_pinning_fails(
     monkeypatch.setattr(device.memory, "host_alloc", refuse)
     tensors = random_tensors(device, [30_000])
     before = tensors[0].clone()
-    resident = resident_of(device, tensors)
-    assert not resident.offload().pinned
+    group = group_of(device, tensors)
+    assert not group.offload().pinned
     assert "could not be pinned (planted; the lock limit, ulimit -l, is " in caplog.text
-    resident.onload()
+    group.onload()
     assert torch.equal(tensors[0], before)
 
 
 # ---------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("num_slabs", [0, 1, 2])
+@pytest.mark.parametrize("num_allocations", [0, 1, 2])
 def test_host_memory_that_ends_halfway_leaves_all_on_the_device(
-    device: Any, monkeypatch: pytest.MonkeyPatch, num_slabs: int
+    device: Any, monkeypatch: pytest.MonkeyPatch, num_allocations: int
 ) -> None:
-    made, new_slab = itertools.count(), Arena._new_slab
+    made, allocate = itertools.count(), HostArena._allocate
 
-    def limited(self: Arena, nbytes: int) -> Any:
-        if next(made) == num_slabs:
+    def limited(self: HostArena, nbytes: int) -> Any:
+        if next(made) == num_allocations:
             raise DeviceError("planted: no host memory")
-        return new_slab(self, nbytes)
+        return allocate(self, nbytes)
 
-    monkeypatch.setattr(Arena, "_new_slab", limited)
+    monkeypatch.setattr(HostArena, "_allocate", limited)
     tensors = random_tensors(device, [10_000] * 5)
     before = [tensor.clone() for tensor in tensors]
     raised: list[str] = []
-    resident = Resident(device, lambda: tensors, lambda guard, state: raised.append(state))
+    group = OffloadGroup(device, lambda: tensors, lambda guard, state: raised.append(state))
     message = r"planted: no host memory. Nothing has moved: what was to leave is on"
     with pytest.raises(DeviceError, match=message):
-        resident.offload()
+        group.offload()
     assert all(map(torch.equal, tensors, before))
-    assert not resident.is_away and resident.host_bytes == 0
-    assert arena_of(device).free_bytes == arena_of(device).total_bytes == num_slabs * 16 * KIB
-    monkeypatch.setattr(Arena, "_new_slab", new_slab)
-    resident.offload()
-    resident.onload()
+    assert not group.is_away and group.host_bytes == 0
+    assert arena_of(device).free_bytes == arena_of(device).total_bytes == num_allocations * 16 * KIB
+    monkeypatch.setattr(HostArena, "_allocate", allocate)
+    group.offload()
+    group.onload()
     assert all(map(torch.equal, tensors, before))
 
 
@@ -275,18 +275,18 @@ def test_device_memory_that_ends_halfway_leaves_all_on_the_host(
 ) -> None:
     tensors = random_tensors(device, [10_000] * 5)
     before = [tensor.clone() for tensor in tensors]
-    resident = resident_of(device, tensors)
-    resident.offload()
+    group = group_of(device, tensors)
+    group.offload()
     with monkeypatch.context() as patched:
         small = SmallDevice(patched, limit_bytes)
         message = (
             r"has no memory for .* no memory for 10000 bytes; .* Nothing has moved: what was to come back is in host"
         )
         with pytest.raises(DeviceError, match=message):
-            resident.onload()
+            group.onload()
         assert small.live_bytes == 0
-    assert resident.is_away and resident.device_bytes == 0
-    resident.onload()
+    assert group.is_away and group.device_bytes == 0
+    group.onload()
     assert all(map(torch.equal, tensors, before))
 
 
@@ -294,7 +294,7 @@ def test_device_memory_that_ends_halfway_leaves_all_on_the_host(
 def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     tensors = random_tensors(device, [10_000] * 5)
     before = [tensor.clone() for tensor in tensors]
-    resident = resident_of(device, tensors)
+    group = group_of(device, tensors)
     copy_batch = device.memory.copy_batch
 
     def fail_at(number: int) -> None:
@@ -307,13 +307,13 @@ def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.
 
         monkeypatch.setattr(device.memory, "copy_batch", copy)
 
-    for move in (resident.offload, resident.onload):
+    for move in (group.offload, group.onload):
         fail_at(failing)
         with pytest.raises(KeyboardInterrupt) as error:
             move()
         assert error.value.__notes__[0].startswith("Nothing has moved")
-        assert resident.is_away == (move == resident.onload)
-        assert resident.device_bytes == (0 if resident.is_away else 50_000)
+        assert group.is_away == (move == group.onload)
+        assert group.device_bytes == (0 if group.is_away else 50_000)
         monkeypatch.setattr(device.memory, "copy_batch", copy_batch)
         assert move().moved_bytes == 50_000
     assert all(map(torch.equal, tensors, before))
@@ -322,18 +322,18 @@ def test_a_copy_that_fails_leaves_all_in_place(device: Any, monkeypatch: pytest.
 
 def test_exported_memory_is_refused(device: Any) -> None:
     (tensor,) = random_tensors(device, [1000])
-    resident = resident_of(device, [tensor])
+    group = group_of(device, [tensor])
     handle = device.memory.export_ipc(tensor)
     with pytest.raises(
         StateError, match=r"of shape \[1000\] .* is exported to other processes.*revoke\(handle\) first"
     ):
-        resident.offload()
+        group.offload()
     device.memory.revoke(handle)
     if device.type == "cpu":  # torch 2.13 crashes the process when such a storage grows again
         with pytest.raises(UnsupportedError, match=r"shared memory of the host.*tensor.clone\(\)"):
-            resident.offload()
+            group.offload()
     else:
-        resident.offload()
+        group.offload()
 
 
 # ------------------------------------------------------------------------------------------------- both ways
@@ -346,19 +346,19 @@ def test_two_sets_that_do_not_fit_together_change_places(
     sizes = [10_000, 300, 5_000, 20_000, 64] * 4
     first, second = (random_tensors(device, sizes, seed) for seed in (1, 2))
     before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
-    here, away = resident_of(device, first), resident_of(device, second)
+    here, away = group_of(device, first), group_of(device, second)
     away.offload()
     total = sum(sizes)
     small = SmallDevice(monkeypatch, total + spare_bytes, first)
     for _ in range(3):
-        out, in_ = exchange([here], [away])
+        out, in_ = swap_groups([here], [away])
         assert out.moved_bytes == out.freed_device_bytes == in_.moved_bytes == -in_.freed_device_bytes == total
         here, away = away, here
     assert small.peak_bytes == total, "it never took more than had left"
-    exchange([here], [away])
+    swap_groups([here], [away])
     assert all(map(torch.equal, first, before[0]))
     here, away = away, here
-    exchange([here], [away])
+    swap_groups([here], [away])
     assert all(map(torch.equal, second, before[1]))
 
 
@@ -367,7 +367,7 @@ def test_device_memory_that_was_freed_in_pieces_is_asked_for_again(
 ) -> None:
     first, second = random_tensors(device, [1_000] * 50, 1), random_tensors(device, [1_000] * 50, 2)
     before = [tensor.clone() for tensor in second]
-    here, away = resident_of(device, first), resident_of(device, second)
+    here, away = group_of(device, first), group_of(device, second)
     away.offload()
     resize, refused = torch.UntypedStorage.resize_, itertools.count()
 
@@ -377,21 +377,21 @@ def test_device_memory_that_was_freed_in_pieces_is_asked_for_again(
         return resize(storage, nbytes)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", fragmented)
-    exchange([here], [away])
+    swap_groups([here], [away])
     assert next(refused) > 50
     assert all(map(torch.equal, second, before))
 
 
 def test_a_swap_needs_little_more_host_memory_than_the_larger_set(device: Any) -> None:
-    first, second = (resident_of(device, random_tensors(device, [2_000] * 200, seed)) for seed in (1, 2))
+    first, second = (group_of(device, random_tensors(device, [2_000] * 200, seed)) for seed in (1, 2))
     first.offload()
     for out, in_ in ((second, first), (first, second)) * 2:
-        exchange([out], [in_])
+        swap_groups([out], [in_])
     assert arena_of(device).total_bytes < 1.2 * 400_000
 
 
 def test_what_arrives_starts_before_all_has_left(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (resident_of(device, random_tensors(device, [4 * KIB] * 20, seed)) for seed in (1, 2))
+    first, second = (group_of(device, random_tensors(device, [4 * KIB] * 20, seed)) for seed in (1, 2))
     second.offload()
     copy_batch, ways = device.memory.copy_batch, []
 
@@ -400,13 +400,13 @@ def test_what_arrives_starts_before_all_has_left(device: Any, monkeypatch: pytes
         copy_batch(dst, src, stream)
 
     monkeypatch.setattr(device.memory, "copy_batch", copy)
-    exchange([first], [second])
+    swap_groups([first], [second])
     assert ways.index("in") <= 4
     assert [way for way, _ in itertools.groupby(ways)].count("in") > 10, ways
 
 
 def test_one_way_alone_is_further_ahead_of_the_allocator(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (resident_of(device, random_tensors(device, [4 * KIB] * 40, seed)) for seed in (1, 2))
+    first, second = (group_of(device, random_tensors(device, [4 * KIB] * 40, seed)) for seed in (1, 2))
     copy_batch, resize, calls = device.memory.copy_batch, torch.UntypedStorage.resize_, []
 
     def copy(*args: Any) -> None:
@@ -426,7 +426,7 @@ def test_one_way_alone_is_further_ahead_of_the_allocator(device: Any, monkeypatc
     assert calls == ["allocate", "copy"] * 40
     second.offload()
     calls.clear()
-    exchange([first], [second])
+    swap_groups([first], [second])
     assert calls.index("free") == 3, "what comes back waits for it"
 
 
@@ -436,13 +436,13 @@ def test_a_swap_that_fails_halfway_moves_nothing(
 ) -> None:
     first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000, 3, 30_000] * 2, 2)
     before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
-    here, away = resident_of(device, first), resident_of(device, second)
+    here, away = group_of(device, first), group_of(device, second)
     away.offload()
     with monkeypatch.context() as patched:
         small = SmallDevice(patched, limit_bytes, first)
         message = "Nothing has moved: what was to leave is on .*, what was to come back is in host memory"
         with pytest.raises(DeviceError, match=message):
-            exchange([here], [away])
+            swap_groups([here], [away])
         assert small.live_bytes == 50_000
     assert not here.is_away and away.is_away
     assert all(map(torch.equal, first, before[0]))
@@ -451,46 +451,46 @@ def test_a_swap_that_fails_halfway_moves_nothing(
 
 
 def test_a_swap_with_no_host_memory_to_spare_is_refused_with_the_numbers(device: Any) -> None:
-    here, away = (resident_of(device, random_tensors(device, [10_000] * 5, seed)) for seed in (1, 2))
+    here, away = (group_of(device, random_tensors(device, [10_000] * 5, seed)) for seed in (1, 2))
     away.offload()
     arena_of(device).set_limit(arena_of(device).total_bytes)
     with pytest.raises(
         DeviceError, match="needs 44608 bytes of host memory more, and host_memory_bytes is 50240 bytes"
     ):
-        exchange([here], [away])
+        swap_groups([here], [away])
     assert not here.is_away and away.is_away
 
 
 def test_a_swap_whose_host_memory_does_not_grow_moves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000] * 5, 2)
     before = [[tensor.clone() for tensor in tensors] for tensors in (first, second)]
-    here, away = resident_of(device, first), resident_of(device, second)
+    here, away = group_of(device, first), group_of(device, second)
     away.offload()
 
-    def refuse(self: Arena, nbytes: int) -> Any:
+    def refuse(self: HostArena, nbytes: int) -> Any:
         raise DeviceError("planted: no host memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Arena, "_new_slab", refuse)
+        patched.setattr(HostArena, "_allocate", refuse)
         with pytest.raises(DeviceError, match=r"planted: no host memory\. Nothing has moved"):
-            exchange([here], [away])
+            swap_groups([here], [away])
     assert not here.is_away and away.is_away
-    exchange([here], [away])
+    swap_groups([here], [away])
     here.onload()
     assert all(map(torch.equal, first, before[0])) and all(map(torch.equal, second, before[1]))
 
 
 def test_a_released_set_takes_only_room_in_a_swap(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = random_tensors(device, [10_000] * 5, 1), random_tensors(device, [10_000] * 5, 2)
-    here, away = resident_of(device, first), resident_of(device, second)
+    here, away = group_of(device, first), group_of(device, second)
     away.meta()
     with monkeypatch.context() as patched:
         SmallDevice(patched, 49_000, first)
         with pytest.raises(DeviceError, match="Nothing has moved"):
-            exchange([], [away])
+            swap_groups([], [away])
         patched.undo()
     SmallDevice(monkeypatch, 50_000, first)
-    out, in_ = exchange([here], [away])
+    out, in_ = swap_groups([here], [away])
     assert (out.moved_bytes, in_.moved_bytes, in_.freed_device_bytes) == (50_000, 0, -50_000)
 
 
@@ -504,10 +504,10 @@ class Trainer:
         torch.manual_seed(seed)
         self.module = nn.Sequential(nn.Linear(37, 301), nn.Tanh(), nn.Linear(301, 11)).to(device.torch_device)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
-        self.residents = [
-            resident_of(device, list(self.module.parameters())),
-            Resident(device, lambda: optimizer_tensors([self.optimizer]), no_guard),
-            GradResident(device, self.module, no_guard),
+        self.groups = [
+            group_of(device, list(self.module.parameters())),
+            OffloadGroup(device, lambda: optimizer_tensors([self.optimizer]), no_guard),
+            GradientGroup(device, self.module, no_guard),
         ]
         self._inputs = torch.randn(64, 37).to(device.torch_device)
 
@@ -524,12 +524,12 @@ def test_five_trainers_in_turns_learn_as_if_alone(device: Any) -> None:
     alone, in_turns = ([Trainer(device, seed) for seed in range(5)] for _ in range(2))
     expected = [[trainer.step() for _ in range(4)] for trainer in alone]
     for trainer in in_turns[1:]:
-        exchange(trainer.residents, [])
+        swap_groups(trainer.groups, [])
     found: list[list[float]] = [[] for _ in in_turns]
     here = 0
     for _, position in itertools.product(range(4), range(5)):
         if position != here:
-            exchange(in_turns[here].residents, in_turns[position].residents)
+            swap_groups(in_turns[here].groups, in_turns[position].groups)
         found[position].append(in_turns[position].step())
         here = position
     assert found == expected
@@ -540,8 +540,8 @@ def test_twenty_cycles_leave_memory_as_it_was(device: Any) -> None:
 
     def cycle() -> None:
         trainer.step()
-        exchange(trainer.residents, [])
-        exchange([], trainer.residents)
+        swap_groups(trainer.groups, [])
+        swap_groups([], trainer.groups)
 
     def memory() -> tuple[int, ...]:
         gc.collect()
@@ -560,28 +560,28 @@ def test_twenty_cycles_leave_memory_as_it_was(device: Any) -> None:
 
 def test_the_resident_set_does_not_grow_with_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "BLOCK_BYTES", 4 << 20)
-    monkeypatch.setattr(arena_module, "_SLAB_BYTES", 16 << 20)
+    monkeypatch.setattr(arena_module, "_ALLOCATION_BYTES", 16 << 20)
     memory = rlcore.get_device("cpu").memory
-    resident = resident_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(4)])
+    group = group_of(rlcore.get_device("cpu"), [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(4)])
 
     def allocated() -> int:
         memory.empty_cache()
         return int(memory.stats().allocated_bytes)
 
     for _ in range(2):
-        resident.offload()
-        resident.onload()
+        group.offload()
+        group.onload()
     before = allocated()
     for _ in range(8):
-        resident.offload()
-        resident.onload()
+        group.offload()
+        group.onload()
     assert allocated() - before < 16 << 20, "one set has 32 MiB"
 
 
 def test_gradients_of_a_backward_pass_meanwhile_are_added(device: Any) -> None:
     module = nn.Linear(8, 8).to(device.torch_device)
     inputs = torch.ones(1, 8, device=device.torch_device)
-    grads = GradResident(device, module, no_guard)
+    grads = GradientGroup(device, module, no_guard)
     module(inputs).sum().backward()
     once = module.weight.grad.clone()  # type: ignore[union-attr]
     grads.offload()
@@ -635,12 +635,12 @@ def test_what_is_dropped_while_it_is_away_leaves_no_guard(device: Any) -> None:
     def guard(up: Guard, state: str) -> None:
         up.guard_module(trainer.module, state)
 
-    resident = Resident(device, trainer.module.parameters, guard)
-    resident.offload()
+    group = OffloadGroup(device, trainer.module.parameters, guard)
+    group.offload()
     optimizer = torch.optim.SGD(trainer.module.parameters())
     with pytest.raises(StateError, match="offloaded"):
         optimizer.step()
-    del resident
+    del group
     gc.collect()
     optimizer.step()  # of no gradients
 

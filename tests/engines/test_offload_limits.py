@@ -9,7 +9,7 @@ import torch
 
 import rlcore
 from rlcore.engines.offload import host_arena as arena_module
-from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.host_limits import HostLimit, cgroup_limits
 from rlcore.errors import DeviceError, InvalidInputError
 
@@ -65,13 +65,13 @@ def test_the_control_groups_limit_refuses_an_offload_early(monkeypatch: pytest.M
     limit = HostLimit("the memory limit of the control group /box", 5000, 4000)
     monkeypatch.setattr(arena_module, "cgroup_limits", lambda: [limit])
     tensor = torch.ones(1001, dtype=torch.uint8)
-    resident = Resident(rlcore.get_device("cpu"), lambda: [tensor], lambda guard, state: None)
+    group = OffloadGroup(rlcore.get_device("cpu"), lambda: [tensor], lambda guard, state: None)
     with pytest.raises(DeviceError, match=r"needs 1024 bytes .* group /box is 5000 bytes, of which 4000 are used"):
-        resident.offload()
+        group.offload()
     assert tensor.sum() == 1001
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "1GiB", True])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(InvalidInputError, match="host_memory_bytes must be a whole number of at least 1 or None"):
-        arena_module.Arena(rlcore.get_device("cpu")).set_limit(value)  # type: ignore[arg-type]
+        arena_module.HostArena(rlcore.get_device("cpu")).set_limit(value)  # type: ignore[arg-type]

@@ -51,8 +51,8 @@ class SmallDevice:
 
     def install(self, patch: pytest.MonkeyPatch, dies_after: int | None = None) -> None:
         """In this process, until ``patch`` is undone."""
-        from rlcore.engines.offload import copy as transfer
         from rlcore.engines.offload import host_arena as arena
+        from rlcore.engines.offload import transfer
 
         for module in (arena, transfer):
             patch.setattr(module, "BLOCK_BYTES", 4096)

@@ -196,7 +196,7 @@ _LAUNCHED_NOTHING = re.compile(  # fill_ is that of the fixture that poisons mem
 
 
 class Launches(TorchDispatchMode):
-    """What would be launched on an accelerator: the operations of torch, and the kernels by name."""
+    """Return what would be launched on an accelerator: the operations of torch, and the kernels by name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def linear_scores(
 
 
 def in_bfloat16(gradient: Tensor) -> Tensor:
-    """What is `rounded` where the gradient of the logits is stored for a product of bfloat16."""
+    """Round the gradient of the logits as where it is stored for a product of bfloat16: a value for `rounded`."""
     return gradient.bfloat16().to(gradient.dtype)
 
 
@@ -71,7 +71,7 @@ def doubled(*tensors: Tensor) -> list[Tensor]:
 
 
 def gradients(scores: tuple[Tensor, Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Of a sum with another weight for each row, and for log-probability and entropy."""
+    """Return the gradients of a sum with another weight for each row, and for log-probability and entropy."""
     logprob, entropy = scores
     slope = torch.linspace(-1, 2, logprob.numel(), dtype=torch.float64, device=logprob.device).view(logprob.shape)
     total = (slope.to(logprob) * logprob).sum()
@@ -149,7 +149,7 @@ def assert_equal_in_float64(found: Any, expected: Any, *, terms: int, what: str 
 
 
 def assert_advantages_as_exact(found: Tensor, exact: Tensor, rewards: Tensor) -> None:
-    """Those of the kernel, which takes off a mean in two float32 parts, and makes of the differences a variance.
+    """Compare with the kernel, which subtracts a mean in two float32 parts, and computes a variance of the differences.
 
     The parts hold the mean to the square of float32's rounding.
     """

@@ -238,7 +238,7 @@ def documented() -> dict[str, tuple[list[str], str, str]]:
 
 
 def run_documented(name: str, batch: Batch) -> Tensor:
-    """What adds up to the loss."""
+    """Return the values whose sum is the loss."""
     (loss, *_), advantage, mode = documented()[name]
     entries = {"R": batch.R, "r": batch.r, "V": batch.V, "m": batch.m, "n": batch.count.view(P, n)}
     A = eval(advantage, NAMES | entries)

@@ -1,4 +1,4 @@
-"""What is no tensor, no number or no loss function is named by the operator that was given it, before any work."""
+"""An operator names an argument that is no tensor, no number or no loss function, before any work."""
 
 from __future__ import annotations
 

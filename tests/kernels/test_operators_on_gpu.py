@@ -1,4 +1,4 @@
-"""What only an accelerator can show: products that widen, no waiting for the device, memory, device-side checks."""
+"""Behaviour that only an accelerator shows: products that widen, no waiting for the device, memory, checks on it."""
 
 from __future__ import annotations
 

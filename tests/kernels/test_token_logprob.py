@@ -28,7 +28,7 @@ def random_inputs(T: int, V: int, dtype: torch.dtype = torch.float32, scale: flo
 
 
 def gradient(outputs: tuple[Tensor, Tensor], logits: Tensor) -> Tensor:
-    """Of a sum with unequal weights for rows, and for log-probability and entropy."""
+    """Return the gradients of a sum with unequal weights for rows, and for log-probability and entropy."""
     logprob, entropy = outputs
     weight = torch.linspace(-1, 2, logprob.numel(), dtype=logprob.dtype, device=logits.device).view(logprob.shape)
     return torch.autograd.grad((weight * logprob).sum() + (weight.cos() * entropy).sum(), logits)[0]

@@ -42,7 +42,7 @@ def logits_of_unlike_parts() -> Tensor:
 def on_ranks(
     logits_TV: Tensor, rows: ScaledRows, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[RowStatistics], Tensor]:
-    """What each rank learns of whole rows, and the probabilities [T, V] that it takes from that for its columns."""
+    """Return each rank's statistics of whole rows, and the probabilities [T, V] that all have for their columns."""
     shards, parts, exps = [], [], []
     for rank, (start, end) in enumerate(itertools.pairwise(cuts)):
         group: Any = Group(rank)

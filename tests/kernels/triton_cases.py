@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """Types of arguments that are not what ``arguments`` takes for granted; None is one that is not given, numbers are
     compile-time constants."""
     tile: Callable[[str], Mapping[str, int]]
-    """Of a device type: constants, and the compiler's options."""
+    """It maps a device type to constants and the compiler's options."""
 
 
 def arguments(case: Case, tile: Mapping[str, int]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _bare(worker: Any, tag: str) -> tuple[float, int]:
     """Make as many pieces as vLLM's allocator has, at the same addresses; a KV cache is set to zero besides."""
     shard: TensorParallelShard = worker._rlcore_shard
     device = shard.device
-    parts = [part for parcel in shard._residents[tag]._cargo.parcels for part in parcel.ranges]
+    parts = [part for chunk in shard._offload_groups[tag]._chunks for part in chunk.ranges]
     device.synchronize()
     started = time.perf_counter()
     for part in parts:

@@ -15,7 +15,7 @@ import torch
 from rlcore.arguments import COUNT
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.storages import owned
 from rlcore.engines.sampling.completion import RequestOutput, VersionSpan
@@ -106,10 +106,10 @@ class HfExecutor(InferenceExecutor):
         self._cached_token_bytes = self._measure_cached_token()
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
         self._requests = RequestQueue(lambda prompts, params, at: self.generate(prompts, params, version=at))
-        self._residents = {
-            "weights": Resident(self.device, self._module.parameters, self._guard_weights),
+        self._offload_groups = {
+            "weights": OffloadGroup(self.device, self._module.parameters, self._guard_weights),
             # Each generate() makes its own cache and drops it: between two calls there is none.
-            "kv_cache": Resident(self.device, tuple, lambda guard, state: None),
+            "kv_cache": OffloadGroup(self.device, tuple, lambda guard, state: None),
         }
 
     def _guard_weights(self, guard: Guard, state: str) -> None:

@@ -11,7 +11,8 @@ import msgspec
 
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.worker import MemoryReport
-from rlcore.engines.launchers.worker import WorkerContext, raised
+from rlcore.engines.launchers.failures import raised
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder

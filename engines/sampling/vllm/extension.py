@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers.worker import Failure, describe
+from rlcore.engines.launchers.failures import WorkerFailure, describe
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmWorker
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
@@ -49,7 +49,7 @@ class ShardAnswer(msgspec.Struct, array_like=True):
 
     result: Any
     """What the method returned; None after an error."""
-    failure: Failure | None
+    failure: WorkerFailure | None
     """An error of rlcore's own."""
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rlcore.device import Device
-from rlcore.engines.offload.chunks import Departure
-from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.device_to_host import DeviceToHost
+from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.storages import bytes_of
 from rlcore.engines.sampling.vllm import ascend, versions
 from rlcore.engines.sampling.vllm.interfaces import VllmAllocation
@@ -55,7 +55,7 @@ def _(storage: MappedAllocation, start: int, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
 
 
-class MappedResident(Resident):
+class MappedGroup(OffloadGroup):
     """A tag whose memory is vLLM's.
 
     Args:
@@ -76,17 +76,17 @@ class MappedResident(Resident):
     def device_bytes(self) -> int:
         return sum(region.nbytes() for region in self._storages())
 
-    def departure(self) -> Departure:
+    def to_host(self) -> DeviceToHost:
         self._prepare_to_leave()
-        return super().departure()
+        return super().to_host()
 
     def meta(self) -> OffloadReport:
         if not self.is_away:
             self._prepare_to_leave()
         return super().meta()
 
-    def has_arrived(self) -> None:
-        super().has_arrived()
+    def set_onloaded(self) -> None:
+        super().set_onloaded()
         for tensor, copy in self._copies:
             tensor.copy_(copy)
 

@@ -93,7 +93,7 @@ class Replica:
             try:
                 self._add(list(numbers), prompts, params, is_streamed=False)
                 while not all(number in self._done for number in numbers):
-                    if self._processes.context.is_given_up():
+                    if self._processes.context.is_cancelled():
                         raise StateError("generate() has ended early: nobody waits for it any more")
                     if num_ended := self._step(numbers):
                         advance(num_ended)

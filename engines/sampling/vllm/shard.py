@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmWorker
-from rlcore.engines.sampling.vllm.mapped_allocations import MappedResident
+from rlcore.engines.sampling.vllm.mapped_allocations import MappedGroup
 from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
 from rlcore.engines.sampling.vllm.target import VllmTarget
 from rlcore.engines.weight_sync.receiver import Receiver
@@ -38,14 +38,16 @@ class TensorParallelShard:
         self._target = VllmTarget(self.model, worker.vllm_config, self.device)
         self.receiver = Receiver(self._target)
         if self.device.spec.is_host:  # no graph is captured that would keep addresses
-            self._residents = {
-                "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
-                "kv_cache": Resident(self.device, lambda: versions.kv_caches(self.runner), lambda guard, state: None),
+            self._offload_groups = {
+                "weights": OffloadGroup(self.device, self.model.parameters, lambda guard, state: None),
+                "kv_cache": OffloadGroup(
+                    self.device, lambda: versions.kv_caches(self.runner), lambda guard, state: None
+                ),
             }
         else:
-            self._residents = {
-                "weights": MappedResident(self.device, "weights", self._kept),
-                "kv_cache": MappedResident(self.device, "kv_cache", tuple),
+            self._offload_groups = {
+                "weights": MappedGroup(self.device, "weights", self._kept),
+                "kv_cache": MappedGroup(self.device, "kv_cache", tuple),
             }
 
     @property
@@ -60,15 +62,15 @@ class TensorParallelShard:
         Returns:
             The report, and True if the tag is away now.
         """
-        resident = self._residents[tag]
+        group = self._offload_groups[tag]
         if move == Move.ONLOAD:
-            was_away = resident.is_away
-            report = resident.onload()
+            was_away = group.is_away
+            report = group.onload()
             if tag == "kv_cache" and was_away:
                 versions.reset_kv_cache(self.runner)
         else:
-            report = resident.offload() if move == Move.OFFLOAD and tag == "weights" else resident.meta()
-        return report, resident.is_away
+            report = group.offload() if move == Move.OFFLOAD and tag == "weights" else group.meta()
+        return report, group.is_away
 
     def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         arena = arena_of(self.device)
@@ -81,8 +83,8 @@ class TensorParallelShard:
         memory = self.device.memory
         return {
             "tags": {
-                tag: {"device_bytes": resident.device_bytes, "host_bytes": resident.host_bytes}
-                for tag, resident in self._residents.items()
+                tag: {"device_bytes": group.device_bytes, "host_bytes": group.host_bytes}
+                for tag, group in self._offload_groups.items()
             },
             "stats": dataclasses.asdict(memory.stats()),
             "info": dataclasses.asdict(memory.info()),
@@ -117,11 +119,11 @@ class TensorParallelShard:
         """Drop the model. Unmapped memory is mapped again first, as vLLM's allocator frees only mapped memory."""
         self.receiver.close()
         versions.forget_reloads(self.model)
-        away = [resident for resident in self._residents.values() if resident.is_away]
+        away = [group for group in self._offload_groups.values() if group.is_away]
         try:
-            for resident in away:
-                resident.meta()
-                resident.onload()
+            for group in away:
+                group.meta()
+                group.onload()
         except DeviceError as error:
             _NEVER_FREED.append((self.model, list(versions.kv_caches(self.runner))))
             _log.warning(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.device import Device
-from rlcore.engines.launchers.boot import MARK
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm.interfaces import (
     VllmAllocation,
@@ -29,6 +28,7 @@ from rlcore.engines.sampling.vllm.interfaces import (
     VllmPlatform,
 )
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
+from rlcore.process.guard import FAMILY
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 _MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
@@ -192,7 +192,7 @@ def _set_rendezvous_folder(folder: str) -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     def new_file(*_: Any, **__: Any) -> str:
-        return f"file://{folder}/vllm_dist_{os.environ[MARK]}-{uuid.uuid4().hex[:8]}"
+        return f"file://{folder}/vllm_dist_{os.environ[FAMILY]}-{uuid.uuid4().hex[:8]}"
 
     for executor in (multiproc_executor, uniproc_executor):
         if hasattr(executor, "get_file_store_init_method"):

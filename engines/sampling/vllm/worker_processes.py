@@ -14,9 +14,9 @@ from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rlcore.engines.launchers.endings import how_it_ended
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import RlcoreError, WorkerDiedError
+from rlcore.process.endings import how_it_ended
 
 _LOOK_AGAIN_S = 0.2
 _NEWS_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 
-from rlcore.engines.launchers.traces import new_store
+from rlcore.engines.launchers.runtime_files import new_store
 from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
 from rlcore.engines.weight_sync.messages import Packing, Sending
 from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft

@@ -16,10 +16,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlcore.engines.launchers import living as living_module
+from rlcore.engines.launchers import running as running_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
-from rlcore.processes import maker_of_shared_memory
+from rlcore.process.status import maker_of_shared_memory
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -158,11 +158,11 @@ def descriptors() -> set[tuple[str, str]]:
 
 @pytest.fixture
 def holdings(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Holdings:
-    found, announce = Holdings(runtime_folder), living_module.announce
+    found, announce = Holdings(runtime_folder), running_module.announce
 
-    def announced(pid: int, device: str, engines: list[str]) -> living_module.LivingProcess:
+    def announced(pid: int, device: str, engines: list[str]) -> running_module.RunningProcess:
         found.worker(pid)
         return announce(pid, device, engines)
 
-    monkeypatch.setattr(living_module, "announce", announced)
+    monkeypatch.setattr(running_module, "announce", announced)
     return found

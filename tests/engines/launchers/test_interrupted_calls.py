@@ -31,9 +31,9 @@ class Worker:
         """So long, or until nobody waits for it."""
         self.context.emit("begun")
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not (looks and self.context.is_given_up()):
+        while time.monotonic() < deadline and not (looks and self.context.is_cancelled()):
             time.sleep(0.01)
-        self.was_given_up.append(self.context.is_given_up())
+        self.was_given_up.append(self.context.is_cancelled())
         return self.was_given_up[-1]
 
     def wait_for(self, path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.launchers import boot
-from rlcore.processes import session_of
+from rlcore.process import guard
+from rlcore.process.status import session_of
 
 SHARED = Path("/dev/shm")
 
@@ -53,12 +53,12 @@ class Maker:
         self.lock: Any = multiprocessing.get_context("spawn").Lock()
         ring = SharedMemory(create=True, size=4096)
         ring.close()
-        of_vllm = SHARED / f"vllm_dist_{os.environ[boot.MARK]}-tp:0"
+        of_vllm = SHARED / f"vllm_dist_{os.environ[guard.FAMILY]}-tp:0"
         of_vllm.touch()
         return [f"sem.{self.lock._semlock.name.removeprefix('/')}", ring.name, of_vllm.name]
 
     def has_open(self, name: str) -> bool:
-        return boot._file(SHARED / name) in boot._shared_memory([os.getpid()])
+        return guard._file(SHARED / name) in guard._shared_memory([os.getpid()])
 
 
 @pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "SIGKILL"])
@@ -70,7 +70,7 @@ def test_nothing_stays_of_a_worker_and_its_descendants(
         names = worker.call("make").result()
         assert all((SHARED / name).exists() for name in names)
         unmarked = worker.call("start_child").result()
-        assert boot.MARK not in Path(f"/proc/{unmarked}/environ").read_text()
+        assert guard.FAMILY not in Path(f"/proc/{unmarked}/environ").read_text()
         descendants = [unmarked, *(worker.call("fork", in_own_session).result() for in_own_session in (False, True))]
         assert None not in map(session_of, descendants)
         if how == "SIGKILL":
@@ -92,16 +92,16 @@ def test_a_semaphore_is_found_in_the_process_that_made_it(join_group: Callable[.
 def test_a_file_of_the_same_inode_on_another_file_system_is_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(boot.MARK, "no name has this")
+    monkeypatch.setenv(guard.FAMILY, "no name has this")
     path = SHARED / f"psm_{os.getpid()}_{tmp_path.name}"
     path.write_bytes(bytes(mmap.PAGESIZE))
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-            device, inode = boot._file(path)
-            assert (device, inode) in boot._shared_memory([os.getpid()])
-        boot._remove_memory({(f"{device}0", inode)})  # what a living process has open would stay anyway
+            device, inode = guard._file(path)
+            assert (device, inode) in guard._shared_memory([os.getpid()])
+        guard._remove_memory({(f"{device}0", inode)})  # what a living process has open would stay anyway
         assert path.exists()
-        boot._remove_memory({(device, inode)})
+        guard._remove_memory({(device, inode)})
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)

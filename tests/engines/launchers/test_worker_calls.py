@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlcore.engines.launchers.failures import describe, raised
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.worker import WorkerContext, describe, raised
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import DeviceError, InvalidInputError, WorkerError
 from tests.accuracy import assert_same_bits
 
@@ -391,18 +392,18 @@ def test_a_worker_changes_its_copy(pair: WorkerGroup) -> None:
 
 
 def test_a_small_view_does_not_take_its_large_storage_along() -> None:
-    from rlcore.engines.launchers.wire import dump_call
+    from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 
-    body, tensors = dump_call(torch.zeros(10_000_000)[5:8])
+    body, tensors = dump_pickled_call(torch.zeros(10_000_000)[5:8])
     assert len(body) < 1000
     assert tensors == []
 
 
 def test_a_tensor_that_was_sent_can_still_be_freed() -> None:
-    from rlcore.engines.launchers.wire import dump_call
+    from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 
     for tensor in (torch.ones(3), torch.ones(1_000_000), torch.ones(0), torch.ones(2, dtype=torch.complex64).conj()):
-        dump_call(tensor)
+        dump_pickled_call(tensor)
         assert tensor.untyped_storage().resizable()
 
 

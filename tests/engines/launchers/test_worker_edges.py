@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from rlcore.engines.launchers import logs
+from rlcore.engines.launchers.failures import describe, raised
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.logs import LogMerger
-from rlcore.engines.launchers.shared import TensorRef  # a msgspec.Struct that a child can import
-from rlcore.engines.launchers.worker import WorkerContext, describe, raised
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
@@ -36,6 +36,7 @@ from rlcore.errors import (
     WorkerDiedError,
     WorkerTimeoutError,
 )
+from rlcore.process.shared_tensors import SharedTensor  # a msgspec.Struct that a child can import
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -62,10 +63,10 @@ class Worker:
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def size_of(self, ref: TensorRef) -> list[int]:
+    def size_of(self, ref: SharedTensor) -> list[int]:
         return list(ref.shape)
 
-    def make(self, kind: type[TensorRef]) -> list[int]:
+    def make(self, kind: type[SharedTensor]) -> list[int]:
         return list(kind("float32", (4,), 0).shape)
 
     def limit_descriptors(self) -> None:
@@ -126,8 +127,8 @@ def ask_all(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
 
 def test_msgspec_structs_and_their_classes_are_arguments_like_others(join_group: Start) -> None:
     with join_group(Worker) as group:
-        assert ask_all(group, "size_of", TensorRef("float32", (3,), 0)) == [[3]]
-        assert ask_all(group, "make", TensorRef) == [[4]]
+        assert ask_all(group, "size_of", SharedTensor("float32", (3,), 0)) == [[3]]
+        assert ask_all(group, "make", SharedTensor) == [[4]]
 
 
 def test_tensors_made_while_pickling_arrive_as_they_were(join_group: Start) -> None:

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from rlcore.engines.launchers import group as group_module
-from rlcore.engines.launchers.endings import how_it_ended
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.traces import record_of
+from rlcore.engines.launchers.runtime_files import record_of
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rlcore.processes import maker_of_shared_memory, state_of
+from rlcore.process.endings import how_it_ended
+from rlcore.process.status import maker_of_shared_memory, state_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -88,7 +88,7 @@ class Worker:
     def fail_on(self, rank: int) -> None:
         if self.context.rank == rank:
             raise KeyError("planted")
-        while not self.context.is_given_up():
+        while not self.context.is_cancelled():
             time.sleep(0.01)
         raise StateError("ended early")
 
@@ -498,7 +498,7 @@ def test_all_ends_after_a_kill_of_the_users_process(state: str, tmp_path: Any, l
 def test_what_even_the_guards_could_not_remove_the_next_look_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, living: Any, wait_until: Any
 ) -> None:
-    from rlcore.engines.launchers.living import living_processes
+    from rlcore.engines.launchers.running import running_processes
 
     process, _ = run_parent("time.sleep(300)", tmp_path)
     with process:
@@ -510,7 +510,7 @@ def test_what_even_the_guards_could_not_remove_the_next_look_does(
     wait_until(lambda: living(str(tmp_path)) == [])
     assert len(list(tmp_path.iterdir())) == 2, "a record and a store"
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
-    wait_until(lambda: living_processes() == [])
+    wait_until(lambda: running_processes() == [])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.group import Resident
+from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import Target
@@ -207,9 +207,9 @@ class SmallWorker(Worker):
         self.model.load_weights(load_file(path).items())
         self.versions: list[int] = []
         self.receiver = Receiver(SmallTarget(self))
-        self._residents = {
-            "weights": Resident(self.device, self.model.parameters, lambda guard, state: None),
-            "kv_cache": Resident(self.device, tuple, lambda guard, state: None),
+        self._offload_groups = {
+            "weights": OffloadGroup(self.device, self.model.parameters, lambda guard, state: None),
+            "kv_cache": OffloadGroup(self.device, tuple, lambda guard, state: None),
         }
 
     def new_model(self) -> SmallModel:

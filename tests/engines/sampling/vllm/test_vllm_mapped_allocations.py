@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines.offload import group as residents
+from rlcore.engines.offload import group as groups
 from rlcore.engines.offload import host_arena as arenas
-from rlcore.engines.offload.host_arena import BLOCK_BYTES, Arena
+from rlcore.engines.offload.host_arena import BLOCK_BYTES, HostArena
 from rlcore.engines.sampling.vllm import mapped_allocations as regions
 from rlcore.errors import DeviceError
 from rlcore.registry import get_device
@@ -61,14 +61,14 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     found, cpu = Allocator(), get_device("cpu")
     monkeypatch.setattr(regions, "_memory", lambda: found)
     monkeypatch.setattr(type(cpu), "synchronize", lambda self: found.calls.append("wait"))
-    arena = Arena(cpu)
-    monkeypatch.setattr(residents, "arena_of", lambda device: arena)
+    arena = HostArena(cpu)
+    monkeypatch.setattr(groups, "arena_of", lambda device: arena)
     yield found
     arena.trim()
 
 
-def made(allocator: Allocator, kept: int = 0) -> regions.MappedResident:
-    return regions.MappedResident(get_device("cpu"), TAG, lambda: list(allocator.memory.values())[:kept])
+def made(allocator: Allocator, kept: int = 0) -> regions.MappedGroup:
+    return regions.MappedGroup(get_device("cpu"), TAG, lambda: list(allocator.memory.values())[:kept])
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 4096])
@@ -76,23 +76,23 @@ def test_it_comes_back_as_it_left_and_the_device_is_waited_for_once(
     allocator: Allocator, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arenas, "BLOCK_BYTES", block_bytes)
-    resident, before = made(allocator), allocator.values
-    report = resident.offload()
-    assert (report.moved_bytes, resident.device_bytes, resident.is_away) == (sum(SIZES), 0, True)
+    group, before = made(allocator), allocator.values
+    report = group.offload()
+    assert (report.moved_bytes, group.device_bytes, group.is_away) == (sum(SIZES), 0, True)
     assert allocator.calls == ["wait", *["unmap"] * len(SIZES)], "a wait for each would stop the copies of the others"
     assert all(bool((memory == 255).all()) for memory in allocator.memory.values())
-    assert resident.onload().moved_bytes == sum(SIZES)
+    assert group.onload().moved_bytes == sum(SIZES)
     assert allocator.calls[1 + len(SIZES) :] == ["map"] * len(SIZES)
     assert all(map(torch.equal, allocator.values, before))
-    assert (resident.device_bytes, resident.is_away) == (sum(SIZES), False)
+    assert (group.device_bytes, group.is_away) == (sum(SIZES), False)
 
 
 def test_what_is_kept_outlives_a_release(allocator: Allocator) -> None:
-    resident, before = made(allocator, kept=2), allocator.values
-    assert resident.meta().freed_device_bytes == sum(SIZES)
-    assert resident.meta().freed_device_bytes == 0
+    group, before = made(allocator, kept=2), allocator.values
+    assert group.meta().freed_device_bytes == sum(SIZES)
+    assert group.meta().freed_device_bytes == 0
     assert allocator.calls == ["wait", *["unmap"] * len(SIZES)]
-    report = resident.onload()
+    report = group.onload()
     assert (report.moved_bytes, report.freed_device_bytes) == (0, -sum(SIZES))
     assert report.seconds > 0
     after = allocator.values
@@ -102,8 +102,8 @@ def test_what_is_kept_outlives_a_release(allocator: Allocator) -> None:
 
 
 def test_what_finds_no_memory_stays_away_whole(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = made(allocator)
-    resident.meta()
+    group = made(allocator)
+    group.meta()
     map_memory = allocator.map_memory
 
     def fails_at_last(allocation: Any) -> None:
@@ -113,8 +113,8 @@ def test_what_finds_no_memory_stays_away_whole(allocator: Allocator, monkeypatch
 
     monkeypatch.setattr(allocator, "map_memory", fails_at_last)
     with pytest.raises(DeviceError, match="has no memory for 65536 bytes that come back: out of memory"):
-        resident.onload()
-    assert (resident.device_bytes, resident.is_away) == (0, True)
+        group.onload()
+    assert (group.device_bytes, group.is_away) == (0, True)
     monkeypatch.setattr(allocator, "map_memory", map_memory)
-    resident.onload()
-    assert resident.device_bytes == sum(SIZES)
+    group.onload()
+    assert group.device_bytes == sum(SIZES)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.launchers import boot
 from rlcore.errors import InvalidInputError, RlcoreError, StateError, WorkerDiedError
+from rlcore.process import guard
 
 from .policy import GREEDY, PROMPTS, assert_same, fresh
 
@@ -46,9 +46,9 @@ def children(pid: int) -> list[int]:
 
 def shared_names(pid: int) -> list[Path]:
     """Return the names that a replica and vLLM's workers share."""
-    files = boot._shared_memory([pid, *children(pid)])
-    found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(boot.NAMED_MEMORY)]
-    return [path for path in found if boot._file(path) in files]
+    files = guard._shared_memory([pid, *children(pid)])
+    found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(guard.NAMED_MEMORY)]
+    return [path for path in found if guard._file(path) in files]
 
 
 def assert_gone(names: list[Path]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.launchers.boot import MARK, NAMED_MEMORY
 from rlcore.engines.sampling.vllm import versions
+from rlcore.process.guard import FAMILY, NAMED_MEMORY
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_rendezvous_has_a_file_of_its_own_that_bears_the_workers_mark(
     executors: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(MARK, "17-abc")
+    monkeypatch.setenv(FAMILY, "17-abc")
     versions._set_rendezvous_folder(str(tmp_path))
     assert vars(executors.uniproc_executor) == {}
     meet = executors.multiproc_executor.get_file_store_init_method

@@ -136,7 +136,7 @@ def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypat
 def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
     engine: Any = CachingEngine(num_steps=1000)
-    context = replace(CONTEXT, is_given_up=lambda: any(len(seen) == 3 for seen in engine.seen.values()))
+    context = replace(CONTEXT, is_cancelled=lambda: any(len(seen) == 3 for seen in engine.seen.values()))
     replica = Replica(engine, WorkerProcesses(context), READER, lambda: None)
     with pytest.raises(StateError, match=r"generate\(\) has ended early: nobody waits for it any more"):
         replica.run([[1], [2]], [SamplingParams(), SamplingParams(n=2)], 0, lambda number: None)

@@ -97,18 +97,18 @@ def test_a_worker_that_does_not_do_as_told_is_seen(
 ) -> None:
     shard, real = _shard_of(engine.workers[1]), TensorParallelShard.move
     getattr(worker, move)(tag)
-    assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [True, True]
+    assert [_shard_of(one)._offload_groups[tag].is_away for one in engine.workers] == [True, True]
 
     @functools.wraps(real)
     def stays_away(self: TensorParallelShard, wanted: str, of: str) -> Any:
-        return (shard._residents[of].meta(), True) if self is shard else real(self, wanted, of)
+        return (shard._offload_groups[of].meta(), True) if self is shard else real(self, wanted, of)
 
     with monkeypatch.context() as patch:
         patch.setattr(TensorParallelShard, "move", stays_away)
         with pytest.raises(RlcoreError, match=re.escape(f"onload('{tag}') left 1 of 2 vLLM workers without it")):
             worker.onload(tag)
     worker.onload(tag)
-    assert [_shard_of(one)._residents[tag].is_away for one in engine.workers] == [False, False]
+    assert [_shard_of(one)._offload_groups[tag].is_away for one in engine.workers] == [False, False]
 
     @functools.wraps(real)
     def stays_here(self: TensorParallelShard, wanted: str, of: str) -> Any:
@@ -124,9 +124,9 @@ def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.Monk
     """Whatever the memory holds that the device gives."""
     plain = engine.workers[0]
     shard = TensorParallelShard(plain)  # type: ignore[arg-type]
-    resident, after_kv = shard._residents["kv_cache"], []
+    group, after_kv = shard._offload_groups["kv_cache"], []
     plain.model_runner.post_kv_cache_wake_up = lambda: after_kv.append(plain.caches[0].sum().item())
-    real = resident.onload
+    real = group.onload
 
     def onload() -> Any:
         report = real()
@@ -134,7 +134,7 @@ def test_a_kv_cache_comes_back_as_zeros(engine: Engine, monkeypatch: pytest.Monk
             cache.fill_(torch.nan)
         return report
 
-    monkeypatch.setattr(resident, "onload", onload)
+    monkeypatch.setattr(group, "onload", onload)
     shard.move(Move.OFFLOAD, "kv_cache")
     assert all(cache.untyped_storage().nbytes() == 0 for cache in plain.caches)
     shard.move(Move.ONLOAD, "kv_cache")
@@ -175,7 +175,7 @@ def test_memory_that_finds_no_room_again_is_never_freed(
     def onload() -> None:
         raise DeviceError("cuda:0 has 1 MiB free")
 
-    monkeypatch.setattr(shard._residents["weights"], "onload", onload)
+    monkeypatch.setattr(shard._offload_groups["weights"], "onload", onload)
     shard.close()
     ((held, caches),) = kept
     assert held is model

@@ -1,4 +1,4 @@
-"""What a parent sends its child of a call."""
+"""Calls that a parent pickles for its worker process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from rlcore.engines.launchers import wire
+from rlcore.engines.launchers.pickled_calls import dump_pickled_call, load_pickled_call, one_call
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.ops import combine, gspo, kl, ppo_clip, tis
 
@@ -20,7 +20,7 @@ def pickled_functions(call: object) -> int:
     with mock.patch.object(
         cloudpickle.cloudpickle, "_find_imported_submodules", wraps=cloudpickle.cloudpickle._find_imported_submodules
     ) as looks:
-        wire.dump_call(call)
+        dump_pickled_call(call)
     return looks.call_count
 
 
@@ -39,7 +39,7 @@ def test_it_arrives_as_it_is(loss_fn: LossFn) -> None:
     per_token = {"advantages": torch.randn(8), "old_logprobs": torch.randn(8), "rollout_logprobs": torch.randn(8)}
     logprob = torch.randn(8)
     for _ in range(2):
-        body, tensors = wire.dump_call((loss_fn, loss_fn))
+        body, tensors = dump_pickled_call((loss_fn, loss_fn))
         first, second = pickle.loads(body)
         assert first is second
         assert not tensors
@@ -54,10 +54,10 @@ def test_a_users_loss_is_pickled_once_for_all_workers_of_a_call() -> None:
         return torch.exp(logprob)
 
     assert pickled_functions((loss_fn,)) == pickled_functions((loss_fn,)) == 1
-    with wire.one_call():
+    with one_call():
         assert pickled_functions((loss_fn, 0)) == 1
         assert pickled_functions((loss_fn, 1)) == 0
-        arrived, number = pickle.loads(wire.dump_call((loss_fn, 2))[0])
+        arrived, number = pickle.loads(dump_pickled_call((loss_fn, 2))[0])
     assert (arrived(torch.zeros(1)), number) == (1, 2)
     assert pickled_functions((loss_fn,)) == 1
 
@@ -68,12 +68,12 @@ def test_a_tensor_that_a_function_closes_over_travels_beside_each_call() -> None
     def loss_fn() -> torch.Tensor:
         return table
 
-    with wire.one_call():
+    with one_call():
         for _ in range(2):
-            body, tensors = wire.dump_call((loss_fn, table))
+            body, tensors = dump_pickled_call((loss_fn, table))
             assert len(tensors) == 1
             assert len(body) < 1 << 14
-            first, second = wire.load_call(body, tensors, {})
+            first, second = load_pickled_call(body, tensors, {})
             assert first() is second
 
 
@@ -81,7 +81,7 @@ def test_a_function_of_no_module_arrives() -> None:
     namespace: dict[str, Callable[[], int]] = {}
     exec("def loss_fn(): return 4", namespace)
     namespace["loss_fn"].__module__ = None  # type: ignore[assignment]
-    (arrived,) = pickle.loads(wire.dump_call((namespace["loss_fn"],))[0])
+    (arrived,) = pickle.loads(dump_pickled_call((namespace["loss_fn"],))[0])
     assert arrived() == 4
 
 
@@ -92,7 +92,7 @@ def test_what_a_users_function_closes_over_may_change() -> None:
         return coefficients
 
     def sent() -> list[float]:
-        (arrived,) = pickle.loads(wire.dump_call((loss_fn,))[0])
+        (arrived,) = pickle.loads(dump_pickled_call((loss_fn,))[0])
         return list(arrived())
 
     assert sent() == [1.0]

@@ -1,7 +1,7 @@
 """A child of the user's process for each device that has workers.
 
-Workers of several engines on one device live in the same child, take turns in it, and can work on each other's
-tensors there. A worker that asks for it has a child of its own.
+Workers of several engines on one device live in the same child, where they run one after another and can work on each
+other's tensors. A worker that asks for it has a child of its own.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -28,42 +26,36 @@ from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers import boot, living
-from rlcore.engines.launchers.endings import crash, how_it_ended
+from rlcore.engines.launchers import running
+from rlcore.engines.launchers.answers import load_answer
+from rlcore.engines.launchers.failures import WorkerFailure, raised
 from rlcore.engines.launchers.interpreter import environment_for
 from rlcore.engines.launchers.logs import forward_logs
-from rlcore.engines.launchers.plain import dump_plain_call
-from rlcore.engines.launchers.wire import Channel, Kind, dump_call, load_answer
-from rlcore.engines.launchers.worker import Current, Failure, WorkerContext, raised
+from rlcore.engines.launchers.messages import Kind, MessageHead
+from rlcore.engines.launchers.pickled_calls import dump_pickled_call
+from rlcore.engines.launchers.plain_calls import dump_plain_call
+from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
 from rlcore.errors import InvalidInputError, WorkerDiedError
-from rlcore.processes import state_of
+from rlcore.process.endings import crash_report, how_it_ended
+from rlcore.process.guard import FAMILY
+from rlcore.process.python_command import python_command
+from rlcore.process.status import state_of
+from rlcore.process.tensor_channel import TensorChannel
 
 _log = logging.getLogger(__name__)
 
-# The child's first act is to look where its parent looks: rlcore may have been found through sys.path alone.
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[4])
-from rlcore.engines.launchers.boot import main
-main(*map(int, sys.argv[1:4]), is_parents_python=True)
-"""
-_PROGRAM_ELSEWHERE = """\
-import sys
-from rlcore.engines.launchers.boot import main
-main(*map(int, sys.argv[1:4]), is_parents_python=False)
-"""
-"""Another interpreter has its own packages, and its own way to them."""
+_MAIN = "rlcore.engines.launchers.worker_main:main"
 _STACK_DUMP_S = 1.0
 _LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
 
-_processes: dict[tuple[str, str, str], DeviceProcess] = {}
-"""(device, owner, other interpreter) -> child; the one that workers of a device share has no owner."""
+_processes: dict[tuple[str, str, str], WorkerProcess] = {}
+"""The child of each (device, owner, other interpreter). The child that workers of a device share has no owner."""
 joining = threading.RLock()
 """Held while workers join or leave a child, so that none joins one that is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingCall:
     """A call that has not been answered."""
 
     context: WorkerContext
@@ -74,7 +66,7 @@ class Pending:
     future: Future[Any] = field(default_factory=Future)
 
 
-class DeviceProcess:
+class WorkerProcess:
     """A child process, its socket, and the calls it has not answered yet.
 
     Args:
@@ -83,16 +75,16 @@ class DeviceProcess:
 
     def __init__(self, device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> None:
         self.device_name = device_name
-        self._place = device_name, owner, python
-        self._dump_call = dump_plain_call if python else dump_call
+        self._key = device_name, owner, python
+        self._dump_call = dump_plain_call if python else dump_pickled_call
         self.parent = os.getpid()
-        self._pending: dict[int, Pending] = {}  # in the order in which they run: the first runs now
+        self._pending: dict[int, PendingCall] = {}  # in the order in which they run: the first runs now
         self._first_since = 0.0
         self._is_gone = False
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._engines: dict[int, str] = {}
-        self._outgoing: queue.SimpleQueue[tuple[Kind, int, int, bytes, list[Any]] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[MessageHead, bytes, list[Any]] | None] = queue.SimpleQueue()
         self._label = device_name
         self._last_stack = ""
         self._ended_because = ""
@@ -105,29 +97,26 @@ class DeviceProcess:
                 self._popen = self._spawn(theirs.fileno(), environment, python)
             undo.callback(self._popen.__exit__, None, None, None)
             undo.callback(self._popen.kill)
-            self._record = living.announce(self.pid, device_name, []).path
+            self._record = running.announce(self.pid, device_name, []).path
             undo.pop_all()
-        self._channel = Channel(ours)
+        self._channel = TensorChannel(ours, MessageHead)
         self._logs = forward_logs(self._popen, lambda: self._label)
         self._receiver = self._thread(self._receive)
         self._transmitter = self._thread(self._transmit)
         self._thread(self._watch)
 
     def _spawn(self, descriptor: int, environment: dict[str, str], python: str) -> subprocess.Popen[bytes]:
-        numbers = [str(descriptor), str(self._stacks), str(self.parent)]
+        calls = "plain" if python else "pickled"
         if python:
-            command = [python, "-P", "-c", _PROGRAM_ELSEWHERE, *numbers]
             environment = environment_for(python, environment)
-        else:
-            command = [sys.executable, "-c", _PROGRAM, *numbers, json.dumps([os.fspath(entry) for entry in sys.path])]
         return subprocess.Popen(
-            command,
+            python_command(_MAIN, descriptor, self._stacks, self.parent, calls, python=python),
             pass_fds=(descriptor, self._stacks),
-            env=environment | {boot.MARK: f"{self.parent}-{uuid.uuid4().hex}"},
+            env=environment | {FAMILY: f"{self.parent}-{uuid.uuid4().hex}"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the user's process alone, which ends its workers in order
+            start_new_session=True,  # Ctrl-C is for the user's process alone, which ends its workers in order
         )
 
     def _thread(self, task: Callable[[], None]) -> threading.Thread:
@@ -147,10 +136,10 @@ class DeviceProcess:
     # ---------------------------------------------------------------------------------------------- calls
 
     def start(self, worker_class: Any, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
-        """A new worker in this process: its number, and its readiness."""
+        """Start a worker in this process; return its number, and a future that ends when it is ready."""
         number = next(self._numbers)
         self._label = f"{context.rank} {self.device_name}"
-        pending = Pending(context, "start", timeout_s)
+        pending = PendingCall(context, "start", timeout_s)
         call = self.prepare("start", number, ((worker_class, context), {}), pending)
         self._engines[number] = context.engine
         self._announce()
@@ -159,16 +148,16 @@ class DeviceProcess:
     def _announce(self) -> None:
         with self._lock:  # what is written after the process was seen to end would stay
             if not self._is_gone:
-                living.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
+                running.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
 
     def prepare(
-        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: Pending
+        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
     ) -> Callable[[], Future[Any]]:
-        """What queues a call. Its tensors must stay as they are until it is answered."""
+        """Return a function that queues the call. Its tensors must not change until it is answered."""
         body, tensors = self._dump_call((pending.method, *arguments))
         return lambda: self._queue(kind, worker, body, tensors, pending)
 
-    def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: Pending) -> Future[Any]:
+    def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: PendingCall) -> Future[Any]:
         with self._lock:
             if self._is_gone:
                 pending.future.set_exception(self._death(pending))
@@ -177,64 +166,64 @@ class DeviceProcess:
             if not self._pending:
                 self._first_since = time.monotonic()
             self._pending[call] = pending
-        self._outgoing.put((kind, call, worker, body, tensors))
+        self._outgoing.put((MessageHead(kind, call, worker), body, tensors))
         return pending.future
 
     @property
-    def current(self) -> Current | None:
+    def current(self) -> CurrentCall | None:
         with self._lock:
             first = next(iter(self._pending.values()), None)
             if first is None:
                 return None
-            return Current(first.context.engine, first.method, first.timeout_s, self._first_since, first.future)
+            return CurrentCall(first.context.engine, first.method, first.timeout_s, self._first_since, first.future)
 
-    def give_up(self, answer: Future[Any]) -> None:
-        """Tell the child that nobody waits for this call; it is still answered."""
+    def cancel(self, answer: Future[Any]) -> None:
+        """Tell the child that nobody waits for this call any more; the call is still answered."""
         with self._lock:
             found = [call for call, pending in self._pending.items() if pending.future is answer]
         for call in found:
-            self._outgoing.put(("give up", call, 0, b"", []))
+            self._outgoing.put((MessageHead("cancel", call), b"", []))
 
     def _transmit(self) -> None:
-        # A thread of its own: a stopped child does not read, and whoever calls it must still meet his deadline.
+        # A thread of its own: a stopped child does not read, and its callers must still meet their deadlines.
         while (message := self._outgoing.get()) is not None:
-            kind, call, worker, body, tensors = message
+            head, body, tensors = message
             try:
-                self._channel.send(kind, call, body, worker=worker, tensors=tensors)
+                self._channel.send(head, body, tensors)
             except ConnectionError:  # the child is gone: _receive tells every caller
                 pass
             except Exception as error:  # no memory or descriptor for the tensors: the caller's to see
-                self._fail(call, error)
+                self._fail(head.call, error)
             del message, body, tensors
 
     def _receive(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
-                envelope, tensors = message
-                answer = functools.partial(_answer, kind=envelope.kind, body=envelope.body, tensors=tensors)
-                if envelope.kind == "event":
-                    self._event(envelope.call, answer)
+                head, body, tensors = message
+                settle = functools.partial(_settle, kind=head.kind, body=body, tensors=tensors)
+                if head.kind == "event":
+                    self._event(head.call, settle)
                 else:
-                    self._take(envelope.call, answer)
-                del message, envelope, tensors, answer  # what the user drops is free at once
+                    self._take(head.call, settle)
+                del message, head, body, tensors, settle  # what the user drops is free at once
         except Exception as error:  # such as no descriptor left for a tensor: what follows cannot be read either
             self.kill(f"its answer could not be received: {type(error).__name__}: {error}")
-        self._bury()
+        self._clean_up()
 
-    def _event(self, call: int, answer: Callable[[Pending], None]) -> None:
+    def _event(self, call: int, settle: Callable[[PendingCall], None]) -> None:
         with self._lock:
             pending = self._pending.get(call)
         if pending is None:  # its caller has had an error
             return
         try:
-            answer(pending)
+            settle(pending)
         except Exception as error:  # what cannot be decoded, or the listener's own
             self._fail(call, error)
 
     def _fail(self, call: int, error: Exception) -> None:
         self._take(call, lambda pending: pending.future.set_exception(error))
 
-    def _take(self, call: int, settle: Callable[[Pending], None]) -> None:
+    def _take(self, call: int, settle: Callable[[PendingCall], None]) -> None:
         """Settle a call, once."""
         with self._lock:
             pending = self._pending.pop(call, None)
@@ -244,14 +233,14 @@ class DeviceProcess:
 
     def _watch(self) -> None:
         self._popen.wait()
-        self._channel.give_up()  # a descendant may hold the child's end of the socket
+        self._channel.shut_down()  # a descendant may hold the child's end of the socket
 
-    def _bury(self) -> None:
+    def _clean_up(self) -> None:
         self._popen.wait()
         self._outgoing.put(None)
         self._transmitter.join()
         with self._lock:
-            self._last_stack = crash(self._stack_file())
+            self._last_stack = crash_report(self._stack_file())
             self._is_gone = True
             os.close(self._stacks)
             left, self._pending = self._pending, {}
@@ -260,7 +249,7 @@ class DeviceProcess:
         for pending in left.values():
             pending.future.set_exception(self._death(pending))
 
-    def _death(self, pending: Pending) -> WorkerDiedError:
+    def _death(self, pending: PendingCall) -> WorkerDiedError:
         code = self._popen.wait()
         how = f"was ended because {self._ended_because}" if self._ended_because else how_it_ended(code)
         error = WorkerDiedError(rank=pending.context.rank, device=self.device_name, method=pending.method, how=how)
@@ -272,7 +261,7 @@ class DeviceProcess:
     # ----------------------------------------------------------------------------------------- end, health
 
     def stack(self) -> str:
-        """What the thread of the process that serves calls is doing, or why that cannot be seen."""
+        """Return the stack of the thread that serves calls, or words that say why it cannot be seen."""
         with self._lock:  # the file is open until the process has been seen to end
             try:
                 return "the process has ended" if self._is_gone else self._stack()
@@ -296,14 +285,14 @@ class DeviceProcess:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
     def forget(self, worker: int) -> None:
-        """This worker is asked to close; after the last the process ends."""
+        """Forget a worker that is asked to close; after the last one the process ends."""
         with joining:
             self._engines.pop(worker, None)
             if self._engines:
                 self._announce()
             else:
                 self._retire()
-                self._outgoing.put(("end", 0, 0, b"", []))
+                self._outgoing.put((MessageHead("end"), b"", []))
 
     def kill(self, because: str) -> None:
         """End it now, and its guard ends all its descendants."""
@@ -316,12 +305,12 @@ class DeviceProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _retire(self) -> None:
-        """The next worker of the device gets a new process."""
-        if _processes.get(self._place) is self:
-            del _processes[self._place]
+        """Let the next worker of the device get a new process."""
+        if _processes.get(self._key) is self:
+            del _processes[self._key]
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end if it is to end; False if it still lives then."""
+        """Wait for its end if it is to end; return False if it still runs then."""
         if self._engines:  # other workers keep it
             return True
         self._receiver.join(timeout_s)
@@ -331,12 +320,12 @@ class DeviceProcess:
         return True
 
 
-def _answer(pending: Pending, kind: Kind, body: bytes, tensors: list[Any]) -> None:
+def _settle(pending: PendingCall, kind: Kind, body: bytes, tensors: list[Any]) -> None:
     if kind == "event":
         if pending.on_event is not None:
             pending.on_event(load_answer(body, tensors, Any))
     elif kind == "error":
-        failure = msgspec.msgpack.decode(body, type=Failure)
+        failure = msgspec.msgpack.decode(body, type=WorkerFailure)
         pending.future.set_exception(raised(failure, pending.context, pending.method))
     else:
         try:
@@ -349,12 +338,12 @@ def _answer(pending: Pending, kind: Kind, body: bytes, tensors: list[Any]) -> No
             pending.future.set_result(value)
 
 
-def process_for(device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> DeviceProcess:
-    """The child for a device, or for one worker of it, started with ``environment`` if there is none."""
-    place = device_name, owner, python
-    if place not in _processes or not _processes[place].is_alive:
-        _processes[place] = DeviceProcess(device_name, environment, owner, python)
-    return _processes[place]
+def process_for(device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> WorkerProcess:
+    """Return the child for a device, or for one worker of it; start it with ``environment`` if there is none."""
+    key = device_name, owner, python
+    if key not in _processes or not _processes[key].is_alive:
+        _processes[key] = WorkerProcess(device_name, environment, owner, python)
+    return _processes[key]
 
 
 # A fork of the user's process has no workers, and no thread that could let go of the lock.
@@ -364,7 +353,7 @@ os.register_at_fork(after_in_child=joining._at_fork_reinit)  # type: ignore[attr
 
 @atexit.register
 def _end_all() -> None:
-    """Engines that the user did not close."""
+    """End the processes of engines that the user did not close."""
     processes = list(_processes.values())
     for process in processes:
         process.kill("the user's program ends")

@@ -1,6 +1,6 @@
-"""Which worker processes of this user are alive: one small file each, which ``rlcore ps`` reads.
+"""The running worker processes of this user: each has a small file, which ``rlcore ps`` reads.
 
-What a process could not tidy up, the next look removes (``traces.py``).
+Files that an ended process could not remove are removed by the next reader (``runtime_files.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.engines.launchers.traces import record_of, records, remove_stores_of_the_dead
+from rlcore.engines.launchers.runtime_files import record_of, records, remove_stale_stores
 from rlcore.errors import InvalidInputError
-from rlcore.processes import start_time
+from rlcore.process.status import start_time
 
 
-class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
+class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A worker process."""
 
     pid: int
@@ -37,7 +37,7 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resident_bytes(self) -> int:
-        """0 when it has just ended."""
+        """The resident memory; 0 when the process has just ended."""
         try:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         except (FileNotFoundError, ProcessLookupError):
@@ -45,20 +45,20 @@ class LivingProcess(msgspec.Struct, frozen=True, kw_only=True):
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def announce(pid: int, device: str, engines: list[str]) -> LivingProcess:
-    """Write, or write again, what a process is for."""
-    process = LivingProcess(pid=pid, started=start_time(pid) or 0, parent=os.getpid(), device=device, engines=engines)
+def announce(pid: int, device: str, engines: list[str]) -> RunningProcess:
+    """Write, or write again, the record of a process."""
+    process = RunningProcess(pid=pid, started=start_time(pid) or 0, parent=os.getpid(), device=device, engines=engines)
     process.path.write_bytes(msgspec.json.encode(process))
     return process
 
 
-def living_processes() -> list[LivingProcess]:
-    """Worker processes that run now, oldest first; what those that have ended left behind is removed."""
-    remove_stores_of_the_dead()
+def running_processes() -> list[RunningProcess]:
+    """Return the worker processes that run now, oldest first, and remove the files of those that have ended."""
+    remove_stale_stores()
     found = []
     for path in records():
         try:
-            process = msgspec.json.decode(path.read_bytes(), type=LivingProcess)
+            process = msgspec.json.decode(path.read_bytes(), type=RunningProcess)
         except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
             continue
         if start_time(process.pid) == process.started:
@@ -68,13 +68,13 @@ def living_processes() -> list[LivingProcess]:
     return sorted(found, key=lambda process: process.started)
 
 
-def kill(pid: int) -> LivingProcess:
+def kill(pid: int) -> RunningProcess:
     """End a worker process and its descendants; its engine raises WorkerDiedError.
 
     Raises:
         InvalidInputError: no worker process of this user has that id.
     """
-    processes = {process.pid: process for process in living_processes()}
+    processes = {process.pid: process for process in running_processes()}
     if pid not in processes:
         raise InvalidInputError(f"no worker process has the id {pid}; living: {sorted(processes) or 'none'}")
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What comes back lies in few pieces of device memory, which other processes open."""
+"""What comes back lies in few segments of device memory, which other processes import."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.engines.offload import chunks as cargo_module
-from rlcore.engines.offload.chunks import Arrival
-from rlcore.engines.offload.group import Resident, exchange
+from rlcore.engines.offload import host_to_device
+from rlcore.engines.offload.group import OffloadGroup, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.offload.host_to_device import HostToDevice
 from rlcore.registry import get_device
 
 MB = 1 << 20
 
 
-def away(sizes: list[int], device: Any) -> tuple[Resident, list[torch.Tensor]]:
+def away(sizes: list[int], device: Any) -> tuple[OffloadGroup, list[torch.Tensor]]:
     tensors = [torch.full((size,), size % 251, dtype=torch.uint8, device=device.torch_device) for size in sizes]
-    resident = Resident(device, lambda: tensors, lambda guard, state: None)
-    resident.offload()
-    return resident, tensors
+    group = OffloadGroup(device, lambda: tensors, lambda guard, state: None)
+    group.offload()
+    return group, tensors
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
             return real(*size, **options)
 
         monkeypatch.setattr(torch, "empty", empty)
-        monkeypatch.setattr(cargo_module, "_SMALLEST_PIECE", 4096)
-        monkeypatch.setattr(cargo_module, "_LARGEST_SMALL", 512)
+        monkeypatch.setattr(host_to_device, "_SMALLEST_SEGMENT", 4096)
+        monkeypatch.setattr(host_to_device, "_LARGEST_SMALL", 512)
         return pieces
 
     return start
@@ -60,19 +60,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
 def test_pieces_hold_what_comes_next(
     asked: Callable[[int], list[int]], sizes: list[int], pieces: list[int], limit: int
 ) -> None:
-    resident, tensors = away(sizes, get_device("cpu"))
+    group, tensors = away(sizes, get_device("cpu"))
     found = asked(limit)
-    arrival = Arrival(resident._cargo, gathers=True)
-    while arrival.has_rest:
-        arrival.unpack()
+    copy = HostToDevice(group._chunks, few_segments=True)
+    while copy.has_next:
+        copy.next_chunk()
     assert found == pieces
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
 
 
 def test_a_swap_gathers_nothing(asked: Callable[[int], list[int]]) -> None:
-    resident, tensors = away([4096] * 8, get_device("cpu"))
+    group, tensors = away([4096] * 8, get_device("cpu"))
     found = asked(0)
-    resident.onload()
+    group.onload()
     assert not found, "nor does the host"
     assert all(tensor.eq(4096 % 251).all() for tensor in tensors)
 
@@ -94,9 +94,9 @@ def test_what_leaves_is_given_back_to_the_device(emptied: list[int]) -> None:
     large.onload()
     assert len(emptied) == 1, "nothing is free"
     small, _ = away([4096] * 4, cpu)
-    exchange([large], [small])
+    swap_groups([large], [small])
     assert len(emptied) == 3, "half of it is free"
-    exchange([small], [large])
+    swap_groups([small], [large])
     assert len(emptied) == 3, "all of it is used again"
     large.meta()
     assert len(emptied) == 4
@@ -106,25 +106,25 @@ def test_what_leaves_is_given_back_to_the_device(emptied: list[int]) -> None:
 
 def test_a_failed_move_gives_nothing_back(emptied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = get_device("cpu")
-    resident, tensors = away([8192] * 4, cpu)
-    resident.onload()
+    group, tensors = away([8192] * 4, cpu)
+    group.onload()
     monkeypatch.setattr(arena_of(cpu), "reserve", lambda nbytes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        resident.offload()
+        group.offload()
     assert len(emptied) == 1
     assert all(tensor.eq(8192 % 251).all() for tensor in tensors)
 
 
 def test_what_would_have_half_a_small_segment_for_itself_lies_in_a_piece(asked: Callable[[int], list[int]]) -> None:
     sizes = [512, 300, 256, 2000, 400]
-    resident, tensors = away(sizes, get_device("cpu"))
+    group, tensors = away(sizes, get_device("cpu"))
     found = asked(1 << 40)
-    resident.onload()
+    group.onload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes, "the host has no pieces"
-    resident.offload()
-    arrival = Arrival(resident._cargo, gathers=True)
-    while arrival.has_rest:
-        arrival.unpack()
+    group.offload()
+    copy = HostToDevice(group._chunks, few_segments=True)
+    while copy.has_next:
+        copy.next_chunk()
     assert found == [1024 + 1024 + 2048, 1024]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024, 1024, 256, 2000, 1024]
 
@@ -132,14 +132,14 @@ def test_what_would_have_half_a_small_segment_for_itself_lies_in_a_piece(asked: 
 def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path: Path) -> None:
     asked(1 << 40)
     kept = torch.randn(100)
-    resident = Resident(get_device("cpu"), lambda: [kept], lambda guard, state: None)
+    group = OffloadGroup(get_device("cpu"), lambda: [kept], lambda guard, state: None)
     expected = kept.clone()
-    resident.offload()
-    (parcel,) = resident._cargo.parcels
-    arrival = Arrival(resident._cargo, gathers=True)
-    for there, back in zip(*arrival.unpack().pairs(), strict=True):
+    group.offload()
+    (chunk,) = group._chunks
+    copy = HostToDevice(group._chunks, few_segments=True)
+    for there, back in zip(*copy.next_chunk().pairs(), strict=True):
         back.copy_(there)
-    arrival.has_arrived(parcel, arena_of(get_device("cpu")))
+    copy.complete(chunk, arena_of(get_device("cpu")))
     assert kept.untyped_storage().nbytes() == 1024
     torch.save({"kept": kept}, tmp_path / "file")
     assert torch.load(tmp_path / "file")["kept"].equal(expected)
@@ -150,13 +150,13 @@ def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path
 def test_few_handles_open_what_has_come_back(small: list[int], num_segments: int) -> None:
     device = get_device("cuda")
     sizes = [size + 512 * number for size in (20 * MB, 4 * MB) for number in range(100)] + small
-    resident, tensors = away(sizes, device)
+    group, tensors = away(sizes, device)
     kept = [torch.empty(20 * MB, dtype=torch.uint8, device="cuda") for _ in range(50)]
     del kept  # what torch keeps is not used again
     for cycle in range(2):
         if cycle:
-            resident.offload()
-        resident.onload()
+            group.offload()
+        group.onload()
         assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
         handles, _ = device.memory.export_ipc_together(tensors)
         assert len(handles) <= 16 + num_segments + 1, "small ones lie in segments of 2 MiB"
@@ -168,10 +168,10 @@ def test_few_handles_open_what_has_come_back(small: list[int], num_segments: int
 @pytest.mark.parametrize("leave", ["offload", "meta"])
 def test_other_processes_have_the_memory_of_what_left(leave: str) -> None:
     device = get_device("cuda")
-    resident, tensors = away([20 * MB] * 50, device)
-    resident.onload()
+    group, tensors = away([20 * MB] * 50, device)
+    group.onload()
     reserved, free = device.memory.stats().reserved_bytes, device.memory.info().free_bytes
-    getattr(resident, leave)()
+    getattr(group, leave)()
     gone = 50 * 20 * MB
     assert reserved - device.memory.stats().reserved_bytes >= gone
     assert device.memory.info().free_bytes - free >= 0.9 * gone
