@@ -33,8 +33,8 @@ bench: .venv/dev.installed  ## Every benchmark case on the default device; the l
 bench-micro: .venv/dev.installed  ## The micro-benchmarks; compare two such files: rlcore bench compare A.json B.json
 	@$(BIN)/python -m pytest -q -p rlcore.bench.pytest_plugin --benchmark-only --benchmark-json=bench-micro.json tests/benchmarks
 
-results: .venv/dev.installed  ## The schema and all tables of README.md and docs/, from the code and bench/results
-	@$(BIN)/python -m rlcore.bench.readme README.md
+results: .venv/dev.installed  ## README.md's tables, docs/results.md, docs/report.html and the schema, from bench/results
+	@$(BIN)/python -m rlcore.bench.publish README.md
 	@$(BIN)/python -m rlcore.conformance.table bench/results/conformance/*.json --into docs/devices.md
 
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.

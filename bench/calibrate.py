@@ -1,8 +1,8 @@
-"""What this machine reaches when nothing is in the way: the limits that cases are measured against.
+"""The limits that cases are measured against: what this machine reaches when nothing is in the way.
 
-The best of many runs of the plainest operation: torch's own matrix product, one large copy. Stored in the cache folder,
-and measured again when it is a week old, when device, driver, torch or its number of threads have changed, or, on a
-host, when others used it meanwhile.
+A limit is the best of many runs of the plainest operation: torch's own matrix product, one large copy. Limits are kept
+in the cache folder. They are measured again when they are a week old, when device, driver, torch or its number of
+threads have changed, or, on a host, when others used it meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlcore.atomic import write_file
-from rlcore.bench.result import Calibration, Effort, Record
+from rlcore.bench.record import Calibration, Effort, Record
 from rlcore.bench.telemetry import Monitor, marks
 from rlcore.device import Device
 from rlcore.errors import RlcoreError, UnsupportedError
@@ -113,7 +113,7 @@ def _copy(is_to_device: bool, is_pinned: bool) -> Callable[[Any, float], float]:
 
 
 def _link(device: Device, budget_s: float) -> float:
-    """From this device to the next one, by a copy that either side drives."""
+    """Measure the link from this device to the next one, by a copy that either side drives."""
     if device.spec.is_host:
         raise UnsupportedError("a link between devices", "the device is the host itself")
     if device.count() < 2:
@@ -139,7 +139,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    """Where the limits of the machine that a record describes are kept."""
+    """The file that keeps the limits of the machine that a record describes."""
 
     def __init__(self, record: Record) -> None:
         system = record.system
@@ -154,7 +154,7 @@ class Store:
         }
 
     def load(self) -> Calibration | None:
-        """None when it is absent, stale, unreadable, of another or a shared machine, or measured with less effort."""
+        """Return None if it is absent, stale, unreadable, of another or a shared machine, or of less effort."""
         try:
             stored = msgspec.json.decode(self._path.read_bytes(), type=_Stored)
             age = datetime.now(UTC) - datetime.fromisoformat(stored.calibration.measured_at)

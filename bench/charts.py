@@ -75,7 +75,7 @@ def curves(lines: Sequence[Line], *, x_title: str, y_title: str) -> str:
 
 
 class _Scale:
-    """From values to pixels, by their logarithms."""
+    """Maps values to pixels, by their logarithms."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self._low, self._span = math.log(low), math.log(high / low) or 1.0
@@ -86,7 +86,7 @@ class _Scale:
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """From at most ``low`` to at least ``high``: 1, 2, 5, 10 ... for a short span, powers of ten for a long one."""
+    """Return values from at most ``low`` to at least ``high``: 1, 2, 5, 10 ..., or powers of ten for a long span."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
     factors = (1, 2, 5) if high / low < 30 else (1,)
     values = [factor * 10.0**exponent for exponent in exponents for factor in factors]

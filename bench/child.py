@@ -23,7 +23,7 @@ from rlcore.bench import steps
 from rlcore.bench.calibrate import calibrate
 from rlcore.bench.case import Case, load_cases
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import Effort
+from rlcore.bench.record import Effort
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.process.framing import read_message, take_standard_output, write_message
@@ -33,7 +33,7 @@ _GRACE_S = 3.0
 """Between asking what is late for its stack trace and its end."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CaseJob(msgspec.Struct, frozen=True, kw_only=True):
     do: Literal["describe", "calibrate", "case"]
     device: str
     effort: Effort = "standard"
@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A result, or how the process ended without one; before it, what the process is at."""
 
     step: str = ""
@@ -65,21 +65,21 @@ def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     # Grandchildren inherit the answer. Of other threads nothing is told: walking their frames while they run crashes.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     known = cases()
-    while (job := read_message(sys.stdin.buffer, Job)) is not None:
+    while (job := read_message(sys.stdin.buffer, CaseJob)) is not None:
         _say(answers, _forked(job, known, answers))
 
 
-def _say(answers: IO[bytes], answer: Answer) -> None:
+def _say(answers: IO[bytes], answer: JobAnswer) -> None:
     with contextlib.suppress(BrokenPipeError):
         write_message(answers, answer)
 
 
-def _forked(job: Job, cases: Mapping[str, Case], answers: IO[bytes]) -> Answer:
+def _forked(job: CaseJob, cases: Mapping[str, Case], answers: IO[bytes]) -> JobAnswer:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        steps.listen(lambda step: _say(answers, Answer(step=step)))  # this process is silent meanwhile
+        steps.listen(lambda step: _say(answers, JobAnswer(step=step)))  # this process is silent meanwhile
         _work(job, cases, writing)
     os.close(writing)
     ended = os.pidfd_open(pid)
@@ -92,8 +92,8 @@ def _forked(job: Job, cases: Mapping[str, Case], answers: IO[bytes]) -> Answer:
             os.killpg(pid, signal.SIGKILL)  # what it started and left behind
 
 
-def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
-    """In the grandchild; does not return."""
+def _work(job: CaseJob, cases: Mapping[str, Case], writing: int) -> None:
+    """Do the job in the grandchild; does not return."""
     code = 1
     try:
         os.setsid()
@@ -108,7 +108,7 @@ def _work(job: Job, cases: Mapping[str, Case], writing: int) -> None:
         os._exit(code)  # the cleanup at exit is the child's
 
 
-def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
+def _result(job: CaseJob, cases: Mapping[str, Case]) -> bytes:
     device = get_device(job.device)
     if job.do == "case":
         return msgspec.json.encode(run_case(cases[job.case], device, job.sampling))
@@ -117,8 +117,8 @@ def _result(job: Job, cases: Mapping[str, Case]) -> bytes:
     return msgspec.json.encode(new_record(device, job.effort))
 
 
-def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
-    """What the grandchild wrote, if it ended well and in time; ends it when it is late, or when the parent has gone.
+def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
+    """Return what the grandchild wrote, if it ended well and in time; end it when it is late or the parent has gone.
 
     It is asked where it is before that. It may crash at that, as frames that are just being made cannot be walked, or
     go on, as a sleep ends by a signal: it is late all the same.
@@ -143,11 +143,11 @@ def _outcome(job: Job, pid: int, reading: int, ended: int) -> Answer:
     if parent in ready:  # only the end of the input comes here while a job runs
         sys.exit(0)
     if is_late:
-        return Answer(is_late=True)
+        return JobAnswer(is_late=True)
     if os.WIFSIGNALED(status):
-        return Answer(signal=os.WTERMSIG(status))
+        return JobAnswer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)
-    return Answer(body=bytes(body)) if code == 0 and body else Answer(code=code)
+    return JobAnswer(body=bytes(body)) if code == 0 and body else JobAnswer(code=code)
 
 
 if __name__ == "__main__":

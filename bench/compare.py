@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlcore.bench.result import CaseResult, Record, identity
+from rlcore.bench.record import CaseResult, Record, identity
 from rlcore.bench.statistics import Difference, difference
 from rlcore.errors import InvalidInputError
 
@@ -24,8 +24,8 @@ _OTHERS = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One contender of one case in both runs; b against a."""
+class ComparedResult:
+    """One contender of one case in both runs, b against a."""
 
     case: str
     implementation: str
@@ -43,9 +43,9 @@ class Row:
     difference: Difference | None = None
     """Also where it is not comparable because the machine was not as busy."""
     cost_ratio: float | None = None
-    """Of the price of one run, b / a."""
+    """The ratio of the prices of one run, b / a."""
     usd_per_million_tokens: tuple[float, float] | None = None
-    """Of a and b, where the case counts tokens."""
+    """The costs of a and b, where the case counts tokens."""
     marks: tuple[str, ...] = ()
     """That either run carries."""
 
@@ -58,12 +58,12 @@ class Comparison:
     """Machine, versions, driver, commit, environment: name -> (a, b), where they differ."""
     is_same_device: bool
     is_same_code: bool
-    """Of one commit without changes."""
-    rows: list[Row] = field(default_factory=list)
+    """Both runs are of one commit without changes."""
+    rows: list[ComparedResult] = field(default_factory=list)
 
     @property
     def statement(self) -> str:
-        """What the ratios compare."""
+        """The sentence that says what the ratios compare."""
         if self.rows and all(row.is_of_one for row in self.rows):
             return (
                 "Nothing can be compared, nor a price be used: no result of one run has the case, implementation and "
@@ -80,12 +80,12 @@ class Comparison:
         )
 
     @property
-    def regressions(self) -> list[Row]:
+    def regressions(self) -> list[ComparedResult]:
         return [row for row in self.rows if row.is_regression]
 
     @property
-    def compared(self) -> list[Row]:
-        """Those of which something can be said: at least that neither took twice the time."""
+    def compared(self) -> list[ComparedResult]:
+        """The rows of which something can be said: at least that neither side took twice the time."""
         undecided = ("too few samples", "not comparable")
         return [
             row
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def geometric_mean(self) -> float | None:
-        """Of all ratios that can be compared."""
+        """The mean of all ratios that can be compared."""
         logs = [math.log(row.difference.ratio) for row in self.rows if row.difference and not row.reason]
         return math.exp(statistics.fmean(logs)) if logs else None
 
@@ -120,7 +120,7 @@ def compare(a: Record, b: Record, *, names: tuple[str, str], prices: Mapping[str
         row = _row(results_a.get(key), results_b.get(key), ratio, (price_a, price_b))
         if row is not None:
             rows.append(row)
-    return Comparison(*names, what_differs(a, b), device_of(a) == device_of(b), _is_same_code(a, b), rows)
+    return Comparison(*names, what_differs(a, b), a.device_name == b.device_name, _is_same_code(a, b), rows)
 
 
 def _is_same_code(a: Record, b: Record) -> bool:
@@ -130,7 +130,7 @@ def _is_same_code(a: Record, b: Record) -> bool:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs are called by default: their files' names, with folders where the names are the same.
+    """Return the default names of runs: those of their files, with folders where the names are the same.
 
     Raises:
         InvalidInputError: a file is given twice.
@@ -158,15 +158,8 @@ def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:
     return prices
 
 
-def device_of(record: Record) -> str:
-    system = record.system
-    return system.accelerator_model_name or (
-        f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
-    )
-
-
 def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
-    """What may explain a difference, most telling first."""
+    """Return the facts that may explain a difference, the most telling first."""
     facts_a, facts_b = _facts(a), _facts(b)
     names = dict.fromkeys([*facts_a, *facts_b])
     pairs = {name: (facts_a.get(name, "absent"), facts_b.get(name, "absent")) for name in names}
@@ -176,7 +169,7 @@ def what_differs(a: Record, b: Record) -> dict[str, tuple[str, str]]:
 def _facts(record: Record) -> dict[str, str]:
     system = record.system
     return {
-        "device": device_of(record),
+        "device": record.device_name,
         "devices": str(system.accelerators_per_node),
         "device memory": str(system.accelerator_memory_capacity_bytes),
         **system.other_software_stack,
@@ -195,18 +188,20 @@ def _facts(record: Record) -> dict[str, str]:
 
 def _row(
     a: CaseResult | None, b: CaseResult | None, price_ratio: float | None, prices: tuple[float | None, float | None]
-) -> Row | None:
+) -> ComparedResult | None:
     one = a or b
     assert one is not None
     if a is None or b is None:
         where = "the second" if a is None else "the first"
-        return Row(one.name, one.implementation, one.params, "not comparable", f"only in {where}", is_of_one=True)
+        return ComparedResult(
+            one.name, one.implementation, one.params, "not comparable", f"only in {where}", is_of_one=True
+        )
     if a.status != "pass" or b.status != "pass":
         if a.status == b.status:
             return None  # neither has a number; nothing has changed
         reason = f"{a.status} -> {b.status}: {(b.reason or a.reason).partition(chr(10))[0]}"
         is_worse = a.status == "pass" and b.status in _WORSE
-        return Row(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
+        return ComparedResult(a.name, a.implementation, a.params, "not comparable", reason, is_regression=is_worse)
     found = difference(a, b)
     verdict: Verdict = "about equal" if found.is_about_equal(found.ratio) else "cannot tell"
     verdict = verdict if found.can_tell else "too few samples"
@@ -217,7 +212,7 @@ def _row(
     if disturbance:
         verdict = "not comparable"
     medians = [statistics.median(result.samples(found.clock)) for result in (a, b)]
-    return Row(
+    return ComparedResult(
         a.name,
         a.implementation,
         a.params,
@@ -234,8 +229,10 @@ def _row(
 
 
 def _disturbance(a: CaseResult, b: CaseResult) -> str:
-    """That the host was much busier with others in one of the runs: threads that wait for each other then take many
-    times as long, by any clock."""
+    """Return words if others kept the host much busier in one of the runs, else "".
+
+    Threads that wait for each other then take many times as long, by any clock.
+    """
     shares = [(result.telemetry.host_share_of_others if result.telemetry else None) or 0.0 for result in (a, b)]
     if abs(shares[0] - shares[1]) <= _OTHERS:
         return ""
@@ -253,6 +250,6 @@ def _costs(a: CaseResult, b: CaseResult, prices: tuple[float | None, float | Non
 
 
 def _tokens_per_s(result: CaseResult) -> float | None:
-    """Of all devices together."""
+    """Return the rate of all devices together."""
     found = [metric.samples for metric in result.metrics if metric.unit == "token/s"]
     return statistics.median(found[0]) if found else None

@@ -1,4 +1,4 @@
-"""How long work takes on a device, without the time in which the host queues it.
+"""A clock for the time that work takes on a device, without the time in which the host queues it.
 
 A device that waits for the host starts a timed run before the host has queued all of it. So it is given other work
 first, for as long as the host takes; the run is measured between two events behind that work.
@@ -20,7 +20,7 @@ _FLUSH_BYTES = 256 << 20
 _HOST_FLUSH_BYTES = 32 << 20
 """More than the caches of the cores; those that sockets share hold more, and take too long to overwrite."""
 _LONGEST_S = 50e-3
-"""What takes the host longer to queue is not hidden."""
+"""The longest time of the host to queue that is hidden."""
 _MARGIN = 2.0
 """The host does not always take equally long; and queueing the other work takes a part of it."""
 _ATTEMPTS = 3
@@ -46,7 +46,7 @@ class Launched(NamedTuple):
 
     output: Any
     seconds: float
-    """Of one of the runs, on the device."""
+    """The time of one of the runs, on the device."""
     is_hidden: bool
     """The device began when the host had queued everything."""
 

@@ -1,4 +1,4 @@
-"""How long a run will take, and what fits into the time it has: what cases took here before, or what authors say."""
+"""Estimates of a run's time, and of what fits into it: by what cases took here before, else by what authors say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.bench.case import Case
-from rlcore.bench.result import Effort, Record
-from rlcore.bench.runner import Plan
+from rlcore.bench.record import Effort, Record
+from rlcore.bench.run import RunPlan
 from rlcore.device import Device
 from rlcore.settings import Settings
 
@@ -25,7 +25,7 @@ _WHOLE_PROGRAM_S = 60.0
 """A round that takes so long is a whole program's, whose case states its number of runs: it has no second one."""
 
 
-class _Known(msgspec.Struct, frozen=True):
+class _KnownDuration(msgspec.Struct, frozen=True):
     round_s: float
     is_repeated: bool
 
@@ -33,7 +33,7 @@ class _Known(msgspec.Struct, frozen=True):
 class Durations:
     """Seconds of each case on one device in runs of one kind. Kept in the cache folder."""
 
-    def __init__(self, device: Device, plan: Plan) -> None:
+    def __init__(self, device: Device, plan: RunPlan) -> None:
         name = device.name.replace(":", "-")
         self._path = Settings.from_env().cache / f"bench-rounds-{name}-{plan.effort}.json"
         self._plan = plan
@@ -56,11 +56,10 @@ class Durations:
         return _START_S[self._plan.effort] + sum(map(self.of, cases))
 
     def keep(self, record: Record) -> None:
-        """What the cases of its last call took, for the next; a cache that cannot be written costs that run nothing
-        but a better estimate."""
+        """Keep what the cases of the last call took. If the cache cannot be written, the next estimate is worse."""
         repeated = {result.name for result in record.cases if result.is_repeated}
         rounds = record.calls[-1].rounds if record.calls else {}
-        found = {name: _Known(statistics.fmean(taken), name in repeated) for name, taken in rounds.items()}
+        found = {name: _KnownDuration(statistics.fmean(taken), name in repeated) for name, taken in rounds.items()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self._path, msgspec.json.encode(self._known | found))
@@ -79,12 +78,12 @@ class TimeLimit:
         return None if self._end is None else self._end - time.monotonic()
 
     def has_time_for(self, case: Case) -> bool:
-        """For a round of it."""
+        """Return whether there is time for a round of the case."""
         return self.left_s is None or self._durations.of_round(case) <= self.left_s
 
 
-def _read(path: Path) -> dict[str, _Known]:
+def _read(path: Path) -> dict[str, _KnownDuration]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Known])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _KnownDuration])
     except (OSError, msgspec.DecodeError):
         return {}

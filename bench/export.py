@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 from pathlib import Path
@@ -11,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from rlcore.bench.compare import device_of
-from rlcore.bench.result import CaseResult, Record, read, read_bytes
+from rlcore.bench.record import CaseResult, Record, read, read_bytes
 from rlcore.bench.statistics import percentile
+from rlcore.bench.table import ResultTable
 from rlcore.errors import BenchError, MissingDependencyError
 
 HEADER = "rlcore"
@@ -29,20 +27,18 @@ _COLUMNS = (
 
 
 def to_csv(record: Record) -> str:
-    """A line for each metric of each result, and one for each result without a number."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    about = [device_of(record), record.system.framework, record.commit or "", record.started_at]
+    """Return a line for each metric of each result, and one for each result without a number."""
+    about = [record.device_name, record.system.framework, record.commit or "", record.started_at]
+    rows = []
     for result in record.cases:
         params = " ".join(f"{name}={value}" for name, value in sorted(result.params.items()))
         first = [result.name, result.implementation, params, result.status, result.reason]
-        if not result.metrics:
-            writer.writerow([*first, "", "", "", "", "", "", *about])
         for metric in result.metrics:
             numbers = [statistics.median(metric.samples), *(percentile(metric.samples, p) for p in (10, 90))]
-            writer.writerow([*first, metric.name, metric.unit, *numbers, len(metric.samples), *about])
-    return file.getvalue()
+            rows.append([*first, metric.name, metric.unit, *map(str, numbers), str(len(metric.samples)), *about])
+        if not result.metrics:
+            rows.append([*first, *[""] * 6, *about])
+    return ResultTable(_COLUMNS, rows).csv()
 
 
 def header(record: Record) -> dict[str, Any]:
@@ -52,7 +48,7 @@ def header(record: Record) -> dict[str, Any]:
 
 
 def to_pytest_benchmark(record: Record) -> str:
-    """What ``pytest-benchmark compare`` reads; results without a number are left out, as it does itself.
+    """Return the JSON that ``pytest-benchmark compare`` reads; it has no results without a number.
 
     Raises:
         MissingDependencyError: pytest-benchmark is not installed.
@@ -63,7 +59,7 @@ def to_pytest_benchmark(record: Record) -> str:
         raise MissingDependencyError("pytest-benchmark", needed_for="exporting to it", extra="bench") from error
     system = record.system
     found = {
-        "machine_info": {"machine": device_of(record), "python_version": system.python, HEADER: header(record)},
+        "machine_info": {"machine": record.device_name, "python_version": system.python, HEADER: header(record)},
         "commit_info": {"id": record.commit or "unknown", "dirty": (record.commit or "").endswith("-modified")},
         "benchmarks": [_benchmark(result) for result in record.cases if result.status == "pass"],
         "datetime": record.started_at,

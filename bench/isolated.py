@@ -19,8 +19,8 @@ import msgspec
 
 from rlcore.bench.calibrate import Store
 from rlcore.bench.case import Case
-from rlcore.bench.child import Answer, Job
-from rlcore.bench.result import Calibration, CaseResult, Effort, Record, Status
+from rlcore.bench.child import CaseJob, JobAnswer
+from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 from rlcore.process.message_child import MessageChild
@@ -52,7 +52,7 @@ class Isolated:
         self._command = command
         self._on_step = on_step
         self._steps: list[str] = []
-        """Of the job that runs, or ran last."""
+        """The steps of the job that runs, or ran last."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._child: MessageChild | None = None
 
@@ -69,19 +69,19 @@ class Isolated:
 
     def new_record(self, effort: Effort) -> Record:
         """Raises BenchError: the device cannot be described."""
-        return self._or_raise(Job(do="describe", device=self._device_name, effort=effort), Record)
+        return self._or_raise(CaseJob(do="describe", device=self._device_name, effort=effort), Record)
 
     def calibrate(self, effort: Effort) -> Calibration:
-        return self._or_raise(Job(do="calibrate", device=self._device_name, effort=effort), Calibration)
+        return self._or_raise(CaseJob(do="calibrate", device=self._device_name, effort=effort), Calibration)
 
     def run_case(self, case: Case, sampling: Sampling, left_s: float | None = None) -> list[CaseResult]:
-        """What ``measure.run_case`` finds; where its process ends before that, one result that says how.
+        """Return what ``measure.run_case`` finds; where its process ends before that, one result that says how.
 
         Args:
             left_s: what the run has left; a case that takes longer is ended, and skipped.
         """
         timeout_s = case.timeout_s if left_s is None else max(0.0, min(case.timeout_s, left_s))
-        job = Job(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=timeout_s)
+        job = CaseJob(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=timeout_s)
         oom_kills = _oom_kills()
         answer = self._ask(job)
         if answer.has_result:
@@ -96,20 +96,20 @@ class Isolated:
             return [_ended(case, "oom", "the system ended its process for want of memory")]
         return [_ended(case, "fail", self._how(answer, job))]
 
-    def _or_raise(self, job: Job, kind: type[_T]) -> _T:
+    def _or_raise(self, job: CaseJob, kind: type[_T]) -> _T:
         answer = self._ask(job)
         if not answer.has_result:
             raise BenchError(f"cannot {job.do} the device {self._device_name}: {self._how(answer, job)}")
         return msgspec.json.decode(answer.body, type=kind)
 
-    def _ask(self, job: Job) -> Answer:
+    def _ask(self, job: CaseJob) -> JobAnswer:
         child = self._running_child()
         self._log.seek(0)
         self._log.truncate()
         self._steps, started = [], time.monotonic()
         try:
             child.send(job)
-            while (answer := child.receive(Answer)) is not None:
+            while (answer := child.receive(JobAnswer)) is not None:
                 if not answer.step:
                     return answer
                 self._steps.append(f"{time.monotonic() - started:.0f} s {answer.step}")
@@ -120,7 +120,7 @@ class Isolated:
             self._end_child()
             raise
         code = self._end_child()
-        return Answer(signal=-code if code < 0 else None, code=code)
+        return JobAnswer(signal=-code if code < 0 else None, code=code)
 
     def _running_child(self) -> MessageChild:
         if self._child is None:
@@ -133,10 +133,10 @@ class Isolated:
         return 0 if child is None else child.close(_STOP_S)
 
     def _at(self) -> str:
-        """What it had begun."""
+        """Return the steps that the job had begun, in words."""
         return f"; it had begun: {', '.join(self._steps)}" if self._steps else ""
 
-    def _how(self, answer: Answer, job: Job) -> str:
+    def _how(self, answer: JobAnswer, job: CaseJob) -> str:
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip()
         if answer.is_late:
@@ -151,7 +151,7 @@ class Isolated:
         return f"its process ended with exit code {answer.code}{last}"
 
 
-def _results(answer: Answer, case: Case) -> list[CaseResult]:
+def _results(answer: JobAnswer, case: Case) -> list[CaseResult]:
     try:
         return msgspec.json.decode(answer.body, type=list[CaseResult])
     except msgspec.ValidationError as error:  # such as a quantity of 0 or NaN, which no record may hold
@@ -173,6 +173,6 @@ def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
 
 
 def _oom_kills() -> int:
-    """How often this kernel has killed a process for want of memory."""
+    """Return how often this kernel has killed a process for want of memory."""
     found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0

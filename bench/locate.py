@@ -1,4 +1,4 @@
-"""Where in a JSON text a value stands, for people who have to mend it."""
+"""The line of a value in a JSON text, for people who have to mend it."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Work
 from rlcore.bench.device_clock import Flush
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.telemetry import Monitor, marks
-from rlcore.bench.trial import Failure, Sampling, Trial, failure_of, is_on_host
+from rlcore.bench.trial import Sampling, Trial, TrialFailure, failure_of, is_on_host
 from rlcore.device import Device
 
 
@@ -103,7 +103,9 @@ def _limits(work: Work) -> dict[str, int]:
     return found if work.flops is None or dtype is None else {f"product/{dtype}": work.flops, **found}
 
 
-def _not_measured(case: str, implementation: str, params: dict[str, int | float | str], failure: Failure) -> CaseResult:
+def _not_measured(
+    case: str, implementation: str, params: dict[str, int | float | str], failure: TrialFailure
+) -> CaseResult:
     return CaseResult(
         name=case, implementation=implementation, status=failure.status, params=params, reason=failure.reason
     )

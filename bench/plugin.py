@@ -1,101 +1,25 @@
-"""Registers the benchmark cases of this project."""
+"""Registers the benchmark cases of this project.
+
+Those that other libraries take part in are in a checkout alone (``PEERS``): the wheel leaves them out.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlcore.hookspecs import RegisterBenchmark, hookimpl
 
-_CASES = (
-    "attention:backward_case",
-    "attention:forward_case",
-    "collectives:all_gather_case",
-    "collectives:all_gather_large_case",
-    "collectives:all_reduce_case",
-    "collectives:all_reduce_large_case",
-    "collectives:all_to_all_case",
-    "collectives:all_to_all_large_case",
-    "collectives:broadcast_case",
-    "collectives:broadcast_large_case",
-    "collectives:reduce_scatter_case",
-    "collectives:reduce_scatter_large_case",
-    "copies:both_ways_case",
-    "copies:peers_case",
-    "copies:to_device_case",
-    "copies:to_host_case",
-    "dispatch:device_lookup_case",
-    "dispatch:new_op_choice_case",
-    "dispatch:op_choice_case",
-    "host_memory:alloc_case",
-    "host_memory:batch_to_device_case",
-    "host_memory:batch_to_host_case",
-    "host_memory:to_device_case",
-    "host_memory:to_host_case",
-    "ipc:copy_case",
-    "ipc:open_case",
-    "kernel_losses:linear_loss_05b",
-    "kernel_losses:linear_loss_14b",
-    "kernel_losses:linear_loss_17b",
-    "kernel_losses:linear_loss_8b",
-    "kernel_losses:sequences_05b",
-    "kernel_losses:sequences_14b",
-    "kernel_losses:sequences_17b",
-    "kernel_losses:sequences_8b",
-    "kernel_scans:gae_case",
-    "kernel_scans:groups_case",
-    "kernel_scans:return_case",
-    "kernel_scans:token_loss_case",
-    "kernels:accuracy_case",
-    "kernels:linear_logprob_05b",
-    "kernels:linear_logprob_14b",
-    "kernels:linear_logprob_17b",
-    "kernels:linear_logprob_8b",
-    "kernels:linear_logprob_forward_05b",
-    "kernels:linear_logprob_forward_14b",
-    "kernels:linear_logprob_forward_17b",
-    "kernels:linear_logprob_forward_8b",
-    "kernels:token_logprob_case",
-    "kernels:token_logprob_forward_case",
-    "materialize:case",
-    "memory:bandwidth_case",
-    "packed_attention:even_case",
-    "packed_attention:uneven_case",
-    "offload:cycle_case",
-    "offload:first_case",
-    "offload:five_case",
-    "offload:swap_case",
-    "product:sustained_case",
-    "product:sweep_case",
-    "quickstart:control_case",
-    "quickstart:learns_case",
-    "reinforcement:rollout_case",
-    "reinforcement:step_case",
-    "reinforcement:train_step_case",
-    "startup:help_case",
-    "trainer_offload:trainer_case",
-    "trainer_offload:training_case",
-    "training:dense_1_5b_case",
-    "training:dense_7b_case",
-    "startup:import_case",
-    "weight_sync:dense_case",
-    "weight_sync:experts_case",
-    "weight_sync_copies:cast_case",
-    "weight_sync_copies:dense_case",
-    "weight_sync_copies:experts_case",
-    "weight_sync_copies:share_case",
-    "weight_sync_vllm:dense_2_case",
-    "weight_sync_vllm:dense_4_case",
-    "weight_sync_vllm:dense_case",
-    "weight_sync_vllm:experts_2_case",
-    "weight_sync_vllm:experts_4_case",
-    "weight_sync_vllm:experts_case",
-    "workers:call_case",
-    "workers:receiving_case",
-    "workers:sending_case",
-    "workers:start_four_case",
-    "workers:start_one_case",
-)
+_MODULES = (
+    "attention", "collectives", "copies", "dispatch", "host_memory", "ipc", "kernel_losses", "kernel_scans", "kernels",
+    "materialize", "memory", "offload", "packed_attention", "product", "quickstart", "reinforcement", "startup",
+    "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers",
+)  # fmt: skip
+PEERS = Path(__file__).parent / "cases" / "peers"
+"""The folder of what needs vLLM, Liger, TRL, flash-attn and the like."""
 
 
 @hookimpl
 def rlcore_register_benchmarks(register: RegisterBenchmark) -> None:
-    for case in _CASES:
-        register(f"rlcore.bench.cases.{case}")
+    for module in _MODULES:
+        register(f"rlcore.bench.cases.{module}:cases")
+    register(f"rlcore.bench.cases.{'peers.vllm' if PEERS.is_dir() else 'from_a_clone'}:cases")

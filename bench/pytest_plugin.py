@@ -1,4 +1,4 @@
-"""For micro-benchmarks with pytest-benchmark: ``pytest -p rlcore.bench.pytest_plugin --benchmark-only``.
+"""A plugin for micro-benchmarks with pytest-benchmark: ``pytest -p rlcore.bench.pytest_plugin --benchmark-only``.
 
 It puts device, driver and versions into the machine info, keeps the files of each kind of device in a folder of their
 own, and refuses to compare with another device. ``rlcore bench compare`` reads what ``--benchmark-json`` writes.
@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from rlcore.bench.compare import device_of
 from rlcore.bench.export import HEADER, header
-from rlcore.bench.result import Record
+from rlcore.bench.record import Record
 from rlcore.bench.system import new_record
 from rlcore.device import Device
 from rlcore.registry import get_device
@@ -28,7 +27,7 @@ _DEFAULT_STORAGE = "file://./.benchmarks"
 
 @functools.cache
 def _here() -> Record:
-    """Of the default device (``RLCORE_DEVICE``)."""
+    """Return the record of the default device (``RLCORE_DEVICE``), without cases."""
     return new_record(get_device())
 
 
@@ -36,7 +35,7 @@ def _here() -> Record:
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-benchmark opens its storage."""
     if getattr(config.option, "benchmark_storage", None) == _DEFAULT_STORAGE:
-        folder = re.sub(r"\W+", "-", device_of(_here())).strip("-")
+        folder = re.sub(r"\W+", "-", _here().device_name).strip("-")
         config.option.benchmark_storage = f"{_DEFAULT_STORAGE}/{folder}"
 
 
@@ -49,8 +48,8 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
 def pytest_benchmark_compare_machine_info(compared_benchmark: dict[str, Any]) -> None:
     """Raises UsageError when the saved run is of another device, or does not say of which."""
     saved = compared_benchmark["machine_info"].get(HEADER)
-    theirs = "not recorded" if saved is None else device_of(msgspec.convert(saved, Record))
-    ours = device_of(_here())
+    theirs = "not recorded" if saved is None else msgspec.convert(saved, Record).device_name
+    ours = _here().device_name
     if theirs != ours:
         raise pytest.UsageError(
             f"the saved benchmarks are of another device: theirs is {theirs}, this one is {ours}; "

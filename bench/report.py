@@ -1,31 +1,45 @@
 """One HTML page about one run or several: self-contained, readable in 30 seconds.
 
-How fast is this machine for reinforcement learning, what limits it, how do machines compare (``headlines.py``); then
-what stands behind that (``evidence.py``), and what it is worth.
+The answers come first (``answers.py``): how fast is this machine for reinforcement learning, what limits it, how do
+machines compare. Then comes what stands behind them: a step by phase, shares of limits, peers, curves by size.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.bench import charts, evidence
-from rlcore.bench.bars import verdicts
-from rlcore.bench.compare import NOTES, compare, device_of, what_differs
-from rlcore.bench.headlines import NOT_MEASURED, PHASES, Run, find_step, headlines, words
-from rlcore.bench.limits import peak, unit
-from rlcore.bench.missing import missing
-from rlcore.bench.result import Record
-from rlcore.bench.text import rate
+from rlcore.bench import charts
+from rlcore.bench.answers import NOT_MEASURED, PHASES, ReportRun, answers
+from rlcore.bench.compare import NOTES, compare, what_differs
+from rlcore.bench.record import CaseResult, Record
+from rlcore.bench.statistics import percentile
+from rlcore.bench.summary import (
+    TARGET_COLUMNS,
+    PeerComparison,
+    is_floor,
+    is_ours,
+    median,
+    missing,
+    outcomes,
+    peak,
+    peer_comparisons,
+    share_of_limit,
+    times,
+    unit,
+)
+from rlcore.bench.table import ResultTable
+from rlcore.bench.text import rate, seconds, words
 from rlcore.errors import MissingDependencyError
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page; raises MissingDependencyError without jinja2."""
+def render(runs: Sequence[ReportRun]) -> str:
+    """Return the page; raises MissingDependencyError without jinja2."""
     try:
         import jinja2
     except ImportError as error:
@@ -33,81 +47,225 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text())
     return template.render(
-        runs=[_about(run) for run in runs],
-        headlines=headlines(runs),
+        runs=[(f"{run.name}: {run.record.device_name}", _facts(run.record)) for run in runs],
+        title=", ".join(run.name for run in runs),
+        answers=answers(runs),
         absent=NOT_MEASURED,
-        has_step=any(find_step(run.record) for run in runs),
-        steps=list(filter(None, map(evidence.step, runs))),
+        has_step=any(run.step for run in runs),
+        steps=[_step(run, step) for run in runs if (step := run.step)],
         phase_names=[(charts.square(i), name) for i, name in enumerate([*map(words, PHASES), "the rest"])],
-        shares=list(filter(None, map(evidence.shares, runs))),
-        races=[race for run in runs for race in evidence.duels(run, is_alone=len(runs) == 1)],
-        curves=evidence.curves(runs),
-        versus=[_versus(runs[0], run) for run in runs[1:]],
+        shares=[group for run in runs if (group := shares(run)).bars],
+        peers=[work for run in runs for work in peer_groups(run, is_alone=len(runs) == 1)],
+        targets=[
+            (run.name, ResultTable(TARGET_COLUMNS, [one.cells() for one in found]))
+            for run in runs
+            if (found := outcomes(run.record))
+        ],
+        curves=_curves(runs),
+        versus=[pair for run in runs[1:] if (pair := _versus(runs[0], run))["table"].rows],
         limits=_limits(runs),
-        meant=[(run.name, [one.cells() for one in verdicts(run.record)]) for run in runs if verdicts(run.record)],
-        missing=[(run.name, found) for run in runs if (found := missing(run.record.cases))],
+        missing=[_missing(run) for run in runs if missing(run.record.cases)],
         caveats=_caveats(runs),
     )
 
 
-def _about(run: Run) -> dict[str, Any]:
-    record, system = run.record, run.record.system
+def _facts(record: Record) -> dict[str, str]:
+    system = record.system
     return {
-        "name": run.name,
-        "device": device_of(record),
-        "facts": {
-            "devices": str(system.accelerators_per_node) if system.accelerators_per_node else "the host itself",
-            "host": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores, "
-            f"{system.host_memory_capacity_bytes / 2**30:.0f} GiB",
-            "software": ", ".join(
-                [
-                    system.framework or f"torch {record.dependencies.get('torch', 'unknown')}",
-                    *(f"{name} {version}" for name, version in system.other_software_stack.items()),
-                    f"Python {system.python}",
-                ]
-            ),
-            "rlcore": f"{record.rlcore}, commit {record.commits()}",
-            **{name.replace("_", " "): note for name in NOTES if (note := getattr(system, name))},
-            "measured": f"{record.started_at[:16].replace('T', ' ')} UTC, {record.effort} run, {_counts(record)}",
-        },
+        "devices": str(system.accelerators_per_node or "the host itself"),
+        "host": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores, "
+        f"{system.host_memory_capacity_bytes / 2**30:.0f} GiB",
+        "software": ", ".join(record.software()),
+        "rlcore": f"{record.rlcore}, commit {record.commits()}",
+        **{words(name): note for name in NOTES if (note := getattr(system, name))},
+        "measured": f"{record.started_at[:16].replace('T', ' ')} UTC, {record.effort} run, {_counts(record)}",
     }
 
 
 def _counts(record: Record) -> str:
-    """ "20 results, 7 blocked, 70 skipped"."""
+    """Such as "20 results, 7 blocked, 70 skipped"."""
     statuses = Counter(result.status for result in record.cases)
     others = [f"{statuses[status]} {status}" for status in ("fail", "oom", "blocked", "skipped") if statuses[status]]
     return ", ".join([f"{statuses['pass']} results", *others])
 
 
-def _versus(first: Run, other: Run) -> dict[str, Any]:
+# -------------------------------------------------------------------------------- what stands behind the answers
+
+
+def _step(run: ReportRun, step: CaseResult) -> dict[str, Any]:
+    """A step of RL as a bar of its phases."""
+    total = median(step, "time")
+    parts = {words(name): median(step, name) for name in PHASES}
+    parts["the rest"] = max(0.0, total - sum(parts.values()))
+    params = step.params
+    return {
+        "title": f"{run.name}: {seconds(total)} a step",
+        "svg": charts.stack(list(parts.values())),
+        "text": ", ".join(f"{name} {seconds(part)}" for name, part in parts.items() if part > 0),
+        "model": f"{params.get('model')}, {params.get('prompts')} prompts, {params.get('samples')} samples",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    label: str
+    detail: str
+    svg: str
+    value: str
+    is_ours: bool = False
+    marks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _BarGroup:
+    title: str
+    bars: list[_Bar] = field(default_factory=list)
+    summary: str = ""
+
+
+def shares(run: ReportRun) -> _BarGroup:
+    """Return the best result of each case and limit: rlcore's where it has one; never one that computes nothing."""
+    passed = run.record.passed()
+    with_ours = {result.name for result in passed if is_ours(result)}
+    best: dict[tuple[str, str], tuple[float, CaseResult]] = {}
+    for result in passed:
+        share = share_of_limit(result, run.record.calibration)
+        if share is None or is_floor(result) or (result.name in with_ours and not is_ours(result)):
+            continue
+        if share.value > best.get((result.name, share.limit), (0.0, result))[0]:
+            best[result.name, share.limit] = share.value, result
+    bars = [
+        _Bar(
+            label=name,
+            detail=f"{result.implementation}, of {limit}",
+            svg=charts.bar(value, 0),
+            value=f"{value:.0%}" if value >= 0.1 else f"{value:.1%}",
+            marks=", ".join(result.kinds_of_marks()),
+        )
+        for (name, limit), (value, result) in sorted(best.items())
+    ]
+    return _BarGroup(run.name, bars)
+
+
+def peer_groups(run: ReportRun, *, is_alone: bool) -> list[_BarGroup]:
+    """Return a group of bars for each work that peers did too. ``is_alone``: the page has no other run."""
+    found = peer_comparisons(run.record)
+    where = "" if is_alone else f" on {run.name}"
+    return [
+        _BarGroup(f"{work.case}{where}{_own_sizes(work, found)}", _peer_bars(work.results), _peer_summary(work))
+        for work in found
+    ]
+
+
+def _own_sizes(work: PeerComparison, every: Sequence[PeerComparison]) -> str:
+    """Return the sizes that distinguish a work from the others of its case."""
+    others = [one.results[0].params for one in every if one.case == work.case]
+    params = work.results[0].params.items()
+    own = [f"{name} {value}" for name, value in params if any(one.get(name) != value for one in others)]
+    return f" ({', '.join(own)})" if own else ""
+
+
+def _peer_summary(work: PeerComparison) -> str:
+    """The best of rlcore beside the best of the others."""
+    ours, theirs, floor = work.ours, work.theirs, work.floor
+    shown = [f"{side.implementation} {seconds(side.seconds)}" for side in (ours, theirs) if side]
+    if ours and theirs:
+        shown[-1] += f": {theirs.seconds / ours.seconds:.2f}x"
+    return " against ".join(shown) + (f" (floor: {floor.implementation} {seconds(floor.seconds)})" if floor else "")
+
+
+def _peer_bars(results: list[CaseResult]) -> list[_Bar]:
+    ordered = sorted(results, key=median)
+    fastest, slowest = median(ordered[0]), median(ordered[-1])
+    bars = []
+    for result in ordered:
+        low, high = (seconds(percentile(times(result), percent)) for percent in (10, 90))
+        bars.append(
+            _Bar(
+                label=result.implementation,
+                detail=f"p10 {low}, p90 {high}",
+                svg=charts.bar(median(result) / slowest, 0 if is_ours(result) else 1),
+                value=f"{seconds(median(result))}, {median(result) / fastest:.2f}x",
+                is_ours=is_ours(result),
+                marks=", ".join(result.kinds_of_marks()),
+            )
+        )
+    return bars
+
+
+def _product_rate(result: CaseResult) -> float | None:
+    flops = next((amount for limit, amount in result.limits.items() if limit.startswith("product/")), None)
+    return None if flops is None else flops / median(result)
+
+
+def _bus_bandwidth(result: CaseResult) -> float | None:
+    return median(result, "bus_bandwidth") if result.has("bus_bandwidth") else None
+
+
+_Value = Callable[[CaseResult], float | None]
+_CURVES: tuple[tuple[str, str, tuple[str, str], str, _Value], ...] = (
+    ("product/sweep", "Matrix products", ("K", "inner dimension"), "FLOP/s", _product_rate),
+    ("attention", "Attention", ("L", "sequence length"), "FLOP/s", _product_rate),
+    ("collectives", "Collectives, bus bandwidth", ("bytes", "bytes"), "B/s", _bus_bandwidth),
+    ("collectives", "Collectives, latency", ("bytes", "bytes"), "s", lambda result: median(result, "time")),
+)
+
+
+def _curves(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
+    """Lines by size, of every run that has two points or more."""
+    found = []
+    for case, title, (x, x_title), y_title, value in _CURVES:
+        lines = [line for run in runs for line in _lines(run, case, x, value, is_alone=len(runs) == 1)]
+        if lines:
+            svg = charts.curves(lines, x_title=x_title, y_title=y_title)
+            legend = [(charts.legend_mark(i), line.name) for i, line in enumerate(lines)]
+            found.append({"title": title, "y": y_title, "svg": svg, "legend": legend})
+    return found
+
+
+def _lines(run: ReportRun, case: str, x: str, value: _Value, *, is_alone: bool) -> list[charts.Line]:
+    """A line for each case under ``case``, or each dtype of it; other plugins' cases may lack what a curve shows."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for result in run.record.passed():
+        if not f"{result.name}/".startswith(f"{case}/"):
+            continue
+        kind = str(result.params.get("dtype", "")) if result.name == case else result.name.removeprefix(f"{case}/")
+        size, y = result.params.get(x), value(result)
+        if isinstance(size, (int, float)) and size > 0 and y is not None:
+            points.setdefault(words(kind), []).append((float(size), y))
+    named = {kind if is_alone else f"{kind}, {run.name}": found for kind, found in points.items() if len(found) > 1}
+    return [charts.Line(name, found) for name, found in named.items()]
+
+
+# ------------------------------------------------------------------------------- comparisons, limits, caveats
+
+
+def _versus(first: ReportRun, other: ReportRun) -> dict[str, Any]:
     """Ratios of every result that both have."""
     found = compare(first.record, other.record, names=(first.name, other.name))
     rows = [
-        {
-            "case": row.case,
-            "implementation": row.implementation,
-            "params": ", ".join(f"{name} {value}" for name, value in row.params.items()),
-            "ratio": f"{row.difference.ratio:.3g}",
-            "interval": f"{row.difference.low:.3g} to {row.difference.high:.3g}",
-            "verdict": row.verdict,
-        }
+        [
+            f"{row.case} {row.implementation}",
+            ", ".join(f"{name} {value}" for name, value in row.params.items()),
+            f"{row.difference.ratio:.3g}",
+            f"{row.difference.low:.3g} to {row.difference.high:.3g}",
+            row.verdict,
+        ]
         for row in found.rows
         if row.difference is not None
     ]
-    return {"first": first.name, "other": other.name, "statement": found.statement, "rows": rows}
+    table = ResultTable(["case", "sizes", "ratio", "99 % interval", ""], rows)
+    return {"first": first.name, "other": other.name, "statement": found.statement, "table": table}
 
 
-# -------------------------------------------------------------------------------------- limits and caveats
-
-
-def _limits(runs: Sequence[Run]) -> list[list[str]]:
-    """Limit, then for each run what was measured, and what the datasheet says."""
+def _limits(runs: Sequence[ReportRun]) -> ResultTable:
     names = dict.fromkeys(name for run in runs if run.record.calibration for name in run.record.calibration.limits)
-    return [[name, *(_limit(run, name) for run in runs)] for name in names]
+    rows = [[name, *(_limit(run, name) for run in runs)] for name in names]
+    return ResultTable(["limit", *(run.name for run in runs)], rows)
 
 
-def _limit(run: Run, name: str) -> str:
+def _limit(run: ReportRun, name: str) -> str:
+    """Return what was measured, and what the datasheet says."""
     calibration = run.record.calibration
     if calibration is None or name not in calibration.limits:
         return "n/a"
@@ -116,23 +274,26 @@ def _limit(run: Run, name: str) -> str:
     return rate(value, unit(name)) + told
 
 
-def _caveats(runs: Sequence[Run]) -> list[str]:
+def _missing(run: ReportRun) -> tuple[str, int, ResultTable]:
+    found = missing(run.record.cases)
+    rows = [[f"{one.status} {one.implementation}", one.why, ", ".join(one.cases)] for one in found]
+    return run.name, sum(len(one.cases) for one in found), ResultTable(["", "", ""], rows)
+
+
+def _caveats(runs: Sequence[ReportRun]) -> list[str]:
     found = []
     for run in runs:
-        marks: dict[str, int] = {}
-        for result in run.record.cases:
-            for mark in result.marks:
-                marks[mark] = marks.get(mark, 0) + 1
+        marks = Counter(mark for result in run.record.cases for mark in result.marks)
         found += [f"{run.name}: {number} results {mark.replace(': ', ' (', 1)})" for mark, number in marks.items()]
-        if run.usd_per_hour is not None and find_step(run.record) is None:
+        if run.usd_per_hour is not None and run.step is None:
             found.append(f"{run.name}: its price is not used, as no whole rl/step was measured")
         if run.record.calibration is None:
             found.append(f"{run.name}: limits were not measured, so that no share of them can be given")
         elif run.record.calibration.marks:
             found.append(f"{run.name}: limits may be too low: {'; '.join(run.record.calibration.marks)}")
+    first = runs[0]
     for run in runs[1:]:
-        first = runs[0]
-        if device_of(first.record) != device_of(run.record):
+        if first.record.device_name != run.record.device_name:
             found.append(f"{first.name} and {run.name} are different devices: ratios compare whole stacks")
         differing = what_differs(first.record, run.record)
         shown = [f"{name} {a} / {b}" for name, (a, b) in differing.items() if name not in ("device", "processor")]

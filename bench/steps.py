@@ -1,4 +1,4 @@
-"""What a case that takes minutes is at, told while it runs: of one that is ended early it is known where it was."""
+"""The steps of a case that takes minutes, told while it runs: one that is ended early says where it was."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def begin(step: str) -> None:
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """From now on, in this process."""
+    """Call ``listener`` with every step from now on, in this process."""
     _listeners.append(listener)

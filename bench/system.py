@@ -1,4 +1,4 @@
-"""What a record says about where it was made: machine, versions, commit, environment."""
+"""The part of a record about where it was made: machine, versions, commit, environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlcore import __version__
-from rlcore.bench.result import SCHEMA, Effort, Record, System
+from rlcore.bench.record import SCHEMA, Effort, Record, System
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
@@ -41,7 +41,7 @@ ENVIRONMENT = (
 
 
 def new_record(device: Device, effort: Effort = "standard") -> Record:
-    """What is known before the first case ran. Initialises the device."""
+    """Return a record without cases. Initialises the device."""
     import torch
 
     return Record(

@@ -1,4 +1,4 @@
-"""What device and host tell while a case runs, and what of it casts doubt on the numbers."""
+"""Figures that device and host tell while a case runs, and reasons to doubt the numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlcore.bench.result import Readings, Telemetry
+import msgspec
+
+from rlcore.bench.record import Readings, Telemetry
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _SHARED = 0.1
-"""Of the host's processor time used by others, from which on it is worth a mark."""
+"""The share of the host's processor time used by others from which on it is worth a mark."""
 _LEAST_S = 0.2
-"""Of processor time: Linux counts hundredths of a second."""
+"""The least processor time to tell a share: Linux counts hundredths of a second."""
 _N = TypeVar("_N", int, float)
 _UNTOLD = (DeviceError, MissingDependencyError, UnsupportedError)
 _RAPL = Path("/sys/class/powercap")
@@ -80,14 +82,15 @@ def marks(telemetry: Telemetry) -> list[str]:
 
 
 def joined(first: Telemetry, second: Telemetry) -> Telemetry:
-    """Of two processes that measured the same case."""
+    """Join what two processes that measured the same case saw."""
+    readings = {
+        name: _joined_readings(getattr(first, name), getattr(second, name))
+        for name in ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
+    }
     reasons = {*(first.throttle_reasons or ()), *(second.throttle_reasons or ())}
-    return Telemetry(
-        clock_mhz=_joined_readings(first.clock_mhz, second.clock_mhz),
-        memory_clock_mhz=_joined_readings(first.memory_clock_mhz, second.memory_clock_mhz),
-        power_w=_joined_readings(first.power_w, second.power_w),
-        power_limit_w=second.power_limit_w,
-        temperature_c=_joined_readings(first.temperature_c, second.temperature_c),
+    return msgspec.structs.replace(
+        second,
+        **readings,
         throttle_reasons=None if second.throttle_reasons is None else sorted(reasons),
         other_processes=_greater(first.other_processes, second.other_processes),
         host_share_of_others=_greater(first.host_share_of_others, second.host_share_of_others),
@@ -113,7 +116,7 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Of the machine: busy and available; and of this process with the children it has waited for."""
+    """Return the machine's busy and available time, and that of this process with the children it has waited for."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:
@@ -124,7 +127,7 @@ def _processor_seconds() -> tuple[float, float, float] | None:
 
 
 def _host_energy_j() -> float | None:
-    """Of the processor packages, by Linux's powercap; the counters wrap after hours."""
+    """Return the energy of the processor packages, by Linux's powercap; the counters wrap after hours."""
     counters = sorted(_RAPL.glob("intel-rapl:?/energy_uj")) if _RAPL.is_dir() else []
     try:
         readings = [int(counter.read_text()) for counter in counters]

@@ -39,6 +39,10 @@ def size(nbytes: int) -> str:
     return rate(nbytes, "B") if nbytes >= 2**20 else f"{nbytes} B"
 
 
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def short_commit(name: str | None) -> str:
     """Shortened; None is unknown."""
     found, _, changes = (name or "unknown").partition("-")

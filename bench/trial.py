@@ -15,20 +15,20 @@ import torch
 
 from rlcore.bench.case import Contender, Work
 from rlcore.bench.device_clock import DeviceClock, Flush
-from rlcore.bench.result import Metric, Status
+from rlcore.bench.record import Metric, Status
 from rlcore.bench.telemetry import Monitor
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
 _NEGLIGIBLE = 0.01
-"""Of a run's time: how long the host may take to queue it for ``device_time`` to be the device's all the same."""
+"""The share of a run's time that the host may take to queue it for ``device_time`` to be the device's all the same."""
 _LEAST_WARMUP = 2
 """However long they take: the run after the first may compile once more, for sizes that change, or fill a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How much to measure in one process."""
+    """The amount to measure in one process."""
 
     min_samples: int = 10
     max_samples: int = 30
@@ -63,7 +63,7 @@ class Trial:
         self.unhidden_s: list[float] = []
         """How long the host took to queue a run, where ``device_time`` holds that."""
         self.quantities: dict[str, Metric] = {}
-        self.failure: Failure | None = None
+        self.failure: TrialFailure | None = None
         self._flush = flush
         self._is_on_host = is_on_host(work, device)
         self._is_on_stream = work.runs_on == "stream" and not self._is_on_host
@@ -149,7 +149,7 @@ class Trial:
             self.unhidden_s.append(self._queued_s)
 
     def _time_on_device(self, clock: DeviceClock) -> bool:
-        """Whether that is without the host's time."""
+        """Return whether the time is without the host's."""
         self._output = None
         start = time.perf_counter()
         launched = clock.time(self.contender.run, self.runs_per_sample)
@@ -173,7 +173,7 @@ class Trial:
         return seconds
 
     def measure_energy(self, monitor: Monitor) -> None:
-        """Of one run, from many in a row: the counters move about ten times a second."""
+        """Measure the energy of one run, from many in a row: the counters move about ten times a second."""
         self.device.synchronize()
         before, started, runs = monitor.energy_j(), time.perf_counter(), 0
         if before is None or self._is_on_host != self.device.spec.is_host:
@@ -232,7 +232,7 @@ class Trial:
 
 
 def _each(name: str, told: float | Sequence[float]) -> list[float]:
-    """Of one value, or of several."""
+    """Return the values that a case told, one or several."""
     values = list(told) if isinstance(told, Sequence) else [told]
     if not values or not all(0 < value < math.inf for value in values):
         raise ValueError(f"the case says that {name} is {told!r}; a record takes positive numbers alone")
@@ -244,18 +244,18 @@ def is_on_host(work: Work, device: Device) -> bool:
 
 
 def _processor_s() -> float:
-    """Of all threads of this process, and of the children it has waited for."""
+    """Return the time of all threads of this process, and of the children it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-class Failure(NamedTuple):
+class TrialFailure(NamedTuple):
     status: Status
     reason: str
 
 
-def failure_of(error: Exception) -> Failure:
-    return Failure(_status(error), f"{type(error).__name__}: {error}".strip(": \n"))
+def failure_of(error: Exception) -> TrialFailure:
+    return TrialFailure(_status(error), f"{type(error).__name__}: {error}".strip(": \n"))
 
 
 def _status(error: Exception) -> Status:

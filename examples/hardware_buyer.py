@@ -4,7 +4,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from rlcore.bench.result import read
+from rlcore.bench.record import read
 
 for path in map(Path, sys.argv[1:]):
     record = read(path)  # refuses what is not a whole rlcore.bench/1 record

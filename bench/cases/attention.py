@@ -16,7 +16,7 @@ from rlcore.device import Device
 from rlcore.tensor_data import dtype_name
 
 _HEADS, _HEAD_SIZE = 32, 128
-"""Of an 8B model."""
+"""The heads of an 8B model."""
 _LENGTHS = (4096, 16_384, 65_536)
 _HOST_HEADS, _HOST_HEAD_SIZE, _HOST_LENGTHS = 4, 64, (256, 1024)
 _CHECKED = 8
@@ -32,7 +32,7 @@ def _prepare(backward: bool, device: Device) -> Work:
         _contender(device, L, (N, D), dtype, backward=backward) for L in (_HOST_LENGTHS if is_host else _LENGTHS)
     )
     params: dict[str, int | float | str] = {"heads": N, "head_size": D, "dtype": dtype_name(dtype)}
-    return Work(contenders=contenders, params=params, runs_on="stream")
+    return Work(contenders, params, runs_on="stream")
 
 
 def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
@@ -51,9 +51,7 @@ def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtyp
     # Two products of L x L x D a head, of which causality needs half; the backward is five of them, two recomputed.
     flops = round((3.5 if backward else 1.0) * 2 * N * L * L * D)
     name = dtype_name(dtype)
-    return Contender(
-        implementation="torch.sdpa", run=run, check=check, params={"L": L}, limits={f"product/{name}": flops}
-    )
+    return Contender("torch.sdpa", run, check, params={"L": L}, limits={f"product/{name}": flops})
 
 
 def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> None:
@@ -72,16 +70,18 @@ def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream:
         expect(error <= tolerance, f"the {name} differs from float64 by {error:.1e}, more than {tolerance:.1e}")
 
 
-forward_case = Case(
-    name="attention/forward",
-    description="causal attention by torch, forward",
-    prepare=functools.partial(_prepare, False),
-    effort="quick",
-    estimate_s=4.0,
-)
-backward_case = Case(
-    name="attention/backward",
-    description="causal attention by torch, forward and backward",
-    prepare=functools.partial(_prepare, True),
-    estimate_s=6.0,
+cases = (
+    Case(
+        "attention/forward",
+        "causal attention by torch, forward",
+        functools.partial(_prepare, False),
+        effort="quick",
+        estimate_s=4.0,
+    ),
+    Case(
+        "attention/backward",
+        "causal attention by torch, forward and backward",
+        functools.partial(_prepare, True),
+        estimate_s=6.0,
+    ),
 )

@@ -31,12 +31,12 @@ _LARGE = (128 << 20, 1 << 30)
 _HOST_LARGEST = 128 << 20
 _HOST_RANKS = 2
 _NUM_RUNS = 5
-"""Of so many iterations each, before which there is one more to warm up."""
+"""Runs of so many iterations each, before which there is one more to warm up."""
 _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 
-class _Timed(msgspec.Struct, frozen=True):
-    """What one rank saw."""
+class _RankTimes(msgspec.Struct, frozen=True):
+    """The times that one rank saw."""
 
     seconds: list[float]
     is_right: bool
@@ -48,7 +48,7 @@ class _Rank:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
-    def measure(self, op: Op, nbytes: int, iterations: int) -> _Timed:
+    def measure(self, op: Op, nbytes: int, iterations: int) -> _RankTimes:
         import torch.distributed as dist
 
         group = self._context.process_group(_TIMEOUT_S)
@@ -76,7 +76,7 @@ class _Rank:
             calls[op]()
             device.synchronize()
             seconds.append(time.perf_counter() - started)
-        return _Timed(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
+        return _RankTimes(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
 
     def close(self) -> None:
         pass
@@ -107,16 +107,16 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     group = start_workers(_Rank, "the bench", names, launcher="process", timeout_s=_TIMEOUT_S)
     backend = device.collectives.backend
 
-    def run(nbytes: int) -> list[_Timed]:
+    def run(nbytes: int) -> list[_RankTimes]:
         iterations = _FEW_ITERATIONS if nbytes >= _FEW_FROM else _ITERATIONS
-        found: list[_Timed] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
+        found: list[_RankTimes] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
         return found
 
     def contender(nbytes: int) -> Contender:
         return Contender(
-            implementation=backend,
-            run=functools.partial(run, nbytes),
-            check=_check,
+            backend,
+            functools.partial(run, nbytes),
+            _check,
             seconds=lambda done: statistics.median(_slowest(done)),
             quantities=functools.partial(_quantities, nbytes, bus_factor(op, ranks)),
             params={"bytes": nbytes},
@@ -124,24 +124,24 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
         )
 
     return Work(
-        contenders=tuple(map(contender, sizes)),
-        params={"op": op, "devices": ranks, "dtype": "float32"},
+        tuple(map(contender, sizes)),
+        {"op": op, "devices": ranks, "dtype": "float32"},
         close=group.stop,
         num_runs=_NUM_RUNS,
     )
 
 
-def _check(done: list[_Timed]) -> None:
+def _check(done: list[_RankTimes]) -> None:
     wrong = [rank for rank, one in enumerate(done) if not one.is_right]
     expect(not wrong, f"a wrong result arrived at rank {wrong}")
 
 
-def _slowest(done: list[_Timed]) -> list[float]:
-    """Of each iteration, the slowest rank's time."""
+def _slowest(done: list[_RankTimes]) -> list[float]:
+    """Return the slowest rank's time of each iteration."""
     return [max(times) for times in zip(*(one.seconds for one in done), strict=True)]
 
 
-def _quantities(nbytes: int, factor: float, done: list[_Timed]) -> dict[str, Quantity]:
+def _quantities(nbytes: int, factor: float, done: list[_RankTimes]) -> dict[str, Quantity]:
     slowest = sorted(_slowest(done))
     median = statistics.median(slowest)
     fastest = [min(times) for times in zip(*(one.seconds for one in done), strict=True)]
@@ -157,18 +157,16 @@ def _quantities(nbytes: int, factor: float, done: list[_Timed]) -> dict[str, Qua
 def _case(op: Op, *, is_large: bool = False) -> Case:
     sizes, span = (_LARGE, "128 MiB and 1 GiB (on a host the first)") if is_large else (_SMALL, "8 B to 16 MiB")
     return Case(
-        name=f"collectives/{op}{'_large' * is_large}",
-        description=f"{op.replace('_', '-')} of {span} over all devices",
-        prepare=functools.partial(_prepare, op, sizes),
+        f"collectives/{op}{'_large' * is_large}",
+        f"{op.replace('_', '-')} of {span} over all devices",
+        functools.partial(_prepare, op, sizes),
         effort="full" if is_large else "standard",
         estimate_s=12.0,
         timeout_s=900.0,
     )
 
 
-all_reduce_case, all_gather_case, reduce_scatter_case, broadcast_case, all_to_all_case = (
-    _case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-)
-all_reduce_large_case, all_gather_large_case, reduce_scatter_large_case, broadcast_large_case, all_to_all_large_case = (
-    _case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+cases = (
+    *(_case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
+    *(_case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
 )

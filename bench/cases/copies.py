@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.timing import median_time
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
@@ -36,13 +35,10 @@ def _prepare_host_copies(is_to_device: bool, device: Device) -> Work:
             return to.copy_(from_, non_blocking=True)
 
         return Contender(
-            implementation=kind,
-            run=run,
-            check=lambda _: _check_again(run, [to], pattern, device),
-            limits={f"{way}/{kind}": _BYTES},
+            kind, run, lambda _: _check_again(run, [to], pattern, device), limits={f"{way}/{kind}": _BYTES}
         )
 
-    return Work(contenders=tuple(map(contender, kinds)), params={"bytes": _BYTES})
+    return Work(tuple(map(contender, kinds)), {"bytes": _BYTES})
 
 
 def _prepare_both_ways(device: Device) -> Work:
@@ -61,12 +57,8 @@ def _prepare_both_ways(device: Device) -> Work:
         for stream in streams:
             stream.synchronize()
 
-    contender = Contender(
-        implementation="pinned",
-        run=run,
-        check=lambda _: _check_again(run, [there[0], hosts[1]], pattern, device),
-    )
-    return Work(contenders=(contender,), params={"bytes": 2 * _BYTES}, limits={"to_device/pinned": _BYTES})
+    contender = Contender("pinned", run, lambda _: _check_again(run, [there[0], hosts[1]], pattern, device))
+    return Work((contender,), {"bytes": 2 * _BYTES}, limits={"to_device/pinned": _BYTES})
 
 
 def _check_again(run: Callable[[], Any], targets: list[Tensor], pattern: Tensor, *devices: Any) -> None:
@@ -96,23 +88,13 @@ def _prepare_peers(device: Device) -> Work:
     streams = {(way, one.index): one.streams.new() for way in range(2) for one in devices}
 
     def copy(*pairs: tuple[int, int]) -> None:
-        """From the first of each pair to the second; a stream on either side for each, or they would queue."""
+        """Copy from the first of each pair to the second; each has a stream on either side, or they would queue."""
         for way, (i, j) in enumerate(pairs):
             with devices[i].streams.use(streams[way, i]), devices[j].streams.use(streams[way, j]):
                 targets[j].copy_(sources[i], non_blocking=True)
 
     def seconds(*pairs: tuple[int, int]) -> float:
-        involved = [devices[index] for index in pairs[0]]
-        found = []
-        for _ in range(_REPEATS + 1):
-            for one in involved:
-                one.synchronize()
-            started = time.perf_counter()
-            copy(*pairs)
-            for one in involved:
-                one.synchronize()
-            found.append(time.perf_counter() - started)
-        return statistics.median(found[1:])
+        return median_time(_REPEATS, lambda: copy(*pairs), *(devices[index] for index in pairs[0]), warm_up=1)[1]
 
     def run() -> dict[str, Quantity]:
         rates = {}
@@ -122,39 +104,36 @@ def _prepare_peers(device: Device) -> Work:
                 rates[f"{i}_and_{j}"] = Quantity(2 * _PAIR_BYTES / seconds((i, j), (j, i)), "B/s")
         return rates
 
-    contender = Contender(
-        implementation="torch.copy_",
-        run=run,
-        check=lambda _: _check_again(run, targets, pattern, *devices),
-        quantities=dict,
-    )
-    return Work(contenders=(contender,), params={"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
+    contender = Contender("torch.copy_", run, lambda _: _check_again(run, targets, pattern, *devices), quantities=dict)
+    return Work((contender,), {"bytes": _PAIR_BYTES, "devices": len(devices)}, num_runs=_REPEATS)
 
 
-to_device_case = Case(
-    name="copies/to_device",
-    description="256 MiB from the host to the device, from pinned and from pageable memory",
-    prepare=functools.partial(_prepare_host_copies, True),
-    effort="quick",
-    estimate_s=1.0,
-)
-to_host_case = Case(
-    name="copies/to_host",
-    description="256 MiB from the device to the host, to pinned and to pageable memory",
-    prepare=functools.partial(_prepare_host_copies, False),
-    effort="quick",
-    estimate_s=1.0,
-)
-both_ways_case = Case(
-    name="copies/both_ways",
-    description="256 MiB each way between device and pinned memory at once",
-    prepare=_prepare_both_ways,
-    estimate_s=1.0,
-)
-peers_case = Case(
-    name="copies/peers",
-    description="256 MiB from each device to each other one, and both ways at once: a rate for each pair",
-    prepare=_prepare_peers,
-    effort="quick",
-    estimate_s=1.0,
+cases = (
+    Case(
+        "copies/to_device",
+        "256 MiB from the host to the device, from pinned and from pageable memory",
+        functools.partial(_prepare_host_copies, True),
+        effort="quick",
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/to_host",
+        "256 MiB from the device to the host, to pinned and to pageable memory",
+        functools.partial(_prepare_host_copies, False),
+        effort="quick",
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/both_ways",
+        "256 MiB each way between device and pinned memory at once",
+        _prepare_both_ways,
+        estimate_s=1.0,
+    ),
+    Case(
+        "copies/peers",
+        "256 MiB from each device to each other one, and both ways at once: a rate for each pair",
+        _prepare_peers,
+        effort="quick",
+        estimate_s=1.0,
+    ),
 )

@@ -20,7 +20,7 @@ def _pinned(device: Device, nbytes: int) -> torch.Tensor:
 
 
 def _needs(device: Device, to_device: bool, nbytes: int) -> dict[str, int]:
-    """Of the link; where the device is the host, of its memory, which is read and written."""
+    """Return the bytes needed of the link; where the device is the host, of its memory, which is read and written."""
     if device.spec.is_host:
         return {"memory": 2 * nbytes}
     return {f"{'to_device' if to_device else 'to_host'}/pinned": nbytes}
@@ -36,9 +36,7 @@ def _prepare_alloc(device: Device) -> Work:
     def check(nbytes: int) -> None:
         expect(nbytes == _BUFFER_BYTES, f"{nbytes} bytes were allocated")
 
-    return Work(
-        contenders=(Contender(implementation="host_alloc", run=exact, check=check),), params={"bytes": _BUFFER_BYTES}
-    )
+    return Work((Contender("host_alloc", exact, check),), {"bytes": _BUFFER_BYTES})
 
 
 def _prepare_copies(to_device: bool, device: Device) -> Work:
@@ -55,11 +53,11 @@ def _prepare_copies(to_device: bool, device: Device) -> Work:
         def check(copied: torch.Tensor) -> None:
             expect(torch.equal(copied.cpu(), from_.cpu()), "other bytes arrived")
 
-        return Contender(implementation=name, run=lambda: to.copy_(from_, non_blocking=True), check=check)
+        return Contender(name, lambda: to.copy_(from_, non_blocking=True), check)
 
     return Work(
-        contenders=tuple(contender(name, host) for name, host in buffers.items()),
-        params={"bytes": _BUFFER_BYTES},
+        tuple(contender(name, host) for name, host in buffers.items()),
+        {"bytes": _BUFFER_BYTES},
         limits=_needs(device, to_device, _BUFFER_BYTES),
     )
 
@@ -83,45 +81,43 @@ def _prepare_batch(to_device: bool, device: Device) -> Work:
         expect(torch.equal(torch.cat(on_device).cpu(), host) and torch.equal(whole.cpu(), host), "other bytes arrived")
 
     def contender(name: str, run: Callable[[], Any]) -> Contender:
-        return Contender(implementation=name, run=run, check=check)
+        return Contender(name, run, check)
 
     return Work(
-        contenders=(
+        (
             contender("copy_batch", lambda: device.memory.copy_batch(dst, src)),
             contender("foreach", lambda: torch._foreach_copy_(dst, src, non_blocking=True)),
             contender("one_copy", lambda: one_dst.copy_(one_src, non_blocking=True)),
         ),
-        params={"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
+        {"tensors": _NUM_TENSORS, "bytes": sum(sizes)},
         limits=_needs(device, to_device, sum(sizes)),
     )
 
 
-alloc_case = Case(
-    name="host_memory/alloc",
-    description="allocate and free 2 GiB of host memory that the device copies from",
-    prepare=_prepare_alloc,
-)
-to_device_case = Case(
-    name="host_memory/to_device",
-    description="copy 2 GiB to the device, from host_alloc and from torch's pinned memory",
-    prepare=lambda device: _prepare_copies(True, device),
-    estimate_s=20.0,
-)
-to_host_case = Case(
-    name="host_memory/to_host",
-    description="copy 2 GiB to the host, to host_alloc and to torch's pinned memory",
-    prepare=lambda device: _prepare_copies(False, device),
-    estimate_s=20.0,
-)
-batch_to_device_case = Case(
-    name="host_memory/batch_to_device",
-    description="copy 5,000 tensors to the device: copy_batch, torch's foreach, and as many bytes at once",
-    prepare=lambda device: _prepare_batch(True, device),
-    estimate_s=20.0,
-)
-batch_to_host_case = Case(
-    name="host_memory/batch_to_host",
-    description="copy 5,000 tensors to the host: copy_batch, torch's foreach, and as many bytes at once",
-    prepare=lambda device: _prepare_batch(False, device),
-    estimate_s=20.0,
+cases = (
+    Case("host_memory/alloc", "allocate and free 2 GiB of host memory that the device copies from", _prepare_alloc),
+    Case(
+        "host_memory/to_device",
+        "copy 2 GiB to the device, from host_alloc and from torch's pinned memory",
+        lambda device: _prepare_copies(True, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/to_host",
+        "copy 2 GiB to the host, to host_alloc and to torch's pinned memory",
+        lambda device: _prepare_copies(False, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/batch_to_device",
+        "copy 5,000 tensors to the device: copy_batch, torch's foreach, and as many bytes at once",
+        lambda device: _prepare_batch(True, device),
+        estimate_s=20.0,
+    ),
+    Case(
+        "host_memory/batch_to_host",
+        "copy 5,000 tensors to the host: copy_batch, torch's foreach, and as many bytes at once",
+        lambda device: _prepare_batch(False, device),
+        estimate_s=20.0,
+    ),
 )

@@ -1,4 +1,4 @@
-"""What it costs to use another process's memory: to get at it, to use it again, to copy from it.
+"""The cost of using another process's memory: to get at it, to use it again, to copy from it.
 
 The other process is a worker on the same device. Without one handle opened before ("warm") a first one pays for the
 connection, and on a GPU for the mapping.
@@ -6,14 +6,15 @@ connection, and on a GPU for the mapping.
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
+from rlcore.bench.case import Case, Quantity, Work, expect
+from rlcore.bench.cases.timing import Measured, self_timed, timed
+from rlcore.bench.cases.workers import TIMEOUT_S, ask, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.types import IpcHandle
@@ -24,7 +25,7 @@ _TENSOR_BYTES = 1 << 20
 _NUM_COPIES = 10
 
 
-class _Opened(NamedTuple):
+class _ImportTimes(NamedTuple):
     seconds: list[float]
     """To import each handle."""
     again_s: list[float]
@@ -34,38 +35,34 @@ class _Opened(NamedTuple):
     sums: list[float]
 
 
-class _Importer:
-    """Opens what it is given."""
+class _ImportWorker:
+    """A worker that imports what it is given."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._memory = context.device.memory
 
-    def open(self, handles: list[bytes]) -> _Opened:
-        mappings, seconds, again_s, use_s = [], [], [], []
-        for data in handles:
-            started = time.perf_counter()
-            mappings.append(self._memory.import_ipc(IpcHandle.from_bytes(data)))
-            seconds.append(time.perf_counter() - started)
-        for mapping in mappings:
-            started = time.perf_counter()
-            again = self._memory.import_ipc(mapping.handle)
-            again_s.append(time.perf_counter() - started)
+    def open(self, handles: list[bytes]) -> _ImportTimes:
+        opened = [timed(functools.partial(self._import, data)) for data in handles]
+        again_s, use_s, sums = [], [], []
+        for mapping, _ in opened:
+            again, seconds = timed(functools.partial(self._memory.import_ipc, mapping.handle))
             again.close()
-        for mapping in mappings:
-            started = time.perf_counter()
-            _ = mapping.tensor
-            use_s.append(time.perf_counter() - started)
-        sums = [mapping.tensor.sum(dtype=torch.float64).item() for mapping in mappings]
-        for mapping in mappings:
+            again_s.append(seconds)
+            use_s.append(timed(functools.partial(getattr, mapping, "tensor"))[1])
+        for mapping, _ in opened:
+            sums.append(mapping.tensor.sum(dtype=torch.float64).item())
             mapping.close()
-        return _Opened(seconds, again_s, use_s, sums)
+        return _ImportTimes([seconds for _, seconds in opened], again_s, use_s, sums)
+
+    def _import(self, data: bytes) -> Any:
+        return self._memory.import_ipc(IpcHandle.from_bytes(data))
 
     def close(self) -> None:
         pass
 
 
-class _Exporter:
-    """Gives one large tensor."""
+class _ExportWorker:
+    """A worker that gives one large tensor."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._device = context.device
@@ -80,105 +77,67 @@ class _Exporter:
         pass
 
 
-class _Costs(NamedTuple):
-    sums: list[float]
-    open_s: float
-    again_s: float
-    use_s: float
-
-
-def _measure(device: Device) -> _Costs:
-    tensors = [
-        torch.full((_TENSOR_BYTES // 4,), float(number), device=device.torch_device) for number in range(_NUM_HANDLES)
-    ]
+def _open(device: Device) -> Measured:
+    numel = _TENSOR_BYTES // 4
+    tensors = [torch.full((numel,), float(number), device=device.torch_device) for number in range(_NUM_HANDLES)]
     device.synchronize()
-    with worker_processes(_Importer, [device.name]) as group:
+    with worker_processes(_ImportWorker, [device.name]) as group:
         ask(group, "open", [device.memory.export_ipc(tensors[0]).to_bytes()])
-        export_s, handles = [], []
-        for tensor in tensors:
-            started = time.perf_counter()
-            handles.append(device.memory.export_ipc(tensor))
-            export_s.append(time.perf_counter() - started)
-        opened = ask(group, "open", [handle.to_bytes() for handle in handles])
-        for handle in handles:
+        exported = [timed(functools.partial(device.memory.export_ipc, tensor)) for tensor in tensors]
+        opened = ask(group, "open", [handle.to_bytes() for handle, _ in exported])
+        for handle, _ in exported:
             device.memory.revoke(handle, timeout_s=TIMEOUT_S)
-    return _Costs(
-        opened.sums,
-        statistics.median(export + import_ for export, import_ in zip(export_s, opened.seconds, strict=True)),
-        statistics.median(opened.again_s),
-        statistics.median(opened.use_s),
-    )
+    both = [export_s + import_s for (_, export_s), import_s in zip(exported, opened.seconds, strict=True)]
+    quantities = {
+        "import_again": Quantity(statistics.median(opened.again_s), "s"),
+        "use_of_tensor": Quantity(statistics.median(opened.use_s), "s"),
+    }
+    return Measured(opened.sums, statistics.median(both), quantities)
 
 
 def _prepare_open(device: Device) -> Work:
-    def check(costs: _Costs) -> None:
+    def check(sums: list[float]) -> None:
         expected = [float(number) * (_TENSOR_BYTES // 4) for number in range(_NUM_HANDLES)]
-        expect(costs.sums == expected, "another tensor arrived")
+        expect(sums == expected, "another tensor arrived")
 
-    contender = Contender(
-        implementation="ipc",
-        run=lambda: _measure(device),
-        check=check,
-        seconds=lambda costs: float(costs.open_s),
-        quantities=lambda costs: {
-            "import_again": Quantity(costs.again_s, "s"),
-            "use_of_tensor": Quantity(costs.use_s, "s"),
-        },
-    )
-    return Work(contenders=(contender,), params={"handles": _NUM_HANDLES, "bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
+    params: dict[str, int | float | str] = {"handles": _NUM_HANDLES, "bytes": _TENSOR_BYTES}
+    return Work((self_timed("ipc", lambda: _open(device), check),), params, num_runs=_NUM_RUNS)
 
 
-class _Copies(NamedTuple):
-    is_equal: bool
-    mapped_s: float
-    local_s: float
-
-
-def _copy(device: Device, nbytes: int) -> _Copies:
-    with worker_processes(_Exporter, [device.name]) as group:
+def _copy(device: Device, nbytes: int) -> Measured:
+    with worker_processes(_ExportWorker, [device.name]) as group:
         handle = IpcHandle.from_bytes(ask(group, "give", nbytes))
         with device.memory.import_ipc(handle) as mapping:
             local, copy = mapping.tensor.clone(), torch.empty_like(mapping.tensor)
             seconds: dict[str, list[float]] = {"mapped": [], "local": []}
             for _ in range(_NUM_COPIES):
                 for name, source in (("mapped", mapping.tensor), ("local", local)):
-                    device.synchronize()
-                    started = time.perf_counter()
-                    copy.copy_(source)
-                    device.synchronize()
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].append(timed(functools.partial(copy.copy_, source), device)[1])
             del source
             copy.zero_()
             is_equal = torch.equal(copy.copy_(mapping.tensor), torch.arange(nbytes // 4, device=copy.device).float())
-    return _Copies(is_equal, statistics.median(seconds["mapped"]), statistics.median(seconds["local"]))
+    mapped_s, local_s = (statistics.median(seconds[name]) for name in ("mapped", "local"))
+    ratio = Quantity(mapped_s / local_s, "1")
+    return Measured(is_equal, mapped_s, {"local_copy": Quantity(local_s, "s"), "ratio_to_local": ratio})
 
 
 def _prepare_copy(device: Device) -> Work:
     nbytes = min(4 << 30, device.memory.info().free_bytes // 64)
 
-    def check(copies: _Copies) -> None:
-        expect(copies.is_equal, "another tensor was copied")
+    def check(is_equal: bool) -> None:
+        expect(is_equal, "another tensor was copied")
 
-    contender = Contender(
-        implementation="ipc",
-        run=lambda: _copy(device, nbytes),
-        check=check,
-        seconds=lambda copies: float(copies.mapped_s),
-        quantities=lambda copies: {
-            "local_copy": Quantity(copies.local_s, "s"),
-            "ratio_to_local": Quantity(copies.mapped_s / copies.local_s, "1"),
-        },
-    )
-    return Work(contenders=(contender,), params={"bytes": nbytes}, bytes=2 * nbytes, num_runs=_NUM_RUNS)
+    contender = self_timed("ipc", lambda: _copy(device, nbytes), check)
+    return Work((contender,), {"bytes": nbytes}, bytes=2 * nbytes, num_runs=_NUM_RUNS)
 
 
-open_case = Case(
-    name="ipc/open",
-    description="export a tensor and import it in another process, both warm; import it again; have its tensor",
-    prepare=_prepare_open,
-)
-copy_case = Case(
-    name="ipc/copy",
-    description="copy a tensor of another process on the same device, beside a copy of a local one",
-    prepare=_prepare_copy,
+cases = (
+    Case(
+        "ipc/open",
+        "export a tensor and import it in another process, both warm; import it again; have its tensor",
+        _prepare_open,
+    ),
+    Case(
+        "ipc/copy", "copy a tensor of another process on the same device, beside a copy of a local one", _prepare_copy
+    ),
 )

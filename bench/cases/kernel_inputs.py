@@ -27,29 +27,29 @@ CHECKED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class HeadSize:
     T: int
     V: int
     H: int
     dtype: torch.dtype
 
 
-HOST = Size(256, 16_000, 256, torch.float32)
+HOST = HeadSize(256, 16_000, 256, torch.float32)
 """Under a second a run on two cores; there it stands for the first of the sizes below, and there are no others."""
 HEADS = {
-    "8b": Size(8192, 151_936, 4096, torch.bfloat16),
-    "0.5b": Size(32_768, 151_936, 896, torch.bfloat16),
-    "14b": Size(4096, 152_064, 5120, torch.bfloat16),
-    "1.7b": Size(65_536, 151_936, 2048, torch.bfloat16),
+    "8b": HeadSize(8192, 151_936, 4096, torch.bfloat16),
+    "0.5b": HeadSize(32_768, 151_936, 896, torch.bfloat16),
+    "14b": HeadSize(4096, 152_064, 5120, torch.bfloat16),
+    "1.7b": HeadSize(65_536, 151_936, 2048, torch.bfloat16),
 }
 """Output heads of Qwen models by their number of parameters, under micro-batches that such models are given."""
-LOGITS = Size(16_384, 151_936, 256, torch.bfloat16)
+LOGITS = HeadSize(16_384, 151_936, 256, torch.bfloat16)
 """Where the logits are there already; H only makes them."""
-ACCURACY = Size(1024, 151_936, 2048, torch.bfloat16)
+ACCURACY = HeadSize(1024, 151_936, 2048, torch.bfloat16)
 _OF_SEVERAL_RANKS = "vocab_parallel"
 
 
-def size_on(device: Device, size: Size) -> Size:
+def size_on(device: Device, size: HeadSize) -> HeadSize:
     if not device.spec.is_host:
         return size
     if size not in (HEADS["8b"], LOGITS, ACCURACY):
@@ -59,13 +59,13 @@ def size_on(device: Device, size: Size) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    size: Size
+    size: HeadSize
     hidden_TH: Tensor
     weight_VH: Tensor
     target_T: Tensor
 
     @classmethod
-    def on(cls, device: Device, size: Size, *, deviation: float = 2.0) -> Inputs:
+    def on(cls, device: Device, size: HeadSize, *, deviation: float = 2.0) -> Inputs:
         """Logits of this standard deviation: with 2, neither uniform nor decided."""
         size = size_on(device, size)
         device.seed(0)

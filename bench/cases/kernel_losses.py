@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.cases.kernel_inputs import HEADS, Inputs, Size, assert_close, implementations
+from rlcore.bench.cases.kernel_inputs import HEADS, HeadSize, Inputs, assert_close, implementations
 from rlcore.device import Device
 from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.combine import combine
@@ -26,7 +26,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 _SEQUENCE_TOKENS = 512
 _BARE = "bare products"
 _LOGITS_ROWS, _WEIGHT_ROWS = 1024, 4096
-"""Of chunks: logits and the gradient of hidden states; the gradient of the weight, accumulated in float32."""
+"""Rows of chunks: of logits and the gradient of hidden states; the gradient of the weight, accumulated in float32."""
 
 
 def _with_penalties(term: LossFn) -> LossFn:
@@ -36,7 +36,7 @@ def _with_penalties(term: LossFn) -> LossFn:
 class _Losses:
     """Inputs of a policy loss within its clip range, where it is smooth: rounding cannot switch a gradient off."""
 
-    def __init__(self, device: Device, size: Size) -> None:
+    def __init__(self, device: Device, size: HeadSize) -> None:
         self.inputs = Inputs.on(device, size)
         size, at = self.inputs.size, device.torch_device
         logprob_T = self.inputs.true_scores().logprob
@@ -72,15 +72,15 @@ class _Losses:
     def work(self, contenders: list[Contender]) -> Work:
         size = self.inputs.size
         return Work(
-            contenders=tuple(contenders),
-            params=self.inputs.params,
+            tuple(contenders),
+            self.inputs.params,
             flops=6 * size.T * size.V * size.H,
             bytes=2 * (size.T + size.V) * size.H * size.dtype.itemsize,
             runs_on="stream",
         )
 
 
-def _prepare_loss(device: Device, *, size: Size) -> Work:
+def _prepare_loss(device: Device, *, size: HeadSize) -> Work:
     losses = _Losses(device, size)
     loss_fn, dtype = _with_penalties(ppo_clip()), losses.inputs.size.dtype
     truth = losses.inputs.true_gradients(loss_fn, losses.per_token, losses.token_weight)
@@ -91,9 +91,9 @@ def _prepare_loss(device: Device, *, size: Size) -> Work:
             assert_close(name, got, want, dtype)
 
     names = implementations("linear_loss", device)
-    contenders = [Contender(implementation=x, run=losses.runs(loss_fn, x), check=check) for x in names]
+    contenders = [Contender(x, losses.runs(loss_fn, x), check) for x in names]
     if not device.spec.is_host:
-        contenders.append(Contender(implementation=_BARE, run=_bare_products(losses.inputs), check=lambda _: None))
+        contenders.append(Contender(_BARE, _bare_products(losses.inputs), lambda _: None))
     return losses.work(contenders)
 
 
@@ -116,7 +116,7 @@ def _bare_products(inputs: Inputs) -> Callable[[], None]:
     return run
 
 
-def _prepare_sequences(device: Device, *, size: Size) -> Work:
+def _prepare_sequences(device: Device, *, size: HeadSize) -> Work:
     losses = _Losses(device, size)
     terms = {
         "grpo": ppo_clip(),
@@ -136,26 +136,25 @@ def _prepare_sequences(device: Device, *, size: Size) -> Work:
                 assert_close("loss", output[0], want[0], torch.bfloat16)
                 assert_close("hidden gradient", output[1][few], want[1][few], torch.bfloat16)
 
-        return Contender(implementation=name, run=losses.runs(loss_fn, None), check=check)
+        return Contender(name, losses.runs(loss_fn, None), check)
 
     return losses.work([contender(name, _with_penalties(term)) for name, term in terms.items()])
 
 
 def _loss_case(head: str) -> Case:
     return Case(
-        name=f"kernels/linear_loss/{head}",
-        description=f"clipped policy loss with k3 and entropy terms of a {head.upper()} model, both gradients",
-        prepare=functools.partial(_prepare_loss, size=HEADS[head]),
+        f"kernels/linear_loss/{head}",
+        f"clipped policy loss with k3 and entropy terms of a {head.upper()} model, both gradients",
+        functools.partial(_prepare_loss, size=HEADS[head]),
     )
 
 
 def _sequences_case(head: str) -> Case:
     return Case(
-        name=f"kernels/linear_loss_sequences/{head}",
-        description=f"losses of sequences beside GRPO, with k3 and entropy terms, of a {head.upper()} model",
-        prepare=functools.partial(_prepare_sequences, size=HEADS[head]),
+        f"kernels/linear_loss_sequences/{head}",
+        f"losses of sequences beside GRPO, with k3 and entropy terms, of a {head.upper()} model",
+        functools.partial(_prepare_sequences, size=HEADS[head]),
     )
 
 
-linear_loss_8b, linear_loss_05b, linear_loss_14b, linear_loss_17b = map(_loss_case, HEADS)
-sequences_8b, sequences_05b, sequences_14b, sequences_17b = map(_sequences_case, HEADS)
+cases = (*map(_loss_case, HEADS), *map(_sequences_case, HEADS))

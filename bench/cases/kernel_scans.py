@@ -28,7 +28,7 @@ from rlcore.registry import registry
 
 _HOST_TOKENS, _ACCELERATOR_TOKENS = 2**16, 2**24
 _MEAN_TOKENS = 1024
-"""Of a sequence."""
+"""Mean length of a sequence."""
 _GROUP = 16
 _GAMMA, _LAM = 0.99, 0.95
 _CALLS = 20
@@ -47,7 +47,7 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
                 call()
             return call()
 
-        return Contender(implementation=name, run=run, check=check)
+        return Contender(name, run, check)
 
     def check(output: Sequence[Tensor]) -> None:
         for position, (got, want) in enumerate(zip(output, truth, strict=True)):
@@ -61,18 +61,13 @@ def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict
             copied.copy_(source)
 
     contenders = [contender(*pair) for pair in calls.items()]
-    contenders.append(Contender(implementation="copy", run=copies, check=lambda _: None))
+    contenders.append(Contender("copy", copies, lambda _: None))
     num_bytes = num_calls * token_bytes * len(tokens)
-    return Work(
-        contenders=tuple(contenders),
-        params={"T": len(tokens), **params, "calls": num_calls},
-        bytes=num_bytes,
-        runs_on="stream",
-    )
+    return Work(tuple(contenders), {"T": len(tokens), **params, "calls": num_calls}, bytes=num_bytes, runs_on="stream")
 
 
 def _by_implementation(op: str, device: Device, call: Callable[..., Any]) -> dict[str, Call]:
-    """Those that need no loop over the tokens on the host, the slowest first."""
+    """Return the implementations without a loop over the tokens on the host, the slowest first."""
     entries = sorted(registry().ops[op], key=lambda entry: entry.priority)
     names = [entry.name for entry in entries if entry.device_type in ("*", device.type)]
     if op != "group_advantage":
@@ -163,28 +158,15 @@ def _captured(device_type: str, call: Call) -> Call:
     return replay
 
 
-gae_case = Case(
-    name="kernels/gae",
-    description="generalised advantages of packed sequences",
-    prepare=_prepare_gae,
-    estimate_s=2.0,
-)
-return_case = Case(
-    name="kernels/discounted_return",
-    description="discounted returns of packed sequences",
-    prepare=_prepare_return,
-    estimate_s=2.0,
-)
-groups_case = Case(
-    name="kernels/group_advantage",
-    description="advantages within groups of rewards",
-    prepare=_prepare_groups,
-    estimate_s=1.0,
-)
-token_loss_case = Case(
-    name="kernels/token_loss",
-    description="clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
-    prepare=_prepare_loss,
-    estimate_s=1.0,
-    device_estimate_s=8.0,
+cases = (
+    Case("kernels/gae", "generalised advantages of packed sequences", _prepare_gae, estimate_s=2.0),
+    Case("kernels/discounted_return", "discounted returns of packed sequences", _prepare_return, estimate_s=2.0),
+    Case("kernels/group_advantage", "advantages within groups of rewards", _prepare_groups, estimate_s=1.0),
+    Case(
+        "kernels/token_loss",
+        "clipped policy loss with k3 and entropy terms of log-probabilities, its statistics and gradients",
+        _prepare_loss,
+        estimate_s=1.0,
+        device_estimate_s=8.0,
+    ),
 )

@@ -6,6 +6,8 @@ Letters: T tokens, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +19,15 @@ from rlcore.bench.cases.kernel_inputs import (
     CHECKED_ROWS,
     HEADS,
     LOGITS,
+    HeadSize,
     Inputs,
-    Size,
     assert_close,
     assert_scores,
     greatest,
     implementations,
     relative,
 )
-from rlcore.bench.cases.kernel_peers import Score, linear_logprob_peers, token_logprob_peers
+from rlcore.bench.plugin import PEERS
 from rlcore.device import Device
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.losses.interface import PerToken, TermOutput
@@ -33,17 +35,34 @@ from rlcore.kernels.softmax_rows import Logprobs
 from rlcore.kernels.token.logprob import token_logprob
 
 _Output = tuple[Tensor | None, ...]
+Score = Callable[..., tuple[Tensor, Tensor | None]]
+"""Takes (logits, targets) or (hidden, weight, targets), and returns the log-probability and, if it can, the entropy."""
 
 _LOW_MEMORY = 2**29
 _KEEPING = 3 * 2**30
 """Holds the exponentials of all rows of the 8B and 14B heads, so that the backward need not make them again."""
 
 
-def _scorers(op: str, device: Device, call: Any, peers: dict[str, Score]) -> dict[str, Score]:
-    ours: dict[str, Score] = {
+def _scorers(op: str, device: Device, call: Any, *, backward: bool = True) -> dict[str, Score]:
+    """Return the contenders of an operator: those registered and, in a checkout, those of other libraries."""
+    found: dict[str, Score] = {
         name: functools.partial(call, with_entropy=True, implementation=name) for name in implementations(op, device)
     }
-    return ours if device.spec.is_host else {**ours, **peers}
+    if PEERS.is_dir() and not device.spec.is_host:
+        peers = importlib.import_module("rlcore.bench.cases.peers.operators")
+        found |= peers.PEERS[op](with_gradients=backward)
+    return found
+
+
+def _scored(score: Score, leaves: tuple[Tensor, ...], target_T: Tensor, upstream_2T: Tensor, backward: bool) -> _Output:
+    """Return log-probability, entropy or None, and with ``backward`` the gradients of the leaves."""
+    with torch.set_grad_enabled(backward):
+        found = [x for x in score(*leaves, target_T) if x is not None]
+        gradients: _Output = ()
+        if backward:
+            upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, found, strict=False)]
+            gradients = torch.autograd.grad(found, leaves, upstream)
+    return *(*(x.detach() for x in found), None)[:2], *gradients
 
 
 # ------------------------------------------------------------------------------------------------ from logits
@@ -66,14 +85,7 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     ]
 
     def contender(name: str, score: Score) -> Contender:
-        def run() -> _Output:
-            scores = [x for x in score(logits_TV, inputs.target_T) if x is not None]
-            if not backward:
-                return (*scores, None)[:2]
-            (gradient_TV,) = torch.autograd.grad(scores, logits_TV, list(upstream_2T[: len(scores)]))
-            return *(*(x.detach() for x in scores), None)[:2], gradient_TV
-
-        return Contender(implementation=name, run=run, check=check)
+        return Contender(name, lambda: _scored(score, (logits_TV,), inputs.target_T, upstream_2T, backward), check)
 
     def check(output: _Output) -> None:
         assert_scores(output, true, size.dtype)
@@ -82,54 +94,32 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
             want_TV = true_gradients[output[1] is not None]
             assert_close("gradient", output[2][checked], want_TV, size.dtype)
 
-    scorers = _scorers("token_logprob", device, token_logprob, token_logprob_peers(with_gradients=backward))
+    scorers = _scorers("token_logprob", device, token_logprob, backward=backward)
     return Work(
-        contenders=tuple(contender(*scorer) for scorer in scorers.items()),
-        params=inputs.params,
+        tuple(contender(*scorer) for scorer in scorers.items()),
+        inputs.params,
         # The backward reads the logits again and writes as much.
         bytes=(3 if backward else 1) * size.T * size.V * size.dtype.itemsize,
         runs_on="stream",
     )
 
 
-token_logprob_case = Case(
-    name="kernels/token_logprob",
-    description="log-probabilities of the targets and entropies from logits, forward and backward",
-    prepare=functools.partial(_prepare_token_logprob, backward=True),
-    estimate_s=2.0,
-    device_estimate_s=27.0,
-)
-token_logprob_forward_case = Case(
-    name="kernels/token_logprob_forward",
-    description="log-probabilities of the targets and entropies from logits, forward",
-    prepare=functools.partial(_prepare_token_logprob, backward=False),
-    estimate_s=1.0,
-    device_estimate_s=17.0,
-)
-
-
 # ----------------------------------------------------------------------------------------- from hidden states
 
 
-def _prepare_linear_logprob(device: Device, *, size: Size, backward: bool) -> Work:
+def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -> Work:
     inputs = Inputs.on(device, size)
     size, true = inputs.size, inputs.true_scores()
     leaves = inputs.leaves()
     upstream_2T = torch.randn(2, size.T, device=device.torch_device)
 
+    def check(output: _Output) -> None:
+        assert_scores(output, true, size.dtype)
+
     def contender(name: str, score: Score) -> Contender:
-        @torch.set_grad_enabled(backward)
-        def run() -> _Output:
-            scores = [x for x in score(*leaves, inputs.target_T) if x is not None]
-            gradients: _Output = ()
-            if backward:
-                upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, scores, strict=False)]
-                gradients = torch.autograd.grad(scores, leaves, upstream)
-            return *(*(x.detach() for x in scores), None)[:2], *gradients
+        return Contender(name, lambda: _scored(score, leaves, inputs.target_T, upstream_2T, backward), check)
 
-        return Contender(implementation=name, run=run, check=lambda output: assert_scores(output, true, size.dtype))
-
-    scorers = _scorers("linear_logprob", device, linear_logprob, linear_logprob_peers())
+    scorers = _scorers("linear_logprob", device, linear_logprob)
     if backward and "tiled" in scorers:
         del scorers["tiled"]
         budgets = {"tiled, 0.5 GiB": _LOW_MEMORY, "tiled, 3 GiB": _KEEPING}
@@ -140,8 +130,8 @@ def _prepare_linear_logprob(device: Device, *, size: Size, backward: bool) -> Wo
             for name, budget in budgets.items()
         } | scorers
     return Work(
-        contenders=tuple(contender(*scorer) for scorer in scorers.items()),
-        params=inputs.params,
+        tuple(contender(*scorer) for scorer in scorers.items()),
+        inputs.params,
         # The logits and both gradients; that some make the logits twice is not needed.
         flops=(6 if backward else 2) * size.T * size.V * size.H,
         bytes=(2 if backward else 1) * (size.T + size.V) * size.H * size.dtype.itemsize,
@@ -158,21 +148,13 @@ def _linear_logprob_case(head: str, *, backward: bool) -> Case:
     name = "linear_logprob" if backward else "linear_logprob_forward"
     passes = "forward and backward" if backward else "forward"
     return Case(
-        name=f"kernels/{name}/{head}",
-        description=f"log-probabilities and entropies from hidden states of a {head.upper()} model, {passes}",
-        prepare=prepare,
+        f"kernels/{name}/{head}",
+        f"log-probabilities and entropies from hidden states of a {head.upper()} model, {passes}",
+        prepare,
         effort="quick" if head == "8b" and backward else "standard",
         estimate_s=3.0,
         device_estimate_s=_FIRST_ROUND_S[head] if backward else 30.0,
     )
-
-
-linear_logprob_8b, linear_logprob_05b, linear_logprob_14b, linear_logprob_17b = (
-    _linear_logprob_case(head, backward=True) for head in HEADS
-)
-linear_logprob_forward_8b, linear_logprob_forward_05b, linear_logprob_forward_14b, linear_logprob_forward_17b = (
-    _linear_logprob_case(head, backward=False) for head in HEADS
-)
 
 
 # --------------------------------------------------------------------------------------------------- accuracy
@@ -192,14 +174,11 @@ def _prepare_accuracy(device: Device) -> Work:
 
     def contender(name: str, score: Score) -> Contender:
         def run() -> _Output:
-            scores = [x for x in score(*leaves, inputs.target_T) if x is not None]
-            upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, scores, strict=False)]
-            gradients = torch.autograd.grad(scores, leaves, upstream)
+            found = _scored(score, leaves, inputs.target_T, upstream_2T, backward=True)
             with torch.no_grad():
-                logprob_T = score(peaked.hidden_TH, peaked.weight_VH, peaked.target_T)[0]
-            return *(*(x.detach() for x in scores), None)[:2], *gradients, logprob_T
+                return *found, score(peaked.hidden_TH, peaked.weight_VH, peaked.target_T)[0]
 
-        return Contender(implementation=name, run=run, check=check, quantities=errors)
+        return Contender(name, run, check, quantities=errors)
 
     def check(output: _Output) -> None:
         assert_scores(output, true, inputs.size.dtype)
@@ -224,9 +203,9 @@ def _prepare_accuracy(device: Device) -> Work:
             found["entropy_error"] = Quantity(max(float(error), 1e-30), "1")
         return found
 
-    scorers = _scorers("linear_logprob", device, linear_logprob, linear_logprob_peers())
+    scorers = _scorers("linear_logprob", device, linear_logprob)
     contenders = tuple(contender(*scorer) for scorer in scorers.items())
-    return Work(contenders=contenders, params=inputs.params, runs_on="stream")
+    return Work(contenders, inputs.params, runs_on="stream")
 
 
 def _of_logprob(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
@@ -238,10 +217,28 @@ def _of_both(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> Te
     return per_token["g"] * logprob + per_token["g_bar"] * entropy, {}
 
 
-accuracy_case = Case(
-    name="kernels/linear_logprob_accuracy",
-    description="errors against float64: log-probability (also of logits up to 80), entropy, both gradients",
-    prepare=_prepare_accuracy,
-    estimate_s=5.0,
-    device_estimate_s=42.0,
+cases = (
+    Case(
+        "kernels/token_logprob",
+        "log-probabilities of the targets and entropies from logits, forward and backward",
+        functools.partial(_prepare_token_logprob, backward=True),
+        estimate_s=2.0,
+        device_estimate_s=27.0,
+    ),
+    Case(
+        "kernels/token_logprob_forward",
+        "log-probabilities of the targets and entropies from logits, forward",
+        functools.partial(_prepare_token_logprob, backward=False),
+        estimate_s=1.0,
+        device_estimate_s=17.0,
+    ),
+    *(_linear_logprob_case(head, backward=True) for head in HEADS),
+    *(_linear_logprob_case(head, backward=False) for head in HEADS),
+    Case(
+        "kernels/linear_logprob_accuracy",
+        "errors against float64: log-probability (also of logits up to 80), entropy, both gradients",
+        _prepare_accuracy,
+        estimate_s=5.0,
+        device_estimate_s=42.0,
+    ),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import tempfile
 import threading
 import time
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.dense_model import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
+from rlcore.bench.cases.models import QWEN_7B, TINY, Dense, Drawn, policy, policy_class
+from rlcore.bench.cases.proc import proc_bytes
 from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import Stamp, host_pieces, write_tensors
 from rlcore.engines.train import TrainEngine
@@ -26,12 +26,12 @@ _FILE_BYTES = 4 << 30
 _NUM_RUNS = 3
 """The first may find the files on disk; the others find them in the page cache."""
 _SPARE_BYTES = 1 << 30
-"""Of anonymous host memory, beside the largest tensor."""
+"""Anonymous host memory that may be taken, beside the largest tensor."""
 _SAMPLED_S = 0.01
 
 
 class _Found(NamedTuple):
-    """Of one worker."""
+    """The measurements of one worker."""
 
     seconds: float
     """From opening the files to the last value on the device."""
@@ -61,13 +61,11 @@ class _AnonymousMemory:
 
 
 def _anonymous_bytes() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    return proc_bytes("self/status", "RssAnon")
 
 
 def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
-    class Measured(policy_class()):  # type: ignore[misc]
+    class MeasuredPolicy(policy_class()):  # type: ignore[misc]
         def materialization_source(self) -> Path:
             torch.empty(1, device=self.device_type)  # what the device's runtime needs of the host is not counted
             self.memory, self.started = _AnonymousMemory(), time.perf_counter()
@@ -84,17 +82,17 @@ def _measured_policy(dense: Dense, folder: Path, device: Device) -> Any:
             return self.found.seconds, self.found.nbytes, self.found.anonymous_bytes  # plain, for other processes
 
         def sums(self) -> list[float]:
-            """Of some of this rank's elements."""
+            """Return sums of some of this rank's elements."""
             return [float(local_part(parameter.detach()).double().sum()) for parameter in self._some()]
 
         def _some(self) -> Iterator[Tensor]:
             yield from list(self.parameters())[::40]
 
-    return policy(dense, folder, device.type, Measured)
+    return policy(dense, folder, device.type, MeasuredPolicy)
 
 
 def _write(dense: Dense, folder: Path, device: Device) -> dict[str, float]:
-    """As a folder in files of 4 GiB; sums of the parameters by name."""
+    """Write a folder in files of 4 GiB; return the sums of the parameters by name."""
     drawn = Drawn(policy(dense, folder, device.type), torch.bfloat16, device.type)
     sums: dict[str, float] = {}
 
@@ -151,11 +149,11 @@ def _prepare(device: Device) -> Work:
         )
 
     return Work(
-        contenders=(
+        (
             Contender(
-                implementation="engine",
-                run=run,
-                check=check,
+                "engine",
+                run,
+                check,
                 seconds=lambda done: max(one.seconds for one in done[0]),
                 quantities=lambda done: {
                     "read_a_rank": Quantity(min(one.nbytes / one.seconds for one in done[0]), "B/s"),
@@ -163,16 +161,18 @@ def _prepare(device: Device) -> Work:
                 },
             ),
         ),
-        params={"model": dense.name, "devices": num_devices, "dtype": "bfloat16"},
+        {"model": dense.name, "devices": num_devices, "dtype": "bfloat16"},
         close=held.close,
         num_runs=_NUM_RUNS,
     )
 
 
-case = Case(
-    name="train/materialize",
-    description="a 7B from safetensors files on this host into a train engine, sharded over all devices",
-    prepare=_prepare,
-    effort="full",
-    estimate_s=90.0,
+cases = (
+    Case(
+        "train/materialize",
+        "a 7B from safetensors files on this host into a train engine, sharded over all devices",
+        _prepare,
+        effort="full",
+        estimate_s=90.0,
+    ),
 )

@@ -31,25 +31,27 @@ def _prepare(device: Device) -> Work:
         expect(abs(float(total) - numel) <= numel * 2**-20, f"ones sum up to {float(total)}, not {numel}")
 
     return Work(
-        contenders=(
+        (
             writing("copy", 2, lambda target: target.copy_(source), 1.0),
             writing("fill", 1, lambda target: target.fill_(3.0), 3.0),
             writing("triad", 3, lambda target: torch.add(source, other, alpha=2.0, out=target), 5.0),
             _contender("read", 4 * numel, source.sum, check_sum),
         ),
-        params={"dtype": "float32"},
+        {"dtype": "float32"},
         runs_on="stream",
     )
 
 
 def _contender(name: str, nbytes: int, run: Callable[[], Any], check: Callable[[Any], None]) -> Contender:
-    return Contender(implementation=name, run=run, check=check, params={"bytes": nbytes}, limits={"memory": nbytes})
+    return Contender(name, run, check, params={"bytes": nbytes}, limits={"memory": nbytes})
 
 
-bandwidth_case = Case(
-    name="memory/bandwidth",
-    description="copy, fill, sum and a + 2 b of large arrays in device memory",
-    prepare=_prepare,
-    effort="quick",
-    estimate_s=4.0,
+cases = (
+    Case(
+        "memory/bandwidth",
+        "copy, fill, sum and a + 2 b of large arrays in device memory",
+        _prepare,
+        effort="quick",
+        estimate_s=4.0,
+    ),
 )

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class ModelSizes(NamedTuple):
-    """Of a decoder with grouped-query attention and a gated MLP; embedding and head are two tensors."""
+    """Sizes of a decoder with grouped-query attention and a gated MLP; embedding and head are two tensors."""
 
     vocab: int
     hidden: int
     inner: int
-    """Of one expert, where there are any."""
+    """The width of one expert, where there are any."""
     q: int
     kv: int
     layers: int
@@ -20,11 +20,11 @@ class ModelSizes(NamedTuple):
 
     @property
     def mlps(self) -> int:
-        """In each layer."""
+        """The number of MLPs in each layer."""
         return max(1, self.experts)
 
     def divided(self, by: int) -> ModelSizes:
-        """Every width by ``by``; as many layers and experts."""
+        """Divide every width by ``by``; layers and experts stay as many."""
         widths = {name: getattr(self, name) // by for name in ("vocab", "hidden", "inner", "q", "kv")}
         return self._replace(**widths)
 

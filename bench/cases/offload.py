@@ -6,18 +6,19 @@ change places beside one after the other, and the five of a PPO step that take t
 
 from __future__ import annotations
 
+import functools
 import gc
-import re
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.proc import proc_bytes
+from rlcore.bench.cases.timing import Measured, median_time, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
@@ -25,12 +26,12 @@ from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.types import OffloadReport
 
 _CYCLE_SHARE = 0.65
-"""Of the device's memory: a 7B model in float32 with Adam on 141 GB."""
+"""The share of the device's memory that is filled: a 7B model in float32 with Adam on 141 GB."""
 _FIRST_SHARE = 0.15
 """Small, because torch's allocator rounds up to a power of two and keeps what it had."""
 _SWAP_SHARE = 0.28
 _HOST_SHARE = 0.7
-"""Of what the control group leaves."""
+"""The share of what the control group leaves."""
 _BYTES_ON_HOST = 1 << 28
 """Where the device is the host itself, and its share would be everybody's memory."""
 _LINK_SHARE = 1 / 64
@@ -50,19 +51,19 @@ class _Set:
         for parameter in self.module.parameters() if trains else ():
             moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
-        self.group = OffloadGroup(device, self._tensors, lambda guard, state: None)
+        self.group = OffloadGroup(device, self.tensors, lambda guard, state: None)
         self._expected = self._sums()
 
     @property
     def _num_bytes(self) -> int:
         return self._copies * sum(parameter.nbytes for parameter in self.module.parameters())
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*self.module.parameters(), *optimizer_tensors([self.optimizer])]
 
     def _sums(self) -> list[int]:
         with torch.no_grad():
-            sums = [tensor.view(torch.int32).sum() for tensor in self._tensors() if tensor.numel() > 1]
+            sums = [tensor.view(torch.int32).sum() for tensor in self.tensors() if tensor.numel() > 1]
             return torch.stack(sums).tolist()
 
     def check(self) -> None:
@@ -78,7 +79,7 @@ def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
 
 
 def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
-    """Of one set, where that many are in host memory at once."""
+    """Return the bytes of one set, where that many are in host memory at once."""
     if device.spec.is_host:
         return _BYTES_ON_HOST
     gc.collect()
@@ -88,9 +89,7 @@ def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
 
 def room_of_host() -> int:
     """Bytes that this process may still take: of its control groups, and of the machine, which a run must not fill."""
-    available = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert available is not None
-    return min([int(available[1]) * 1024, *(limit.room_bytes for limit in cgroup_limits())])
+    return min([proc_bytes("meminfo", "MemAvailable"), *(limit.room_bytes for limit in cgroup_limits())])
 
 
 class Link:
@@ -103,50 +102,65 @@ class Link:
         self._there = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
 
     def rates(self) -> tuple[float, float]:
-        """Bytes a second to the host and to the device, medians of three."""
+        """Return the bytes a second to the host and to the device, medians of three."""
         return self._rate(self._host, self._there), self._rate(self._there, self._host)
 
     def _rate(self, dst: Tensor, src: Tensor) -> float:
-        seconds = []
-        for _ in range(3):
-            self._device.synchronize()
-            started = time.perf_counter()
-            self._device.memory.copy_batch([dst], [src])
-            self._device.synchronize()
-            seconds.append(time.perf_counter() - started)
-        return dst.nbytes / statistics.median(seconds)
+        return dst.nbytes / median_time(3, lambda: self._device.memory.copy_batch([dst], [src]), self._device)[1]
 
 
-class _Moved(NamedTuple):
-    out: OffloadReport
-    in_: OffloadReport
+class Way(NamedTuple):
+    """All bytes that went one way."""
+
+    nbytes: int
     seconds: float
+
+    @classmethod
+    def of(cls, reports: Iterable[OffloadReport], seconds: float | None = None) -> Self:
+        """Return the sum of moves one after the other, or of all within ``seconds``."""
+        every = list(reports)
+        taken = sum(report.seconds for report in every) if seconds is None else seconds
+        return cls(sum(report.moved_bytes for report in every), taken)
+
+
+class Moved(NamedTuple):
+    """A departure and an arrival, and what the link did just before."""
+
+    out: Way
+    back: Way
     link: tuple[float, float]
-    """Bytes a second to the host and to the device, measured just before."""
+    """Bytes a second to the host and to the device."""
+
+    @property
+    def of_link(self) -> tuple[float, float]:
+        rates = [way.nbytes / way.seconds for way in (self.out, self.back)]
+        return rates[0] / self.link[0], rates[1] / self.link[1]
+
+    def quantities(self) -> dict[str, Quantity]:
+        found = {}
+        for way, done, link, share in zip(("host", "device"), self[:2], self.link, self.of_link, strict=True):
+            found[f"to_{way}"] = Quantity(done.nbytes / done.seconds, "B/s")
+            found[f"link_to_{way}"] = Quantity(link, "B/s")
+            found[f"to_{way}_of_link"] = Quantity(share, "1")
+        return found
 
 
-def _quantities(moved: _Moved) -> Mapping[str, Quantity]:
-    rates = [report.moved_bytes / report.seconds for report in (moved.out, moved.in_)]
-    return {
-        "to_host": Quantity(rates[0], "B/s"),
-        "to_device": Quantity(rates[1], "B/s"),
-        "link_to_host": Quantity(moved.link[0], "B/s"),
-        "link_to_device": Quantity(moved.link[1], "B/s"),
-        "to_host_of_link": Quantity(rates[0] / moved.link[0], "1"),
-        "to_device_of_link": Quantity(rates[1] / moved.link[1], "1"),
-    }
+def _contender(name: str, link: Link, run: Callable[[], tuple[Way, Way, float]], *sets: _Set) -> Contender:
+    """``run`` returns what went out and came back, and the seconds that count; the link is measured before."""
 
+    def measured() -> Measured:
+        rates = link.rates()
+        out, back, seconds = run()
+        moved = Moved(out, back, rates)
+        return Measured(moved, seconds, moved.quantities())
 
-def _contender(name: str, run: Callable[[], _Moved], *sets: _Set) -> Contender:
-    def check(moved: _Moved) -> None:
-        expect(moved.out.moved_bytes == -moved.in_.freed_device_bytes > 0, f"unequal moves: {moved}")
+    def check(moved: Moved) -> None:
+        expect(moved.out.nbytes == moved.back.nbytes > 0, f"unequal moves: {moved}")
         for one in sets:
             if not one.group.is_away:
                 one.check()
 
-    return Contender(
-        implementation=name, run=run, check=check, seconds=lambda moved: moved.seconds, quantities=_quantities
-    )
+    return self_timed(name, measured, check)
 
 
 def _prepare_cycle(device: Device) -> Work:
@@ -154,15 +168,13 @@ def _prepare_cycle(device: Device) -> Work:
     first = one.group.offload()
     one.group.onload()
 
-    def cycle() -> _Moved:
-        rates = link.rates()
-        out = one.group.offload()
-        in_ = one.group.onload()
-        return _Moved(out, in_, out.seconds + in_.seconds, rates)
+    def cycle() -> tuple[Way, Way, float]:
+        out, back = Way.of([one.group.offload()]), Way.of([one.group.onload()])
+        return out, back, out.seconds + back.seconds
 
     return Work(
-        contenders=(_contender("arena", cycle, one),),
-        params={"bytes": first.moved_bytes, "tensors": len(one._tensors())},
+        (_contender("arena", link, cycle, one),),
+        {"bytes": first.moved_bytes, "tensors": len(one.tensors())},
         num_runs=_NUM_RUNS,
     )
 
@@ -172,78 +184,81 @@ def _prepare_first(device: Device) -> Work:
     nbytes = one.group.device_bytes
     arena = arena_of(device)
 
-    def first(is_reserved: bool) -> _Moved:
-        gc.collect()
-        arena.trim()
-        if is_reserved:
-            arena.reserve(nbytes + (nbytes >> 10))  # a little for alignment
-            arena.wait()
-        rates = link.rates()
+    def first(is_reserved: bool) -> tuple[Way, Way, float]:
         out = one.group.offload()
         expect(out.first_use is not is_reserved, "the host memory was there, or was not")
-        return _Moved(out, one.group.onload(), out.seconds, rates)
+        return Way.of([out]), Way.of([one.group.onload()]), out.seconds
 
-    def torch_pinned() -> _Moved:
-        """A pinned tensor for each, from torch's allocator, as the usual offload loops make them."""
-        arena.trim()
-        rates = link.rates()
+    def torch_pinned() -> tuple[Way, Way, float]:
+        """Make a pinned tensor for each, by torch's allocator, as the usual offload loops do."""
         started = time.perf_counter()
-        there = [tensor.detach() for tensor in one._tensors() if tensor.device == device.torch_device]
+        there = [tensor.detach() for tensor in one.tensors() if tensor.device == device.torch_device]
         host = [torch.empty_like(tensor, device="cpu", pin_memory=device.memory.can_pin) for tensor in there]
         for to, from_ in zip(host, there, strict=True):
             to.copy_(from_, non_blocking=True)
         device.synchronize()
-        seconds = time.perf_counter() - started
-        moved = sum(tensor.nbytes for tensor in there)
-        return _Moved(_report(moved, seconds), _report(-moved, seconds), seconds, rates)
+        way = Way(sum(tensor.nbytes for tensor in there), time.perf_counter() - started)
+        return way, way, way.seconds
+
+    def contender(name: str, run: Callable[[], tuple[Way, Way, float]], *, is_reserved: bool = False) -> Contender:
+        made = _contender(name, link, run, one)
+
+        def run_first() -> Any:
+            gc.collect()
+            arena.trim()
+            if is_reserved:
+                arena.reserve(nbytes + (nbytes >> 10))  # a little for alignment
+                arena.wait()
+            return made.run()
+
+        return replace(made, run=run_first)
 
     return Work(
-        contenders=(
-            _contender("arena", lambda: first(False), one),
-            _contender("arena_reserved", lambda: first(True), one),
-            _contender("torch_pin_memory", torch_pinned, one),
+        (
+            contender("arena", lambda: first(False)),
+            contender("arena_reserved", lambda: first(True), is_reserved=True),
+            contender("torch_pin_memory", torch_pinned),
         ),
-        params={"bytes": nbytes},
+        {"bytes": nbytes},
         num_runs=1,
     )
 
 
-def _report(moved: int, seconds: float) -> OffloadReport:
-    return OffloadReport(moved_bytes=abs(moved), freed_device_bytes=moved, seconds=seconds, pinned=True, first_use=True)
+Change = Callable[[_Set, _Set], tuple[OffloadReport, OffloadReport]]
+"""The first set leaves the device, and the second comes."""
+
+
+def _swap(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
+    out, back = swap_groups([here.group], [following.group])
+    return out, back
+
+
+def _one_after_the_other(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
+    return here.group.offload(), following.group.onload()
+
+
+_CHANGES: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_the_other}
 
 
 def _prepare_swap(device: Device) -> Work:
-    link = Link(device)
-    nbytes = _set_bytes(device, _SWAP_SHARE)
-    here, away = _Set(device, nbytes), _Set(device, nbytes)
-    places = [here.group, away.group]
-    places[1].offload()
+    link, nbytes = Link(device), _set_bytes(device, _SWAP_SHARE)
+    here, away = places = [_Set(device, nbytes), _Set(device, nbytes)]
+    away.group.offload()
+
+    def run(change: Change) -> tuple[Way, Way, float]:
+        started = time.perf_counter()
+        out, back = change(*places)
+        seconds = time.perf_counter() - started
+        places.reverse()
+        return Way.of([out]), Way.of([back]), seconds
+
     for _ in range(2):  # host memory and streams are there
-        swap_groups([places[0]], [places[1]])
-        places.reverse()
-
-    def swap() -> _Moved:
-        rates = link.rates()
-        started = time.perf_counter()
-        out, in_ = swap_groups([places[0]], [places[1]])
-        seconds = time.perf_counter() - started
-        places.reverse()
-        return _Moved(out, in_, seconds, rates)
-
-    def sequential() -> _Moved:
-        rates = link.rates()
-        started = time.perf_counter()
-        out = places[0].offload()
-        in_ = places[1].onload()
-        seconds = time.perf_counter() - started
-        places.reverse()
-        return _Moved(out, in_, seconds, rates)
-
-    return Work(
-        contenders=(_contender("swap", swap, here, away), _contender("one_after_the_other", sequential, here, away)),
-        params={"bytes": here.group.device_bytes or away.group.device_bytes},
-        num_runs=_NUM_RUNS,
+        run(_swap)
+    contenders = (
+        _contender(name, link, functools.partial(run, change), here, away) for name, change in _CHANGES.items()
     )
+    params = {"bytes": here.group.device_bytes or away.group.device_bytes}
+    return Work(tuple(contenders), params, num_runs=_NUM_RUNS)
 
 
 def _prepare_five(device: Device) -> Work:
@@ -254,68 +269,45 @@ def _prepare_five(device: Device) -> Work:
         one = _Set(device, nbytes if trains else nbytes // 3, trains=trains)
         one.group.offload()
         sets.append(one)
-    turns = list(zip(sets, [*sets[1:], sets[0]], strict=True))
+    pairs = list(zip(sets, [*sets[1:], sets[0]], strict=True))
     sets[0].group.onload()
 
-    def round_of(turn: Callable[[_Set, _Set], tuple[OffloadReport, OffloadReport]]) -> Callable[[], _Moved]:
-        def play() -> _Moved:
-            rates = link.rates()
-            started = time.perf_counter()
-            reports = [turn(here, following) for here, following in turns]
-            seconds = time.perf_counter() - started
-            out, in_ = (_together(some, seconds) for some in zip(*reports, strict=True))
-            return _Moved(out, in_, seconds, rates)
+    def run(change: Change) -> tuple[Way, Way, float]:
+        started = time.perf_counter()
+        reports = [change(*pair) for pair in pairs]
+        seconds = time.perf_counter() - started
+        out, back = (Way.of(some, seconds) for some in zip(*reports, strict=True))
+        return out, back, seconds
 
-        return play
-
-    def swap(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-        out, in_ = swap_groups([here.group], [following.group])
-        return out, in_
-
-    def sequential(here: _Set, following: _Set) -> tuple[OffloadReport, OffloadReport]:
-        return here.group.offload(), following.group.onload()
-
-    contenders = {"swap": round_of(swap), "one_after_the_other": round_of(sequential)}
     for _ in range(2):  # host memory and streams are there
-        contenders["swap"]()
-    return Work(
-        contenders=tuple(_contender(name, play, *sets) for name, play in contenders.items()),
-        params={"bytes_trained": nbytes, "bytes_frozen": nbytes // 3},
-        num_runs=3,  # of five changes of place each
-    )
+        run(_swap)
+    contenders = (_contender(name, link, functools.partial(run, change), *sets) for name, change in _CHANGES.items())
+    params = {"bytes_trained": nbytes, "bytes_frozen": nbytes // 3}
+    return Work(tuple(contenders), params, num_runs=3)  # of five changes of place each
 
 
-def _together(reports: Iterable[OffloadReport], seconds: float) -> OffloadReport:
-    every = list(reports)
-    return OffloadReport(
-        moved_bytes=sum(report.moved_bytes for report in every),
-        freed_device_bytes=sum(report.freed_device_bytes for report in every),
-        seconds=seconds,
-        pinned=all(report.pinned for report in every),
-        first_use=any(report.first_use for report in every),
-    )
-
-
-cycle_case = Case(
-    name="offload/cycle",
-    description="offload and onload a module with Adam states, in the steady state; shares of the link's rate",
-    prepare=_prepare_cycle,
-)
-first_case = Case(
-    name="offload/first",
-    description="the first offload of a process: with and without reserved host memory, beside torch's pin_memory",
-    prepare=_prepare_first,
-    estimate_s=30.0,
-)
-swap_case = Case(
-    name="offload/swap",
-    description="two modules with Adam states change places: both directions at once, and one after the other",
-    prepare=_prepare_swap,
-    estimate_s=30.0,
-)
-five_case = Case(
-    name="offload/five_engines",
-    description="actor, critic, reference, reward and rollout in turns on a device: a round of five changes of place",
-    prepare=_prepare_five,
-    estimate_s=50.0,
+cases = (
+    Case(
+        "offload/cycle",
+        "offload and onload a module with Adam states, in the steady state; shares of the link's rate",
+        _prepare_cycle,
+    ),
+    Case(
+        "offload/first",
+        "the first offload of a process: with and without reserved host memory, beside torch's pin_memory",
+        _prepare_first,
+        estimate_s=30.0,
+    ),
+    Case(
+        "offload/swap",
+        "two modules with Adam states change places: both directions at once, and one after the other",
+        _prepare_swap,
+        estimate_s=30.0,
+    ),
+    Case(
+        "offload/five_engines",
+        "actor, critic, reference, reward and rollout in turns on a device: a round of five changes of place",
+        _prepare_five,
+        estimate_s=50.0,
+    ),
 )

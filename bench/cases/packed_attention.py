@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class _LayersSize:
     T: int
     H: int
     heads: int
@@ -33,22 +33,22 @@ class _Size:
     dtype: torch.dtype
 
 
-_ACCELERATOR = _Size(16_384, 1536, 12, 2, 4, 4096, 512, torch.bfloat16)
+_ACCELERATOR = _LayersSize(16_384, 1536, 12, 2, 4, 4096, 512, torch.bfloat16)
 """Layers of Qwen2.5-1.5B. Backward holds 0.36 MB for each token that runs, and padded 25 x 4,096 do: 37 GB, where
 shortest sequences of 64 (193 x 4,096 tokens) would take 288 GB."""
-_HOST = _Size(1024, 128, 4, 2, 2, 512, 16, torch.float32)
+_HOST = _LayersSize(1024, 128, 4, 2, 2, 512, 16, torch.float32)
 
 
-def _even(size: _Size) -> list[int]:
+def _even(size: _LayersSize) -> list[int]:
     return [size.T // 8] * 8
 
 
-def _uneven(size: _Size) -> list[int]:
+def _uneven(size: _LayersSize) -> list[int]:
     """One of the longest, and the rest each the shortest."""
     return [size.longest] + [size.shortest] * ((size.T - size.longest) // size.shortest)
 
 
-def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
+def _prepare(lengths_of: Callable[[_LayersSize], list[int]], device: Device) -> Work:
     try:
         from transformers import Qwen2Config, Qwen2Model
 
@@ -86,11 +86,11 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
 
     chosen = explain(decoder, device.torch_device, size.dtype).implementation
     return Work(
-        contenders=(
-            Contender(implementation=chosen, run=functools.partial(run, None), check=check),
-            Contender(implementation="padded", run=functools.partial(run, "padded"), check=check),
+        (
+            Contender(chosen, functools.partial(run, None), check),
+            Contender("padded", functools.partial(run, "padded"), check),
         ),
-        params={
+        {
             "T": sum(lengths),
             "sequences": len(lengths),
             "longest": max(lengths),
@@ -102,13 +102,15 @@ def _prepare(lengths_of: Callable[[_Size], list[int]], device: Device) -> Work:
     )
 
 
-even_case = Case(
-    name="packed_attention/even",
-    description="forward and backward of layers over 8 sequences of one length, packed and padded",
-    prepare=functools.partial(_prepare, _even),
-)
-uneven_case = Case(
-    name="packed_attention/uneven",
-    description="forward and backward of layers over one long sequence and many short ones, packed and padded",
-    prepare=functools.partial(_prepare, _uneven),
+cases = (
+    Case(
+        "packed_attention/even",
+        "forward and backward of layers over 8 sequences of one length, packed and padded",
+        functools.partial(_prepare, _even),
+    ),
+    Case(
+        "packed_attention/uneven",
+        "forward and backward of layers over one long sequence and many short ones, packed and padded",
+        functools.partial(_prepare, _uneven),
+    ),
 )

@@ -27,7 +27,7 @@ _HOST_SIZES = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 _SUSTAINED, _HOST_SUSTAINED = (8192, 8192, 8192), (1024, 1024, 1024)
 _SUSTAINED_S, _WINDOW_S = 60.0, 10.0
 _LONGEST_S = 1.0
-"""Of one product of a sweep: a host without units for half precision would take minutes for all of them."""
+"""The longest product of a sweep: a host without units for half precision would take minutes for all of them."""
 _CHECKED = 16
 """Rows and columns that are compared with float64."""
 
@@ -70,7 +70,7 @@ def _prepare_sweep(device: Device) -> Work:
         products = [_Product(device, size, dtype) for size in sizes]
         rate = _rate(device, products[0]) if device.spec.is_host else math.inf
         contenders += [_contender(product, rate) for product in products]
-    return Work(contenders=tuple(contenders), params={}, runs_on="stream")
+    return Work(tuple(contenders), {}, runs_on="stream")
 
 
 def _rate(device: Device, product: _Product) -> float:
@@ -87,9 +87,9 @@ def _contender(product: _Product, rate: float) -> Contender:
         )
 
     return Contender(
-        implementation="torch.mm",
-        run=product.run if product.flops / rate <= _LONGEST_S else refuse,
-        check=product.check,
+        "torch.mm",
+        product.run if product.flops / rate <= _LONGEST_S else refuse,
+        product.check,
         params=product.params,
         limits={f"product/{product.params['dtype']}": product.flops},
     )
@@ -117,9 +117,9 @@ def _prepare_sustained(device: Device) -> Work:
         return _sustained(ends, product.flops)
 
     contender = Contender(
-        implementation="torch.mm",
-        run=run,
-        check=product.check,
+        "torch.mm",
+        run,
+        product.check,
         seconds=lambda done: float(done.seconds),
         quantities=lambda done: {
             "first_window": Quantity(done.first, "FLOP/s"),
@@ -129,11 +129,11 @@ def _prepare_sustained(device: Device) -> Work:
         limits={f"product/{product.params['dtype']}": product.flops},
     )
     params = {**product.params, "seconds": _SUSTAINED_S, "window_s": _WINDOW_S}
-    return Work(contenders=(contender,), params=params, num_runs=1)
+    return Work((contender,), params, num_runs=1)
 
 
 def _sustained(ends: list[float], flops: int) -> _Sustained:
-    """Of a product that ended at these seconds after the start."""
+    """Return the rates of a product that ended at these seconds after the start."""
     durations = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     window = min(_WINDOW_S, ends[-1] / 2)
     rate: Callable[[list[float]], float] = lambda spent: flops * len(spent) / sum(spent)  # noqa: E731
@@ -142,18 +142,20 @@ def _sustained(ends: list[float], flops: int) -> _Sustained:
     return _Sustained(statistics.median(durations), rate(first), rate(last))
 
 
-sweep_case = Case(
-    name="product/sweep",
-    description="matrix products by size and dtype, one at a time",
-    prepare=_prepare_sweep,
-    effort="quick",
-    estimate_s=1.0,
-    device_estimate_s=13.0,
-)
-sustained_case = Case(
-    name="product/sustained",
-    description="the same product for a minute: the rate of the last ten seconds beside that of the first",
-    prepare=_prepare_sustained,
-    effort="full",
-    estimate_s=70.0,
+cases = (
+    Case(
+        "product/sweep",
+        "matrix products by size and dtype, one at a time",
+        _prepare_sweep,
+        effort="quick",
+        estimate_s=1.0,
+        device_estimate_s=13.0,
+    ),
+    Case(
+        "product/sustained",
+        "the same product for a minute: the rate of the last ten seconds beside that of the first",
+        _prepare_sustained,
+        effort="full",
+        estimate_s=70.0,
+    ),
 )

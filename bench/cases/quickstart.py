@@ -24,7 +24,7 @@ SEEDS = (0, 1, 2, 3, 4)
 ACCURACY = 0.90
 """Greedy, on held-out problems, that a run must reach."""
 CONTROL_GAIN = 0.05
-"""Of accuracy, that the control must not exceed."""
+"""The gain in accuracy that the control must not exceed."""
 PARITY = 1e-4
 """Nats between the log-probs of sampler and trainer, in float32."""
 PHASES = ("generate", "train", "sync", "offload")
@@ -36,15 +36,15 @@ Steps = list[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class QuickstartRun:
     """One run of the command that ended well."""
 
     steps: Steps
     processor_s: float
-    """Of the host, user and system, all threads: it grows less than the clock when others use the machine."""
+    """User and system time of all threads on the host: it grows less than the clock when others use the machine."""
 
 
-def quickstart(device: str, seed: int, *options: str) -> Run:
+def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:
     """Run it in a folder that is removed afterwards; raises RuntimeError with what it said when it fails."""
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         output = Path(folder, "run")
@@ -62,7 +62,7 @@ def quickstart(device: str, seed: int, *options: str) -> Run:
             said = result.stderr.replace(folder, "<folder>").strip()[-2000:]
             raise RuntimeError(f"rlcore quickstart --seed {seed} ended with exit code {result.returncode}: {said}")
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        return Run(steps, _processor_s_of_children() - before_s)
+        return QuickstartRun(steps, _processor_s_of_children() - before_s)
 
 
 def _processor_s_of_children() -> float:
@@ -80,7 +80,7 @@ def parity(steps: Steps) -> float:
     return max(metrics["parity"] for metrics in steps[1:])
 
 
-def quantities(run: Run) -> dict[str, Quantity]:
+def quantities(run: QuickstartRun) -> dict[str, Quantity]:
     steps = run.steps
     before, after = accuracies(steps)
     seconds = {phase: sum(metrics[f"{phase}_s"] for metrics in steps[1:]) for phase in PHASES}
@@ -96,30 +96,30 @@ def quantities(run: Run) -> dict[str, Quantity]:
     }
 
 
-def check_same_distribution(run: Run) -> None:
+def check_same_distribution(run: QuickstartRun) -> None:
     expect([metrics["step"] for metrics in run.steps] == list(range(STEPS + 1)), "steps are missing")
     # Two programs never round alike throughout: 0 would mean that nothing was compared.
     expect(0 < parity(run.steps) <= PARITY, f"log-probs of sampler and trainer differ by {parity(run.steps):.2e}")
 
 
-def check_learned(run: Run) -> None:
+def check_learned(run: QuickstartRun) -> None:
     check_same_distribution(run)
     after = accuracies(run.steps)[1]
     expect(after >= ACCURACY, f"held-out accuracy is {after:.1%}, less than {ACCURACY:.0%}")
 
 
-def check_learned_nothing(run: Run) -> None:
+def check_learned_nothing(run: QuickstartRun) -> None:
     check_same_distribution(run)
     before, after = accuracies(run.steps)
     expect(after - before <= CONTROL_GAIN, f"the control went from {before:.1%} to {after:.1%}")
 
 
-def _work(seeds: tuple[int, ...], run: Callable[[int], Run], check: Callable[[Run], None]) -> Work:
+def _work(seeds: tuple[int, ...], run: Callable[[int], QuickstartRun], check: Callable[[QuickstartRun], None]) -> Work:
     left = iter(seeds)
     # The two executors that the quickstart uses.
-    contender = Contender(implementation="fsdp2+hf", run=lambda: run(next(left)), check=check, quantities=quantities)
+    contender = Contender("fsdp2+hf", lambda: run(next(left)), check, quantities=quantities)
     params: dict[str, int | float | str] = {"steps": STEPS, "seeds": ",".join(map(str, seeds))}
-    return Work(contenders=(contender,), params=params, num_runs=len(seeds))
+    return Work((contender,), params, num_runs=len(seeds))
 
 
 def _prepare_learns(device: Device) -> Work:
@@ -130,19 +130,21 @@ def _prepare_control(device: Device) -> Work:
     return _work(SEEDS[:1], lambda seed: quickstart(device.name, seed, "--shuffle-rewards"), check_learned_nothing)
 
 
-learns_case = Case(
-    name="quickstart/learns",
-    description="rlcore quickstart from start to end, a run for each of five seeds",
-    prepare=_prepare_learns,
-    effort="full",
-    estimate_s=400.0,
-    timeout_s=6 * _TIMEOUT_S,
-)
-control_case = Case(
-    name="quickstart/control",
-    description="the same with shuffled rewards, which must learn nothing",
-    prepare=_prepare_control,
-    effort="full",
-    estimate_s=80.0,
-    timeout_s=2 * _TIMEOUT_S,
+cases = (
+    Case(
+        "quickstart/learns",
+        "rlcore quickstart from start to end, a run for each of five seeds",
+        _prepare_learns,
+        effort="full",
+        estimate_s=400.0,
+        timeout_s=6 * _TIMEOUT_S,
+    ),
+    Case(
+        "quickstart/control",
+        "the same with shuffled rewards, which must learn nothing",
+        _prepare_control,
+        effort="full",
+        estimate_s=80.0,
+        timeout_s=2 * _TIMEOUT_S,
+    ),
 )

@@ -1,4 +1,4 @@
-"""What starting costs: each run is a new Python process."""
+"""The cost of starting: each run is a new Python process."""
 
 from __future__ import annotations
 
@@ -23,27 +23,19 @@ def _prepare_import(device: Device) -> Work:
         expect(float(output) > 0, f"the process printed {output!r}")
 
     # The process times the import itself, so that starting Python is not counted.
-    contender = Contender(implementation="python", run=lambda: _python(_TIMED_IMPORT), check=check, seconds=float)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    contender = Contender("python", lambda: _python(_TIMED_IMPORT), check, seconds=float)
+    return Work((contender,), {}, runs_on="host")
 
 
 def _prepare_help(device: Device) -> Work:
     def check(output: str) -> None:
         expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 
-    contender = Contender(implementation="python", run=lambda: _python(_HELP, "--help"), check=check)
-    return Work(contenders=(contender,), params={}, runs_on="host")
+    contender = Contender("python", lambda: _python(_HELP, "--help"), check)
+    return Work((contender,), {}, runs_on="host")
 
 
-import_case = Case(
-    name="startup/import",
-    description="import rlcore in a new process",
-    prepare=_prepare_import,
-    estimate_s=3.0,
-)
-help_case = Case(
-    name="startup/help",
-    description="rlcore --help, from starting Python to its end",
-    prepare=_prepare_help,
-    estimate_s=4.0,
+cases = (
+    Case("startup/import", "import rlcore in a new process", _prepare_import, estimate_s=3.0),
+    Case("startup/help", "rlcore --help, from starting Python to its end", _prepare_help, estimate_s=4.0),
 )

@@ -5,46 +5,45 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, policy, policy_class
-from rlcore.bench.cases.offload import Link, room_of_host
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, packed_batch, policy, policy_class
+from rlcore.bench.cases.offload import Link, Moved, Way, room_of_host
+from rlcore.bench.cases.proc import proc_bytes
+from rlcore.bench.cases.timing import Measured, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.types import OffloadReport
 from rlcore.weights.shards import local_part
 
 _HOST_SHARE = 0.8
-"""Of what the control group leaves."""
+"""The share of what the control group leaves."""
 _CYCLES = 4
 _STATE_BYTES = 12
-"""Of a parameter and the two moments of Adam, in float32."""
+"""Bytes of a parameter and the two moments of Adam, in float32."""
 
 _LAYERS_IN_TRAINING = 8
 _TRAINING_CYCLES = 20
 _SAME_MEMORY = 1.01
 _SAME_HOST_MEMORY = 1.02
 _HOST_SLACK_BYTES = 64 << 20
-"""What a process of this size takes and gives back by itself, which is more than a share of a small one."""
+"""Memory that a process of this size takes and gives back by itself, which is more than a share of a small one."""
 _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 
 
 def _policy(dense: Dense, device: Device) -> Any:
     class Filled(policy_class()):  # type: ignore[misc]
         def fill_optimizer(self) -> None:
-            """As after a step, without one."""
+            """Give the optimizer the states that it has after a step, without one."""
             for parameter in self.parameters():
                 moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.ones((), device=parameter.device), **moments}
@@ -68,21 +67,9 @@ def _policy(dense: Dense, device: Device) -> Any:
 # ------------------------------------------------------------------------------------------- how fast it moves
 
 
-class _Moved(NamedTuple):
-    out: OffloadReport
-    in_: OffloadReport
-    link: tuple[float, float]
-    """Bytes a second to the host and to the device, measured just before."""
-
-    @property
-    def of_link(self) -> tuple[float, float]:
-        rates = [report.moved_bytes / report.seconds for report in (self.out, self.in_)]
-        return rates[0] / self.link[0], rates[1] / self.link[1]
-
-
 class _Cycles(NamedTuple):
-    first: _Moved
-    steady: list[_Moved]
+    first: Moved
+    steady: list[Moved]
     sums: tuple[list[int], list[int]]
     """Before the first, after the last."""
 
@@ -106,7 +93,7 @@ def _prepare_trainer(device: Device) -> Work:
     dense = _fitting(device)
     dense.config()  # transformers is there
 
-    def run() -> _Cycles:
+    def run() -> Measured:
         gc.collect()
         arena_of(device).trim()
         link = Link(device)
@@ -118,58 +105,35 @@ def _prepare_trainer(device: Device) -> Work:
             engine.call("fill_optimizer")
             before = engine.call("sums")[0]
             arena_of(device).wait()
-            first, *steady = (_cycle(engine, link) for _ in range(1 + _CYCLES))
-            return _Cycles(first, steady, (before, engine.call("sums")[0]))
+            (first_use, first), *later = (_cycle(engine, link) for _ in range(1 + _CYCLES))
+            expect(not first_use, "the host memory was not there when it was needed")
+            done = _Cycles(first, [moved for _, moved in later], (before, engine.call("sums")[0]))
+        seconds = statistics.median(one.out.seconds + one.back.seconds for one in done.steady)
+        return Measured(done, seconds, _quantities(done))
 
     def check(done: _Cycles) -> None:
         expect(done.sums[0] == done.sums[1], "other values came back")
-        expect(not done.first.out.first_use, "the host memory was not there when it was needed")
-        moved = {done.first.out.moved_bytes, *(one.out.moved_bytes for one in done.steady)}
-        expect(moved == {one.in_.moved_bytes for one in done.steady}, f"unequal moves: {moved}")
+        moved = {done.first.out.nbytes, *(one.out.nbytes for one in done.steady)}
+        expect(moved == {one.back.nbytes for one in done.steady}, f"unequal moves: {moved}")
 
-    contender = Contender(
-        implementation="engine",
-        run=run,
-        check=check,
-        seconds=lambda done: statistics.median(one.out.seconds + one.in_.seconds for one in done.steady),
-        quantities=_quantities,
-    )
-    return Work(
-        contenders=(contender,),
-        params={"model": dense.name, "layers": dense.layers, "cycles": _CYCLES},
-        num_runs=1,
-    )
+    params: dict[str, int | float | str] = {"model": dense.name, "layers": dense.layers, "cycles": _CYCLES}
+    return Work((self_timed("engine", run, check),), params, num_runs=1)
 
 
-def _cycle(engine: TrainEngine, link: Link) -> _Moved:
+def _cycle(engine: TrainEngine, link: Link) -> tuple[bool, Moved]:
+    """Return whether the move out took new host memory, and both moves. Tags move one after the other."""
     rates = link.rates()
-    out, in_ = (_joined(move()) for move in (engine.offload, engine.onload))
-    return _Moved(out, in_, rates)
-
-
-def _joined(reports: dict[str, list[OffloadReport]]) -> OffloadReport:
-    """Tags leave one after the other."""
-    every = [report for of_workers in reports.values() for report in of_workers]
-    return OffloadReport(
-        moved_bytes=sum(report.moved_bytes for report in every),
-        freed_device_bytes=sum(report.freed_device_bytes for report in every),
-        seconds=sum(report.seconds for report in every),
-        pinned=all(report.pinned for report in every if report.moved_bytes),
-        first_use=any(report.first_use for report in every),
-    )
+    out, back = ([one for workers in move().values() for one in workers] for move in (engine.offload, engine.onload))
+    return any(report.first_use for report in out), Moved(Way.of(out), Way.of(back), rates)
 
 
 def _quantities(done: _Cycles) -> dict[str, Quantity]:
-    to_host, to_device = (statistics.median(one.of_link[way] for one in done.steady) for way in range(2))
-    return {
-        "moved": Quantity(done.first.out.moved_bytes, "B"),
-        "to_host_of_link": Quantity(to_host, "1"),
-        "to_device_of_link": Quantity(to_device, "1"),
-        "first_to_host_of_link": Quantity(done.first.of_link[0], "1"),
-        "first_to_device_of_link": Quantity(done.first.of_link[1], "1"),
-        "link_to_host": Quantity(statistics.median(one.link[0] for one in done.steady), "B/s"),
-        "link_to_device": Quantity(statistics.median(one.link[1] for one in done.steady), "B/s"),
-    }
+    found = {"moved": Quantity(done.first.out.nbytes, "B")}
+    for at, way in enumerate(("to_host", "to_device")):
+        found[f"{way}_of_link"] = Quantity(statistics.median(one.of_link[at] for one in done.steady), "1")
+        found[f"first_{way}_of_link"] = Quantity(done.first.of_link[at], "1")
+        found[f"link_{way}"] = Quantity(statistics.median(one.link[at] for one in done.steady), "B/s")
+    return found
 
 
 # -------------------------------------------------------------------------------------------- what it changes
@@ -189,7 +153,7 @@ def _prepare_training(device: Device) -> Work:
     dense = TINY if is_host else dataclasses.replace(QWEN_1_5B, layers=_LAYERS_IN_TRAINING)
     dense.config()
     tokens = _HOST_TRAINING_TOKENS if is_host else _TRAINING_TOKENS
-    batch = _batch(dense, tokens)
+    batch = packed_batch(dense.vocabulary, [tokens // 2, tokens // 4, tokens // 4], seed=0)
     expected: list[float] = []
 
     def run(*, moves: bool) -> _Learned:
@@ -206,7 +170,7 @@ def _prepare_training(device: Device) -> Work:
                         engine.offload()
                         engine.onload()
                     on_device.append(device.memory.stats().allocated_bytes)
-                    on_host.append(_resident_bytes())
+                    on_host.append(proc_bytes("self/status", "VmRSS"))
             finally:
                 torch.use_deterministic_algorithms(False)
         return _Learned(losses, on_device, on_host, time.perf_counter() - started)
@@ -222,12 +186,12 @@ def _prepare_training(device: Device) -> Work:
         expect(done.host_bytes[-1] <= most, f"host memory grew: {done.host_bytes}")
 
     return Work(
-        contenders=(
-            Contender(implementation="no offload", run=lambda: run(moves=False), check=check, seconds=_seconds),
+        (
+            Contender("no offload", lambda: run(moves=False), check, seconds=_seconds),
             Contender(
-                implementation="offload after each step",
-                run=lambda: run(moves=True),
-                check=check,
+                "offload after each step",
+                lambda: run(moves=True),
+                check,
                 seconds=_seconds,
                 quantities=lambda done: {
                     "device_memory_last_to_second": Quantity(done.device_bytes[-1] / done.device_bytes[1], "1"),
@@ -235,7 +199,7 @@ def _prepare_training(device: Device) -> Work:
                 },
             ),
         ),
-        params={"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
+        {"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
         num_runs=1,
     )
 
@@ -244,33 +208,18 @@ def _seconds(done: _Learned) -> float:
     return done.seconds
 
 
-def _batch(dense: Dense, tokens: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    lengths: Sequence[int] = (tokens // 2, tokens // 4, tokens // 4)
-    return {
-        "input_ids": torch.randint(dense.vocabulary, (tokens,), generator=generator),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "old_logprobs": torch.full((tokens,), -float(torch.tensor(dense.vocabulary).log())),
-        "advantages": torch.randn(tokens, generator=generator),
-    }
-
-
-def _resident_bytes() -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-trainer_case = Case(
-    name="offload/trainer",
-    description="a 7B train engine with Adam states leaves and comes back: first with reserved memory, then steadily",
-    prepare=_prepare_trainer,
-    effort="full",
-    estimate_s=60.0,
-)
-training_case = Case(
-    name="offload/training",
-    description="20 steps with all tags offloaded after each: the same losses and memory as without",
-    prepare=_prepare_training,
-    estimate_s=30.0,
+cases = (
+    Case(
+        "offload/trainer",
+        "a 7B train engine with Adam states leaves and comes back: first with reserved memory, then steadily",
+        _prepare_trainer,
+        effort="full",
+        estimate_s=60.0,
+    ),
+    Case(
+        "offload/training",
+        "20 steps with all tags offloaded after each: the same losses and memory as without",
+        _prepare_training,
+        estimate_s=30.0,
+    ),
 )

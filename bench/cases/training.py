@@ -23,9 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.dense_model import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn
-from rlcore.bench.cases.dense_model import policy as make_policy
-from rlcore.bench.cases.language_model import transformers_class
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn, packed_batch, transformers_class
+from rlcore.bench.cases.models import policy as make_policy
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -35,7 +34,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.meta import meta_device
 
 _TOKENS, _HOST_TOKENS = 8192, 256
-"""Of each device and step."""
+"""Tokens of each device and step."""
 _PER_DEVICE = 8
 """Sequences of equal length."""
 _UNEVEN = (
@@ -52,33 +51,20 @@ _TOLERANCE = 2e-2
 
 
 class _Steps(NamedTuple):
-    """What one contender did."""
+    """The steps of one contender."""
 
     loss: float
-    """Of the first step."""
+    """The loss of the first step."""
     seconds: list[float]
-    """Of each step after those that warm up."""
+    """The seconds of each step after those that warm up."""
     first_s: float
-    """Of the first step, which compiles."""
+    """The seconds of the first step, which compiles."""
     build_s: float
     peak_bytes: int
-    """Of the device that held the most, parameters and optimizer states included."""
+    """The peak of the device that held the most, parameters and optimizer states included."""
 
 
 Step = Callable[[Mapping[str, Tensor]], float]
-
-
-def _batch(lengths: Sequence[int], num_devices: int, vocabulary: int) -> dict[str, Tensor]:
-    """Packed: sequences of these lengths for each device."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    every = torch.tensor([length for length in lengths for _ in range(num_devices)])
-    total = int(every.sum())
-    return {
-        "input_ids": torch.randint(vocabulary, (total,), generator=generator),
-        "cu_seqlens": torch.cat([torch.zeros(1), every.cumsum(0)]).to(torch.int32),
-        "old_logprobs": torch.full((total,), -float(torch.tensor(vocabulary).log())),
-        "advantages": torch.randn(total, generator=generator),
-    }
 
 
 def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, list[float]]:
@@ -95,8 +81,8 @@ def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 # ------------------------------------------------------------------------------------------------- the engine
 
 
-class _Job(NamedTuple):
-    """What all contenders of a case have in common."""
+class _Setup(NamedTuple):
+    """The setup that all contenders of a case share."""
 
     device_names: list[str]
     dense: Dense
@@ -105,7 +91,7 @@ class _Job(NamedTuple):
     compiles: bool
 
 
-def _engine_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+def _engine_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
     started = time.perf_counter()
     device_type = job.device_names[0].partition(":")[0]
     engine = TrainEngine(make_policy(job.dense, job.compute_dtype, device_type))
@@ -135,7 +121,7 @@ def _engine_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
 # --------------------------------------------------------------------------------------------- the plain loop
 
 
-class _Scored(nn.Module):
+class _PackedLogits(nn.Module):
     """A causal language model that gives the logits of every token of a packed batch."""
 
     def __init__(self, model: Any) -> None:
@@ -170,7 +156,7 @@ class _Plain:
     def close(self) -> None:
         pass
 
-    def run(self, job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+    def run(self, job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
         started = time.perf_counter()
         scored, optimizer = self._build(job)
         build_s = time.perf_counter() - started
@@ -194,7 +180,7 @@ class _Plain:
         _, seconds = _times(step, batches[_WARM_UP:])
         return _Steps(loss, seconds, warm[0], build_s, self._device.memory.stats().peak_allocated_bytes)
 
-    def _build(self, job: _Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _build(self, job: _Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._context.process_group(_TIMEOUT_S)
         with meta_device():
             model = transformers_class("Qwen2ForCausalLM")._from_config(job.dense.config())
@@ -206,7 +192,7 @@ class _Plain:
             if job.compiles:
                 block.forward = torch.compile(block.forward)
             fully_shard(block, mp_policy=policy)
-        scored = _Scored(model.float())
+        scored = _PackedLogits(model.float())
         fully_shard(scored, mp_policy=policy)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
         scored.to_empty(device=self._device.torch_device)
@@ -240,7 +226,7 @@ class _Plain:
         }
 
 
-def _plain_steps(job: _Job, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
+def _plain_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
     number = len(job.device_names)
     launcher = choose_launcher(None, number)
     group = start_workers(_Plain, "the plain loop", job.device_names, launcher=launcher, timeout_s=_TIMEOUT_S)
@@ -261,7 +247,7 @@ def _prepare(dense: Dense, device: Device) -> Work:
         raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")
     model, tokens = (TINY, _HOST_TOKENS) if is_host else (dense, _TOKENS)
     num_devices = 1 if is_host else device.count()
-    job = _Job(
+    job = _Setup(
         device_names=[f"{device.spec.name}:{index}" for index in range(num_devices)],
         dense=model,
         compute_dtype=torch.float32 if is_host else torch.bfloat16,
@@ -277,9 +263,12 @@ def _prepare(dense: Dense, device: Device) -> Work:
     }
     first_losses: dict[tuple[str, int], float] = {}
 
-    def contender(name: str, run: Callable[[_Job, Any], _Steps], lengths: str, job: _Job = job) -> Contender:
+    def contender(name: str, run: Callable[[_Setup, Any], _Steps], lengths: str, job: _Setup = job) -> Contender:
         num = len(job.device_names)
-        batches = [_batch(some, num, model.vocabulary) for some in of_lengths[lengths]]
+        batches = [
+            packed_batch(model.vocabulary, [length for length in some for _ in range(num)], seed=len(some))
+            for some in of_lengths[lengths]
+        ]
 
         def run_alone() -> _Steps:
             gc.collect()
@@ -292,9 +281,9 @@ def _prepare(dense: Dense, device: Device) -> Work:
             expect(abs(done.loss - expected) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {expected}")
 
         return Contender(
-            implementation=name,
-            run=run_alone,
-            check=check,
+            name,
+            run_alone,
+            check,
             seconds=lambda done: done.seconds,
             quantities=lambda done: _quantities(done, tokens, is_counted=not is_host),
             params={"lengths": lengths, "recompute": str(job.recomputes), "devices": num},
@@ -311,8 +300,8 @@ def _prepare(dense: Dense, device: Device) -> Work:
         alone = job._replace(device_names=job.device_names[:1])
         contenders.append(contender("engine on one device", _engine_steps, "equal", alone))
     return Work(
-        contenders=tuple(contenders),
-        params={
+        tuple(contenders),
+        {
             "model": model.name,
             "tokens": tokens,
             "dtype": str(job.compute_dtype).removeprefix("torch."),
@@ -330,17 +319,19 @@ def _quantities(done: _Steps, tokens: int, *, is_counted: bool) -> dict[str, Qua
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 
-dense_1_5b_case = Case(
-    name="train/dense_1.5b",
-    description="a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
-    prepare=functools.partial(_prepare, QWEN_1_5B),
-    effort="full",
-    estimate_s=90.0,
-)
-dense_7b_case = Case(
-    name="train/dense_7b",
-    description="a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
-    prepare=functools.partial(_prepare, QWEN_7B),
-    effort="full",
-    estimate_s=70.0,
+cases = (
+    Case(
+        "train/dense_1.5b",
+        "a step of 8k packed tokens a device, 1.5B: the engine beside a plain FSDP2 loop, uneven lengths too",
+        functools.partial(_prepare, QWEN_1_5B),
+        effort="full",
+        estimate_s=90.0,
+    ),
+    Case(
+        "train/dense_7b",
+        "a step of 8k packed tokens a device, 7B: the engine beside a plain FSDP2 loop",
+        functools.partial(_prepare, QWEN_7B),
+        effort="full",
+        estimate_s=70.0,
+    ),
 )

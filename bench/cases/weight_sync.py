@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.bench.cases.timing import Measured, median_time, self_timed, timed
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
@@ -214,61 +214,51 @@ def _started(device: Device, sizes: ModelSizes) -> Iterator[_Pair]:
         group.kill("the bench is over")
 
 
-class _SyncTiming(NamedTuple):
-    seconds: float
-    first_s: float
-    """Seconds of the first round, which plans, tests the plan and opens memory."""
-    corners: list[float]
-    value: float
-    nbytes: int
-    more: Mapping[str, Quantity] = {}
-    """Quantities besides the steady state."""
-
-
 _Once = Callable[[bool], SyncReport | None]
 """Runs one round; with True one that has nothing new but the version."""
 
 
-def _timed(device: Device, sizes: ModelSizes, make: Callable[[_Pair], _Once]) -> _SyncTiming:
+def _run(device: Device, sizes: ModelSizes, make: Callable[[_Pair], _Once]) -> Measured:
     """Time rounds in a steady state; the trainer's weights change before each."""
     with _started(device, sizes) as pair:
         once = make(pair)
         done = [_one_round(device, pair, once, number) for number in range(1, _ROUNDS + _WARM_UP + 1)]
-        seconds = [one for one, _ in done]
-        more = {} if done[-1][1] is None else _beside(device, pair, once)
-        return _SyncTiming(
-            seconds=statistics.median(seconds[_WARM_UP:]),
-            first_s=seconds[0],
-            corners=pair.ask("corners"),
-            value=float(next(pair.trainer.parameters()).view(-1)[0]),
-            nbytes=sum(parameter.nbytes for parameter in pair.trainer.parameters()),
-            more=more,
-        )
+        more = {} if done[-1][0] is None else _beside(device, pair, once)
+        value = float(next(pair.trainer.parameters()).view(-1)[0])
+        nbytes = sum(parameter.nbytes for parameter in pair.trainer.parameters())
+        return _measured((pair.ask("corners"), value), [seconds for _, seconds in done], nbytes, more)
 
 
-def _one_round(device: Device, pair: _Pair, once: _Once, value: float) -> tuple[float, SyncReport | None]:
+def _measured(
+    values: tuple[list[float], float], seconds: list[float], nbytes: int, more: Mapping[str, Quantity]
+) -> Measured:
+    """``values``: what arrived in each tensor, and what was sent. The first round plans, tests and opens memory."""
+    median_s = statistics.median(seconds[_WARM_UP:])
+    found = {"throughput": Quantity(nbytes / median_s, "byte/s"), "first_round": Quantity(seconds[0], "s"), **more}
+    return Measured(values, median_s, found)
+
+
+def _check(values: tuple[list[float], float]) -> None:
+    found, sent = values
+    expect(set(found) == {sent}, f"the engine holds {set(found)}, not {sent}")
+
+
+def _one_round(device: Device, pair: _Pair, once: _Once, value: float) -> tuple[SyncReport | None, float]:
     for parameter in pair.trainer.parameters():
         parameter.fill_(value)
     device.synchronize()
-    started = time.perf_counter()
-    report = once(False)
-    return time.perf_counter() - started, report
+    return timed(lambda: once(False))
 
 
 def _beside(device: Device, pair: _Pair, once: _Once) -> Mapping[str, Quantity]:
     """Time a round with nothing new, and one after the trainer's weights have left the device and come back."""
-    empty = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        once(True)
-        empty.append(time.perf_counter() - started)
-    found = {"nothing_new": Quantity(statistics.median(empty), "s")}
+    found = {"nothing_new": Quantity(median_time(_ROUNDS, lambda: once(True))[1], "s")}
     if device.spec.is_host:  # where what was shared cannot leave
         return found
     pair.sender.revoke()
     with offloaded(pair.trainer):
         pass
-    seconds, report = _one_round(device, pair, once, 100.0)
+    report, seconds = _one_round(device, pair, once, 100.0)
     found["after_offload"] = Quantity(seconds, "s")
     if report is not None and report.handles_opened:
         found["handles_after_offload"] = Quantity(report.handles_opened, "handle")
@@ -302,17 +292,8 @@ def _per_tensor(device: Device) -> Callable[[_Pair], _Once]:
 def _prepare(sizes: ModelSizes, device: Device) -> Work:
     sizes = sizes.divided(_HOST_SHRINK) if device.spec.is_host else sizes
 
-    def check(done: _SyncTiming) -> None:
-        expect(set(done.corners) == {done.value}, f"the engine holds {set(done.corners)}, not {done.value}")
-
     def contender(name: str, make: Callable[[_Pair], _Once]) -> Contender:
-        return Contender(
-            implementation=name,
-            run=lambda: _timed(device, sizes, make),
-            check=check,
-            seconds=lambda done: float(done.seconds),
-            quantities=_quantities,
-        )
+        return self_timed(name, lambda: _run(device, sizes, make), _check)
 
     routes: list[Route] = ["packed", "direct"]
     names = sizes.layers * (5 + 3 * sizes.mlps) + 2
@@ -320,59 +301,38 @@ def _prepare(sizes: ModelSizes, device: Device) -> Work:
     if not sizes.experts:  # it would take minutes
         contenders.append(contender("per_tensor", _per_tensor(device)))
     return Work(
-        contenders=(_plain_copy(device, sizes), *contenders),
-        params={"names": names, "hidden": sizes.hidden, "layers": sizes.layers, "experts": sizes.experts},
+        (_plain_copy(device, sizes), *contenders),
+        {"names": names, "hidden": sizes.hidden, "layers": sizes.layers, "experts": sizes.experts},
         num_runs=_NUM_RUNS,
     )
-
-
-def _quantities(done: _SyncTiming) -> Mapping[str, Quantity]:
-    return {
-        "throughput": Quantity(done.nbytes / done.seconds, "byte/s"),
-        "first_round": Quantity(done.first_s, "s"),
-        **done.more,
-    }
 
 
 def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
     """Return one copy of as many bytes within the device: no sync can be faster."""
 
-    def run() -> _SyncTiming:
+    def run() -> Measured:
         with torch.device("meta"):
             nbytes = sum(parameter.nbytes for parameter in _FusedModel(sizes).parameters())
         source = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
         destination = torch.empty_like(source)
-        seconds = []
-        for _ in range(_ROUNDS + _WARM_UP):
-            device.synchronize()
-            started = time.perf_counter()
-            destination.copy_(source)
-            device.synchronize()
-            seconds.append(time.perf_counter() - started)
-        return _SyncTiming(statistics.median(seconds[_WARM_UP:]), seconds[0], [float(destination[-1])], 1.0, nbytes)
+        seconds = [timed(lambda: destination.copy_(source), device)[1] for _ in range(_ROUNDS + _WARM_UP)]
+        return _measured(([float(destination[-1])], 1.0), seconds, nbytes, {})
 
-    def check(done: _SyncTiming) -> None:
-        expect(done.corners == [1.0], "the copy is not one")
-
-    return Contender(
-        implementation="plain_copy",
-        run=run,
-        check=check,
-        seconds=lambda done: float(done.seconds),
-        quantities=_quantities,
-    )
+    return self_timed("plain_copy", run, _check)
 
 
-dense_case = Case(
-    name="weight_sync/dense",
-    description="new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
-    prepare=lambda device: _prepare(QWEN2_7B, device),
-    estimate_s=110.0,
-)
-experts_case = Case(
-    name="weight_sync/experts",
-    description="new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
-    prepare=lambda device: _prepare(QWEN3_30B_A3B, device),
-    effort="full",
-    estimate_s=400.0,
+cases = (
+    Case(
+        "weight_sync/dense",
+        "new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
+        lambda device: _prepare(QWEN2_7B, device),
+        estimate_s=110.0,
+    ),
+    Case(
+        "weight_sync/experts",
+        "new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
+        lambda device: _prepare(QWEN3_30B_A3B, device),
+        effort="full",
+        estimate_s=400.0,
+    ),
 )

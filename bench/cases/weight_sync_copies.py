@@ -109,7 +109,7 @@ def _contender(problem: _CopyProblem, device: Device, implementation: str) -> Co
     except UnsupportedError:
         return None
     copies = problem.copies(implementation)
-    return Contender(implementation=implementation, run=copies.run, check=lambda _: problem.check(copies.run))
+    return Contender(implementation, copies.run, lambda _: problem.check(copies.run))
 
 
 def _plain_copy(problem: _CopyProblem) -> Contender:
@@ -126,7 +126,7 @@ def _plain_copy(problem: _CopyProblem) -> Contender:
         expect(torch.equal(to[:: 1 << 10], from_[:: 1 << 10]), "the copy has other values")
 
     params = {"bytes": half}
-    return Contender(implementation="device_copy", run=run, check=check, params=params)
+    return Contender("device_copy", run, check, params=params)
 
 
 def _for_host(model: ModelSizes) -> ModelSizes:
@@ -137,8 +137,8 @@ def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -
     problem = _CopyProblem(device, _for_host(model) if device.spec.is_host else model, dtype, size)
     found = (_contender(problem, device, implementation) for implementation in ("triton", "views"))
     return Work(
-        contenders=(*(contender for contender in found if contender), _plain_copy(problem)),
-        params={"pieces": len(problem.pieces), "elements": problem.numel, "dtype": dtype_name(dtype)},
+        (*(contender for contender in found if contender), _plain_copy(problem)),
+        {"pieces": len(problem.pieces), "elements": problem.numel, "dtype": dtype_name(dtype)},
         bytes=problem.moved_bytes,
         runs_on="stream",
     )
@@ -146,14 +146,16 @@ def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -
 
 def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int) -> Case:
     return Case(
-        name=f"weight_sync/copies/{name}",
-        description=f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
-        prepare=functools.partial(_prepare, model, dtype, size),
+        f"weight_sync/copies/{name}",
+        f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
+        functools.partial(_prepare, model, dtype, size),
         estimate_s=30.0,
     )
 
 
-dense_case = _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1)
-cast_case = _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1)
-share_case = _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2)
-experts_case = _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1)
+cases = (
+    _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1),
+    _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1),
+    _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2),
+    _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1),
+)

@@ -1,4 +1,4 @@
-"""What it costs to have workers in processes of their own: a call, tensors each way, their start.
+"""The cost of workers in processes of their own: a call, tensors each way, their start.
 
 Starts are given as a share of the same number of bare ``import torch`` processes, started at once as the workers
 are, in the same run: what is left is rlcore's part.
@@ -6,32 +6,49 @@ are, in the same run: what is left is rlcore's part.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.worker_processes import TIMEOUT_S, ask, worker_processes
+from rlcore.bench.case import Case, Quantity, Work, expect
+from rlcore.bench.cases.timing import Measured, median_time, self_timed
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 
+TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
 _NUM_RUNS = 5
 _WARM_UP = 3
 _BARE = "import torch; print(torch.__version__, flush=True)"
 
 
-class _Worker:
-    """Answers at once."""
+@contextlib.contextmanager
+def worker_processes(worker_class: Any, device_names: list[str]) -> Iterator[WorkerGroup]:
+    """Worker processes that live as long as a measurement."""
+    group = start_workers(worker_class, "the bench", device_names, launcher="process", timeout_s=TIMEOUT_S)
+    try:
+        yield group
+    finally:
+        group.stop()
+
+
+def ask(group: WorkerGroup, method: str, *args: Any) -> Any:
+    """Call all workers, and return the answer of the first."""
+    return group.call(method, [(args, {})] * len(group.workers))[0]
+
+
+class _Echo:
+    """A worker that answers at once."""
 
     def __init__(self, context: WorkerContext) -> None:
         pass
@@ -40,7 +57,7 @@ class _Worker:
         return value
 
     def take(self, tensor: Tensor) -> tuple[int, float, float]:
-        """What arrived."""
+        """Return the size and the ends of what arrived."""
         return tensor.numel(), float(tensor[0]), float(tensor[-1])
 
     def make(self, numel: int) -> None:
@@ -53,88 +70,51 @@ class _Worker:
         pass
 
 
-def _started(device: Device, num_workers: int) -> AbstractContextManager[WorkerGroup]:
-    return worker_processes(_Worker, [f"{device.spec.name}:{index}" for index in range(num_workers)])
-
-
-class _Timed(NamedTuple):
-    answer: Any
-    seconds: float
-
-
-def _median_of(number: int, function: Callable[[], Any]) -> _Timed:
-    """The last answer, and the median of the times; the first calls are not counted."""
-    seconds = []
-    for _ in range(number + _WARM_UP):
-        started = time.perf_counter()
-        answer = function()
-        seconds.append(time.perf_counter() - started)
-    return _Timed(answer, statistics.median(seconds[_WARM_UP:]))
-
-
 def _prepare_call(device: Device) -> Work:
-    def run() -> _Timed:
-        with _started(device, 1) as group:
-            return _median_of(1000, lambda: ask(group, "echo", 7))
+    def run() -> Measured:
+        with worker_processes(_Echo, [device.name]) as group:
+            return Measured(*median_time(1000, lambda: ask(group, "echo", 7), warm_up=_WARM_UP))
 
-    def check(done: _Timed) -> None:
-        expect(done.answer == 7, f"7 came back as {done.answer!r}")
+    return Work((self_timed("process", run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
 
-    contender = Contender(implementation="process", run=run, check=check, seconds=lambda done: float(done.seconds))
-    return Work(contenders=(contender,), params={"workers": 1}, num_runs=_NUM_RUNS)
+
+def _check_echo(answer: int) -> None:
+    expect(answer == 7, f"7 came back as {answer!r}")
 
 
 def _prepare_sending(device: Device) -> Work:
     tensor = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
 
-    def run() -> _Timed:
-        with _started(device, 1) as group:
-            return _median_of(10, lambda: ask(group, "take", tensor))
-
-    def check(done: _Timed) -> None:
+    def check(arrived: tuple[int, float, float]) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
-        expect(done.answer == expected, f"{done.answer} arrived, not {expected}")
+        expect(arrived == expected, f"{arrived} arrived, not {expected}")
 
-    return _tensor_work(run, check)
+    return _tensor_work(device, lambda group: ask(group, "take", tensor), check)
 
 
 def _prepare_receiving(device: Device) -> Work:
-    def run() -> _Timed:
-        with _started(device, 1) as group:
-            ask(group, "make", _TENSOR_BYTES // 4)
-            return _median_of(10, lambda: ask(group, "give"))
-
-    def check(done: _Timed) -> None:
+    def check(answer: Tensor) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
-        expect(torch.equal(done.answer, expected), "another tensor came back")
+        expect(torch.equal(answer, expected), "another tensor came back")
 
-    return _tensor_work(run, check)
-
-
-def _tensor_work(run: Callable[[], _Timed], check: Callable[[_Timed], None]) -> Work:
-    contender = Contender(
-        implementation="shared_memory",
-        run=run,
-        check=check,
-        seconds=lambda done: float(done.seconds),
-        quantities=lambda done: {"throughput": Quantity(_TENSOR_BYTES / done.seconds, "byte/s")},
-    )
-    return Work(contenders=(contender,), params={"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
+    return _tensor_work(device, lambda group: ask(group, "give"), check)
 
 
-class _Start(NamedTuple):
-    answer: int
-    seconds: float
-    bare_s: float
+def _tensor_work(device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]) -> Work:
+    def run() -> Measured:
+        with worker_processes(_Echo, [device.name]) as group:
+            ask(group, "make", _TENSOR_BYTES // 4)
+            answer, seconds = median_time(10, lambda: call(group), warm_up=_WARM_UP)
+            return Measured(answer, seconds, {"throughput": Quantity(_TENSOR_BYTES / seconds, "byte/s")})
+
+    return Work((self_timed("shared_memory", run, check),), {"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
 
 
-def _bare_imports(number: int) -> float:
-    """Seconds until as many processes that only import torch have all done so."""
+def _bare_imports_s(number: int) -> float:
+    """Return the seconds until as many processes that only import torch have all done so."""
     started = time.perf_counter()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", _BARE], stdout=subprocess.PIPE, env=environment) for _ in range(number)
-    ]
+    command, environment = [sys.executable, "-c", _BARE], os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(number)]
     for process in processes:
         assert process.stdout is not None
         process.stdout.readline()
@@ -145,45 +125,33 @@ def _bare_imports(number: int) -> float:
 
 
 def _prepare_start(num_workers: int, device: Device) -> Work:
-    def run() -> _Start:
-        # Before and after: what is started first finds colder files and caches.
-        before_s = _bare_imports(num_workers)
+    names = [f"{device.spec.name}:{index}" for index in range(num_workers)]
+
+    def run() -> Measured:
+        before_s = _bare_imports_s(num_workers)  # and after: what is started first finds colder files and caches
         started = time.perf_counter()
-        with _started(device, num_workers) as group:
+        with worker_processes(_Echo, names) as group:
             answer = ask(group, "echo", 7)
             seconds = time.perf_counter() - started
-        return _Start(answer, seconds, (before_s + _bare_imports(num_workers)) / 2)
+        bare_s = (before_s + _bare_imports_s(num_workers)) / 2
+        ratio = Quantity(seconds / bare_s, "1")
+        return Measured(answer, seconds, {"bare_import": Quantity(bare_s, "s"), "ratio_to_bare_import": ratio})
 
-    def check(done: _Start) -> None:
-        expect(done.answer == 7, "the workers do not answer")
-
-    contender = Contender(
-        implementation="process",
-        run=run,
-        check=check,
-        seconds=lambda done: float(done.seconds),
-        quantities=lambda done: {
-            "bare_import": Quantity(done.bare_s, "s"),
-            "ratio_to_bare_import": Quantity(done.seconds / done.bare_s, "1"),
-        },
-    )
-    return Work(contenders=(contender,), params={"workers": num_workers}, num_runs=_NUM_RUNS)
+    return Work((self_timed("process", run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
 
 
-call_case = Case(name="workers/call", description="a call of a worker process and its answer", prepare=_prepare_call)
-sending_case = Case(
-    name="workers/send", description="a 256 MiB tensor as an argument of a worker process", prepare=_prepare_sending
-)
-receiving_case = Case(
-    name="workers/receive", description="a 256 MiB tensor as the answer of a worker process", prepare=_prepare_receiving
-)
-start_one_case = Case(
-    name="workers/start_1",
-    description="one worker process until it answers, beside a bare import of torch",
-    prepare=lambda device: _prepare_start(1, device),
-)
-start_four_case = Case(
-    name="workers/start_4",
-    description="four worker processes at once until all answer, beside four bare imports of torch",
-    prepare=lambda device: _prepare_start(4, device),
+cases = (
+    Case("workers/call", "a call of a worker process and its answer", _prepare_call),
+    Case("workers/send", "a 256 MiB tensor as an argument of a worker process", _prepare_sending),
+    Case("workers/receive", "a 256 MiB tensor as the answer of a worker process", _prepare_receiving),
+    Case(
+        "workers/start_1",
+        "one worker process until it answers, beside a bare import of torch",
+        functools.partial(_prepare_start, 1),
+    ),
+    Case(
+        "workers/start_4",
+        "four worker processes at once until all answer, beside four bare imports of torch",
+        functools.partial(_prepare_start, 4),
+    ),
 )

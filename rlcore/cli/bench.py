@@ -16,7 +16,7 @@ from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from rlcore.bench.result import Effort
+    from rlcore.bench.record import Effort
 
 Force = Annotated[bool, typer.Option("--force", help="Replace the file of -o, if there is one.")]
 
@@ -78,8 +78,8 @@ def run(
     from rlcore.bench.case import select_cases
     from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
-    from rlcore.bench.result import encode, read
-    from rlcore.bench.runner import PLANS, Run, check_can_write, continued, noted
+    from rlcore.bench.record import encode, read
+    from rlcore.bench.run import PLANS, BenchRun, check_can_write, continued, noted
     from rlcore.registry import get_device
 
     if quick and full:
@@ -104,7 +104,7 @@ def run(
     with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
         record = noted(isolated.new_record(effort), note)
         record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
-        running = Run(
+        running = BenchRun(
             record=record,
             path=path,
             run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
@@ -186,7 +186,7 @@ def export_record(
 ) -> None:
     """Print a record as CSV, or as JSON that pytest-benchmark compares."""
     from rlcore.bench.export import to_csv, to_pytest_benchmark
-    from rlcore.bench.result import read
+    from rlcore.bench.record import read
 
     make = {"csv": to_csv, "pytest-benchmark": to_pytest_benchmark}[form]
     sys.stdout.write(make(read(record)))
@@ -206,17 +206,17 @@ def report_records(
 ) -> None:
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
+    from rlcore.bench.answers import ReportRun
     from rlcore.bench.compare import parse_prices, run_names
-    from rlcore.bench.headlines import Run
+    from rlcore.bench.record import read
     from rlcore.bench.report import render
-    from rlcore.bench.result import read
 
     names = run_names(records)
     if output.exists() and any(record.exists() and record.samefile(output) for record in records):
         raise InvalidInputError(f"-o {output} is one of the records; give another file for the page")
     _check_free(output, force=force)
     prices = parse_prices(price or [], names)
-    page = render([Run(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
+    page = render([ReportRun(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
     try:
         write_file(output, page.encode())
     except OSError as error:

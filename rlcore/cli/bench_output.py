@@ -14,9 +14,9 @@ from rlcore.cli.console import console_of, print_table, print_text
 
 if TYPE_CHECKING:
     from rlcore.bench.case import Case
-    from rlcore.bench.compare import Comparison, Row
+    from rlcore.bench.compare import ComparedResult, Comparison
     from rlcore.bench.estimate import Durations
-    from rlcore.bench.result import Calibration, CaseResult, Record
+    from rlcore.bench.record import Calibration, CaseResult, Record
 
 _CLOCKS = {"time": "wall", "device_time": "device", "processor_time": "processors"}
 
@@ -54,7 +54,7 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_
 
 def print_results(record: Record) -> None:
     """Print a line for each result, the number of skipped cases by reason, and the targets of this device."""
-    from rlcore.bench.bars import HEADER, verdicts
+    from rlcore.bench.summary import TARGET_COLUMNS, outcomes
 
     by_case: dict[str, list[CaseResult]] = {}
     for result in record.cases:
@@ -67,8 +67,8 @@ def print_results(record: Record) -> None:
     skipped = Counter(result.reason for result in record.cases if result.status == "skipped")
     for reason, number in skipped.items():
         print_text(f"{number} cases skipped: {reason}")
-    if bars := [verdict.cells() for verdict in verdicts(record)]:
-        print_table(list(HEADER), bars)
+    if targets := [outcome.cells() for outcome in outcomes(record)]:
+        print_table(list(TARGET_COLUMNS), targets)
 
 
 def _rows(results: Sequence[CaseResult], calibration: Calibration | None) -> list[list[str]]:
@@ -84,8 +84,7 @@ def _sizes(results: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _row(result: CaseResult, sizes: str, calibration: Calibration | None) -> list[str]:
-    from rlcore.bench.limits import share_of_limit
-    from rlcore.bench.missing import shortened
+    from rlcore.bench.summary import share_of_limit, shortened
     from rlcore.bench.text import seconds
 
     first = [result.name, result.implementation, sizes, result.status]
@@ -108,7 +107,7 @@ def print_comparison(found: Comparison) -> None:
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
     print_text(found.statement + "\n")
     both = {row.case for row in found.rows if not row.is_of_one}
-    by_case: dict[str, list[Row]] = {}
+    by_case: dict[str, list[ComparedResult]] = {}
     for row in found.rows:
         if row.case in both:
             by_case.setdefault(row.case, []).append(row)
@@ -143,8 +142,8 @@ def _noise(share: float) -> str:
     return f"{share:.1%}" if share <= 1 else "over 100%"
 
 
-def _compared(row: Row, sizes: str, has_prices: bool) -> list[str]:
-    from rlcore.bench.missing import shortened
+def _compared(row: ComparedResult, sizes: str, has_prices: bool) -> list[str]:
+    from rlcore.bench.summary import shortened
     from rlcore.bench.text import seconds
 
     first = [row.case, row.implementation, sizes]

@@ -123,7 +123,7 @@ WRONG_REGISTRATIONS = [
     ("executors", "register('training', 'x', 'a:b')", "executor kind must be one of ('train', 'inference')"),
     ("executors", "register('train', 'fsdp2', 'a:b')", "train executor 'fsdp2' is already registered by plugin"),
     ("benchmarks", "register('a.b')", "benchmark case must be an import path"),
-    ("benchmarks", "register('rlcore.bench.cases.startup:help_case')", "is already registered"),
+    ("benchmarks", "register('rlcore.bench.cases.startup:cases')", "is already registered"),
 ]
 
 

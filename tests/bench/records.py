@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.bench.result import Calibration, CaseResult, Metric, Record, read
+from rlcore.bench.record import Calibration, CaseResult, Metric, Record, read
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 UNITS = {"new_tokens": "token/s", "trained_tokens": "token/s", "bubble": "1", "bus_bandwidth": "B/s"}

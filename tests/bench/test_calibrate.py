@@ -14,8 +14,8 @@ from rlcore.bench import calibrate as module
 from rlcore.bench import telemetry
 from rlcore.bench.calibrate import Store, calibrate
 from rlcore.bench.isolated import with_limits
-from rlcore.bench.limits import peak, share_of_limit, unit
-from rlcore.bench.result import Calibration, CaseResult, Metric, Record
+from rlcore.bench.record import Calibration, CaseResult, Metric, Record
+from rlcore.bench.summary import peak, share_of_limit, unit
 from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 

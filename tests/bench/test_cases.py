@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from rlcore.bench import plugin
 from rlcore.bench.case import Case, Work, load_cases, select_cases
-from rlcore.bench.cases import dispatch, kernel_inputs, kernel_scans
+from rlcore.bench.cases import dispatch, kernel_inputs, kernel_scans, kernels
 from rlcore.bench.measure import run_case
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
@@ -33,7 +36,7 @@ CHECKED = [name for name in (*HEADS, *SCANS) if name != "kernels/linear_loss_seq
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows than are checked at a time, and a last slice that is not full.
-    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(300, 501, 32, torch.float32))
+    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.HeadSize(300, 501, 32, torch.float32))
     monkeypatch.setattr(kernel_scans, "_HOST_TOKENS", 4096)
 
 
@@ -181,7 +184,7 @@ same_name = Case(name="dispatch/op", description="", prepare=lambda device: Work
             "cannot be imported: AttributeError: module 'rlcore.bench.case'",
         ),
         ("rlcore.bench.case:load_cases", "is no bench.case.Case: <function load_cases"),
-        ("rlcore.bench.cases.dispatch.again:op_choice_case", "cannot be imported: ModuleNotFoundError: "),
+        ("rlcore.bench.cases.dispatch.again:cases", "cannot be imported: ModuleNotFoundError: "),
         ("rlcore.bench.cases.dispatch:again", "repeats the name 'dispatch/op'"),
         ("rlcore.bench.cases.dispatch:spaced", "has the name 'my case'; a name is words with slashes between"),
     ],
@@ -201,3 +204,47 @@ def test_case_that_cannot_be_had_fails_and_the_others_are_there(
     with pytest.raises(BenchError) as refused:
         load_cases()
     assert str(refused.value).startswith(told)
+
+
+def test_the_wheel_has_every_case_but_those_beside_other_libraries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the list of packages that setuptools makes of pyproject.toml."""
+    from setuptools.config.pyprojecttoml import read_configuration
+
+    root = Path(__file__).resolve().parents[2]
+    packages = read_configuration(root / "pyproject.toml")["tool"]["setuptools"]["packages"]
+    assert [name for name in packages if name.startswith("rlcore.bench")] == ["rlcore.bench", "rlcore.bench.cases"]
+    outside = {path.stem for path in (root / "bench/cases").iterdir() if path.is_dir() and path.stem != "__pycache__"}
+    assert outside == {"peers"}
+    monkeypatch.setattr(plugin, "PEERS", tmp_path / "peers")
+    registered: list[str] = []
+    plugin.rlcore_register_benchmarks(registered.append)
+    assert [path for path in registered if "peers" in path] == []
+    with monkeypatch.context() as without:
+        without.setattr(registry(), "benchmarks", dict.fromkeys(registered, "bench"))
+        found = load_cases()
+    assert "weight_sync/vllm/7b" not in found
+    for name in ("kernels/peers", "weight_sync/vllm"):
+        assert "a clone of the repository" in found[name].description
+        (result,) = run_case(found[name], get_device("cpu"), ONCE)
+        assert result.status == "blocked" and "pip install -e . in it" in result.reason
+
+
+@pytest.mark.parametrize("op", ["token_logprob", "linear_logprob"])
+def test_operators_of_other_libraries_take_part_in_a_checkout_alone(
+    op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device: Any = Fake(dataclasses.replace(get_device("cpu").spec, is_host=False))
+    ours = set(kernel_inputs.implementations(op, device))
+    others = kernels._scorers(op, device, print).keys() - ours
+    assert any(name.startswith("trl") for name in others) and any(name.startswith("torch.compile") for name in others)
+    monkeypatch.setattr(kernels, "PEERS", tmp_path / "peers")
+    assert kernels._scorers(op, device, print).keys() == ours
+
+
+class Fake(NamedTuple):
+    """FAKE: what the choice of contenders asks of an accelerator."""
+
+    spec: Any
+    type: str = "cpu"

@@ -17,8 +17,8 @@ from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 from rlcore.bench.case import Case
 from rlcore.bench.compare import Comparison, compare
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.result import CaseResult, Record
-from rlcore.bench.runner import Run
+from rlcore.bench.record import CaseResult, Record
+from rlcore.bench.run import BenchRun
 from rlcore.bench.trial import Sampling
 
 ROUNDS, GPU_ROUNDS = 30, 15
@@ -47,7 +47,7 @@ def taken_in_turns(
             ]
 
         # One run holds both sides, each of its contenders twice.
-        record = Run(record=a.new_record("full"), path=path, run=both, rounds=rounds).cases(of)
+        record = BenchRun(record=a.new_record("full"), path=path, run=both, rounds=rounds).cases(of)
     return compare(*(side_of(record, side) for side in SIDES), names=SIDES)
 
 

@@ -15,7 +15,7 @@ from rlcore.bench import device_clock, trial
 from rlcore.bench.case import Case, Contender, Work, load_cases
 from rlcore.bench.device_clock import Flush
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats

@@ -11,8 +11,8 @@ import pytest
 
 from rlcore.bench.case import Case
 from rlcore.bench.estimate import Durations, TimeLimit
-from rlcore.bench.result import CaseResult, Metric
-from rlcore.bench.runner import PLANS, Run
+from rlcore.bench.record import CaseResult, Metric
+from rlcore.bench.run import PLANS, BenchRun
 from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 
@@ -29,14 +29,14 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "cache"))
 
 
-def a_run(path: Path) -> Run:
+def a_run(path: Path) -> BenchRun:
     def run(case: Case) -> list[CaseResult]:
         time.sleep(0.02)
         names = ("time",) if case is PROGRAM else ("time", "first_run")
         metrics = [Metric(name=name, unit="s", samples=[1.0]) for name in names]
         return [CaseResult(name=case.name, implementation="x", status="pass", params={}, metrics=metrics)]
 
-    return Run(record=new_record(CPU), path=path, run=run, rounds=2)
+    return BenchRun(record=new_record(CPU), path=path, run=run, rounds=2)
 
 
 def test_estimate_is_the_authors_until_it_was_measured(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from records import RESULTS, a_record
 from typer.testing import CliRunner
 
 from rlcore.bench import pytest_plugin
-from rlcore.bench.compare import compare, device_of
+from rlcore.bench.compare import compare
 from rlcore.bench.export import read_any, to_csv, to_pytest_benchmark
-from rlcore.bench.result import Record, read, write
+from rlcore.bench.record import Record, read, write
 from rlcore.cli.bench import bench
 from rlcore.errors import BenchError
 from tests.warm import run_warm
@@ -128,7 +128,7 @@ def micro(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def test_machine_info_says_which_device_and_another_is_refused() -> None:
     info: dict[str, Any] = {}
     pytest_plugin.pytest_benchmark_update_machine_info(info)
-    here = device_of(msgspec.convert(info["rlcore"], Record))
+    here = msgspec.convert(info["rlcore"], Record).device_name
     pytest_plugin.pytest_benchmark_compare_machine_info({"machine_info": info})
     theirs = info["rlcore"] | {"system": info["rlcore"]["system"] | {"accelerator_model_name": "Ascend910B"}}
     for machine_info, name in (({"rlcore": theirs}, "Ascend910B"), ({}, "not recorded")):

@@ -18,8 +18,8 @@ from faulty_cases import CASES, GROUP, HANGS_S, SLEEP_S
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
-from rlcore.bench.result import read
-from rlcore.bench.runner import Run
+from rlcore.bench.record import read
+from rlcore.bench.run import BenchRun
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
@@ -61,7 +61,7 @@ OUTCOMES = {
 
 def test_every_outcome_is_reported_and_the_run_goes_on(isolated: Isolated, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    run = Run(record=isolated.new_record("quick"), path=path, run=lambda case: isolated.run_case(case, ONCE))
+    run = BenchRun(record=isolated.new_record("quick"), path=path, run=lambda case: isolated.run_case(case, ONCE))
     run.cases([CASES[f"faulty/{name}"] for name in OUTCOMES])
     found = {case.name: case for case in read(path).cases}
     for name, (status, reason) in OUTCOMES.items():
@@ -85,7 +85,7 @@ def sleepers() -> list[str]:
 
 def test_later_rounds_add_samples_and_a_failure_takes_them_away(isolated: Isolated, tmp_path: Path) -> None:
     seen = []
-    run = Run(
+    run = BenchRun(
         record=isolated.new_record("quick"),
         path=tmp_path / "out.json",
         run=lambda case: isolated.run_case(case, Sampling(min_samples=2, max_samples=2, max_warmup=1)),
@@ -194,7 +194,7 @@ def test_kill_of_the_run_leaves_what_is_done_and_no_process(tmp_path: Path) -> N
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import pathlib, test_isolated as t\n"
         "with t.Isolated('cpu', t.COMMAND) as isolated:\n"
-        f"    run = t.Run(record=isolated.new_record('quick'), path=pathlib.Path({str(path)!r}),\n"
+        f"    run = t.BenchRun(record=isolated.new_record('quick'), path=pathlib.Path({str(path)!r}),\n"
         "                run=lambda case: isolated.run_case(case, t.ONCE))\n"
         "    run.cases([t.CASES['faulty/right'], t.CASES['faulty/slow'], t.CASES['faulty/hangs']])\n"
     )

@@ -12,9 +12,9 @@ import torch
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import attention, collectives, copies, memory, product, reinforcement
-from rlcore.bench.cases.collectives import _expected, _Timed, bus_factor
+from rlcore.bench.cases.collectives import _expected, _RankTimes, bus_factor
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
@@ -203,7 +203,7 @@ def test_expected_results_are_those_of_ranks_that_hold_one_two_three() -> None:
 
 
 def test_wrong_collective_is_refused_and_the_slowest_rank_counts() -> None:
-    done = [_Timed([0.1, 0.2], is_right=True), _Timed([0.3, 0.1], is_right=False)]
+    done = [_RankTimes([0.1, 0.2], is_right=True), _RankTimes([0.3, 0.1], is_right=False)]
     with pytest.raises(AssertionError, match=r"^a wrong result arrived at rank \[1\]$"):
         collectives._check(done)
     assert collectives._slowest(done) == [0.3, 0.2]
@@ -238,5 +238,5 @@ def test_step_by_phase_adds_up_and_one_out_of_sync_is_refused(monkeypatch: pytes
     useful = sum(phases[name] for name in ("generate", "old_logprob", "update"))
     assert found["bubble"] == pytest.approx(1 - useful / found["time"])
     assert found["new_tokens"] * found["generate"] == pytest.approx(found["trained_tokens"] * found["time"])
-    refuses("rl/step", 0, lambda done: done._replace(parity=0.5))
-    refuses("rl/step", 0, lambda done: done._replace(parity=0.0))
+    refuses("rl/step", 0, lambda done: done._replace(result=0.5))
+    refuses("rl/step", 0, lambda done: done._replace(result=0.0))

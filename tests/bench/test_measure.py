@@ -20,7 +20,7 @@ import torch
 from rlcore.bench import trial
 from rlcore.bench.case import Case, Contender, Quantity, Work
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import CaseResult
+from rlcore.bench.record import CaseResult
 from rlcore.bench.trial import Sampling
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device

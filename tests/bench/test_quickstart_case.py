@@ -15,14 +15,14 @@ from rlcore.registry import get_device
 BEFORE, AFTER = 0.30, 0.99
 
 
-def a_run(before: float = BEFORE, after: float = AFTER) -> case.Run:
+def a_run(before: float = BEFORE, after: float = AFTER) -> case.QuickstartRun:
     steps: case.Steps = [{"step": 0, "imitation_steps": 70, "accuracy": before}]
     for step in range(1, case.STEPS + 1):
         seconds = {"generate_s": 0.5, "train_s": 0.2, "sync_s": 0.01, "offload_s": 0.02}
         steps.append({"step": step, "parity": 1e-7 * step, "tokens_per_s": 1000 + step, **seconds})
     steps[50]["accuracy"] = 0.5
     steps[-1]["accuracy"] = after
-    return case.Run(steps, processor_s=77.0)
+    return case.QuickstartRun(steps, processor_s=77.0)
 
 
 def test_quantities_are_those_of_the_whole_run() -> None:
@@ -75,7 +75,7 @@ def test_run_that_did_not_learn_is_refused_and_is_a_control() -> None:
     ],
 )
 def test_run_with_steps_or_parity_amiss_is_refused(
-    check: Callable[[case.Run], None], break_it: Callable[[case.Steps], object], message: str
+    check: Callable[[case.QuickstartRun], None], break_it: Callable[[case.Steps], object], message: str
 ) -> None:
     run = a_run(after=AFTER if check is case.check_learned else BEFORE)
     check(run)

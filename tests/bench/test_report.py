@@ -14,10 +14,10 @@ import pytest
 from records import STEP, a_record, result
 from typer.testing import CliRunner
 
-from rlcore.bench import charts, evidence
-from rlcore.bench.headlines import Run
-from rlcore.bench.report import render
-from rlcore.bench.result import CaseResult, Record, write
+from rlcore.bench import charts
+from rlcore.bench.answers import ReportRun
+from rlcore.bench.record import CaseResult, Record, write
+from rlcore.bench.report import peer_groups, render, shares
 from rlcore.cli.bench import bench
 from rlcore.cli.bench_output import print_results
 
@@ -28,7 +28,7 @@ OKABE_ITO = {"#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"}
 @pytest.fixture(scope="module")
 def page() -> str:
     gpu = a_record(20.0, accelerator_model_name="NVIDIA H200", accelerators_per_node=4)
-    return render([Run("host", a_record()), Run("gpu", gpu, usd_per_hour=3.0)])
+    return render([ReportRun("host", a_record()), ReportRun("gpu", gpu, usd_per_hour=3.0)])
 
 
 def text_of(page: str) -> str:
@@ -37,7 +37,7 @@ def text_of(page: str) -> str:
 
 
 def test_what_whoever_ran_it_noted_is_shown_beside_the_machine() -> None:
-    page = text_of(render([Run("host", a_record(hw_notes="three other jobs")), Run("other", a_record())]))
+    page = text_of(render([ReportRun("host", a_record(hw_notes="three other jobs")), ReportRun("other", a_record())]))
     assert "hw notes three other jobs measured" in page and page.count("hw notes") == 1
     assert "host / other differ in: hw_notes three other jobs / absent" in page
 
@@ -72,23 +72,28 @@ def test_page_of_a_quick_run_has_the_tokens_sampled_from_the_step() -> None:
     quick = msgspec.structs.replace(
         a_record(), cases=[result("rl/step", "x", 6.5, **STEP, bubble=0.1, new_tokens=800.0)]
     )
-    assert "tokens sampled a second 800 " in text_of(render([Run("quick", quick)]))
+    assert "tokens sampled a second 800 " in text_of(render([ReportRun("quick", quick)]))
 
 
 def test_two_machines_are_compared_per_step_and_dollar_and_only_where_they_did_the_same() -> None:
     other = a_record(20.0)
     cases = [msgspec.structs.replace(case, params=case.params | {"devices": 4}) for case in other.cases]
     shown = text_of(
-        render([Run("a", a_record(), 2.0), Run("b", msgspec.structs.replace(other, cases=cases), usd_per_hour=3.0)])
+        render(
+            [
+                ReportRun("a", a_record(), 2.0),
+                ReportRun("b", msgspec.structs.replace(other, cases=cases), usd_per_hour=3.0),
+            ]
+        )
     )
     assert "steps of RL for a dollar 277 923 (3.33 times a)" in shown  # 20 times as fast, 6 times as expensive
     assert "USD for a million tokens trained 0.556 at 2 an hour and device 0.167 at 3 an hour and device (0.3" in shown
     cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in other.cases]
-    shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
+    shown = text_of(render([ReportRun("a", a_record()), ReportRun("b", msgspec.structs.replace(other, cases=cases))]))
     assert "one step of RL 6.5 s (qwen2-tiny) 325 ms (qwen2-7b, other model: not comparable)" in shown
     assert "times a" not in shown[: shown.index("matrix products")]
     cases = [msgspec.structs.replace(case, params=case.params | {"prompts": 8}) for case in other.cases]
-    shown = text_of(render([Run("a", a_record()), Run("b", msgspec.structs.replace(other, cases=cases))]))
+    shown = text_of(render([ReportRun("a", a_record()), ReportRun("b", msgspec.structs.replace(other, cases=cases))]))
     assert "one step of RL 6.5 s 325 ms (other sizes: not comparable)" in shown
 
 
@@ -115,7 +120,7 @@ def test_of_equal_runs_the_first_screen_says_no_ratio() -> None:
         a, b = (scattered(a_record(speed), factors) for speed in (1.0, 1.54 if factors is wide else 1.02))
         calibration = msgspec.structs.replace(b.calibration, limits={"product/bfloat16": 1.54e11})
         b = msgspec.structs.replace(b, calibration=calibration)
-        shown = text_of(render([Run("a", a), Run("b", b)]))
+        shown = text_of(render([ReportRun("a", a), ReportRun("b", b)]))
         shown = shown[: shown.index("disturbed by")]
         assert f"one step of RL 6.5 s {'4.22' if factors is wide else '6.37'} s ({told})" in shown
         assert "matrix products, bfloat16 100 GFLOP/s 154 GFLOP/s memory" in shown, "measured once: no word on chance"
@@ -125,7 +130,11 @@ def test_of_equal_runs_the_first_screen_says_no_ratio() -> None:
 def test_of_three_runs_those_of_one_model_are_set_against_each_other() -> None:
     large = a_record(20.0)
     cases = [msgspec.structs.replace(case, params=case.params | {"model": "qwen2-7b"}) for case in large.cases]
-    runs = [Run("a", a_record()), Run("b", msgspec.structs.replace(large, cases=cases)), Run("c", a_record(4.0))]
+    runs = [
+        ReportRun("a", a_record()),
+        ReportRun("b", msgspec.structs.replace(large, cases=cases)),
+        ReportRun("c", a_record(4.0)),
+    ]
     shown = text_of(render(runs))
     told = "325 ms (qwen2-7b, other model: not comparable) 1.62 s (qwen2-tiny, 0.25 times a)"
     assert f"one step of RL 6.5 s (qwen2-tiny) {told}" in shown
@@ -137,13 +146,13 @@ def test_trainer_alone_is_ours_and_disturbances_are_counted() -> None:
         result("train/dense_1.5b", name, 1.0, {"model": "1.5b"}, tokens_a_device=rate, marks=marks)
         for name, rate in (("torch FSDP2", 38e3), ("engine", 47e3), ("engine", 43e3))
     ]
-    shown = text_of(render([Run("a", of_cases(*cases))]))
+    shown = text_of(render([ReportRun("a", of_cases(*cases))]))
     assert "tokens trained a second, trainer alone 47,000 " in shown
     assert "disturbed by shared: 3, throttled: 3 of 3 results" in shown
 
 
 def test_page_without_a_step_says_what_to_run() -> None:
-    shown = text_of(render([Run("a", msgspec.structs.replace(a_record(), cases=a_record().cases[3:]))]))
+    shown = text_of(render([ReportRun("a", msgspec.structs.replace(a_record(), cases=a_record().cases[3:]))]))
     assert "No step of RL was measured" in shown and "rlcore bench run rl/step" in shown
 
 
@@ -161,8 +170,7 @@ def test_share_is_of_ours_and_never_of_what_computes_nothing() -> None:
         result("host_memory/batch_to_host", "one_copy", 0.01, limits=needs),
         result("memory/bandwidth", "copy", 0.02, limits=needs),
     )
-    group = evidence.shares(Run("a", record))
-    assert group is not None
+    group = shares(ReportRun("a", record))
     found = [(bar.label, bar.detail, bar.value) for bar in group.bars]
     assert found == [
         ("host_memory/batch_to_host", "foreach, of memory", "50%"),
@@ -187,14 +195,14 @@ def test_races_have_ours_and_somebody_or_something_to_be_set_against() -> None:
         result("train/dense", "engine", 0.1, {"T": 8, "lengths": "uneven"}),
         result("train/dense", "torch FSDP2", 0.1, {"T": 8, "lengths": "uneven"}),
     )
-    shown = [(group.title, group.summary) for group in evidence.duels(Run("a", record), is_alone=True)]
+    shown = [(group.title, group.summary) for group in peer_groups(ReportRun("a", record), is_alone=True)]
     assert shown == [
         ("host_memory/batch_to_host", "copy_batch 300 ms against foreach 200 ms: 0.67x (floor: one_copy 100 ms)"),
         ("kernels/linear_loss/8b", "chunked 500 ms (floor: bare products 400 ms)"),
         ("train/dense (lengths equal)", "engine 100 ms against torch FSDP2 200 ms: 2.00x"),
         ("train/dense (lengths uneven)", "engine 100 ms against torch FSDP2 100 ms: 1.00x"),
     ]
-    assert "fastest peer's time over ours 1.10 (3 cases: 0.67 to 2.00)" in text_of(render([Run("a", record)]))
+    assert "fastest peer's time over ours 1.10 (3 cases: 0.67 to 2.00)" in text_of(render([ReportRun("a", record)]))
 
 
 def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() -> None:
@@ -202,7 +210,7 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
     shown = text_of(
         render(
             [
-                Run(
+                ReportRun(
                     "a",
                     of_cases(
                         result("rl/step", "theirs", 6.5, {"devices": "two"}, generate=1.0),
@@ -218,7 +226,7 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
     )
     assert "one step of RL 6.5 s" in shown and "for a dollar" not in shown
     odd = result("rl/step", "theirs", 6.5, {"devices": "two"}, **STEP, trained_tokens=10.0)
-    told = text_of(render([Run("a", of_cases(odd), usd_per_hour=2.0)]))
+    told = text_of(render([ReportRun("a", of_cases(odd), usd_per_hour=2.0)]))
     assert "for a dollar" not in told
     assert "a: its price is not used, as no whole rl/step was measured" in told
     assert "Collectives, latency" in shown and "bus bandwidth" not in shown
@@ -226,7 +234,7 @@ def test_cases_of_others_in_our_folders_and_half_a_step_do_not_break_the_page() 
 
 def test_what_was_not_measured_is_not_set_as_an_answer() -> None:
     bare = msgspec.structs.replace(a_record(), calibration=None, cases=a_record().cases[-1:])
-    page = render([Run("a", a_record()), Run("b", bare)])
+    page = render([ReportRun("a", a_record()), ReportRun("b", bare)])
     answers = page[: page.index("</table>")]
     cells = re.findall(r'<td( class="absent")? data-label="\w">([^<]*)</td>', answers)
     assert {text for absent, text in cells if absent} == {"not measured"}
@@ -234,14 +242,14 @@ def test_what_was_not_measured_is_not_set_as_an_answer() -> None:
     assert not all(absent for absent, _ in cells)
 
 
-def test_bars_of_the_device_are_counted() -> None:
+def test_targets_of_the_device_are_counted() -> None:
     gpu = msgspec.structs.replace(
         a_record(accelerator_model_name="NVIDIA H200"),
         cases=[result("kernels/token_logprob", "triton", 1e-3), result("kernels/linear_loss/8b", "tiled", 1.0)],
     )
-    shown = text_of(render([Run("host", a_record()), Run("gpu", gpu)]))
-    assert re.search(r"bars met none set for it 1 of 2, \d not measured ", shown)
-    assert "bars met" not in text_of(render([Run("host", a_record())]))
+    shown = text_of(render([ReportRun("host", a_record()), ReportRun("gpu", gpu)]))
+    assert re.search(r"targets met none set for it 1 of 2, \d not measured ", shown)
+    assert "targets met" not in text_of(render([ReportRun("host", a_record())]))
 
 
 def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: str) -> None:
@@ -252,7 +260,7 @@ def test_page_needs_nothing_from_elsewhere_and_escapes_what_it_is_given(page: st
 
 def test_page_of_a_record_without_limits_or_steps_says_so() -> None:
     record = msgspec.structs.replace(a_record(), calibration=None, cases=a_record().cases[-2:])
-    shown = text_of(render([Run("old", record)]))
+    shown = text_of(render([ReportRun("old", record)]))
     assert "limits were not measured" in shown
     for absent in ("by phase", "Ours against peers", "By size", "Share of what"):
         assert absent not in shown
@@ -265,7 +273,7 @@ def test_limits_that_may_be_too_low_say_so(capsys: pytest.CaptureFixture[str]) -
     record = msgspec.structs.replace(record, calibration=doubtful)
     print_results(record)
     told = "limits may be too low: shared: others used the host's processors"
-    assert told in capsys.readouterr().out and f"mine: {told}" in text_of(render([Run("mine", record)]))
+    assert told in capsys.readouterr().out and f"mine: {told}" in text_of(render([ReportRun("mine", record)]))
 
 
 def test_colours_are_those_of_okabe_and_ito(page: str) -> None:

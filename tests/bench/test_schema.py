@@ -9,12 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rlcore.bench import result
+from rlcore.bench import record as record_module
 from rlcore.bench.locate import line_of
-from rlcore.bench.result import json_schema, read
+from rlcore.bench.record import json_schema, read
 from rlcore.errors import BenchError
 
-SHIPPED = Path(result.__file__).with_name("record.schema.json")
+SHIPPED = Path(record_module.__file__).with_name("record.schema.json")
 RECORDS = sorted((Path(__file__).resolve().parents[2] / "bench" / "results").glob("*.json"))
 
 

@@ -33,7 +33,7 @@ def test_each_way_brings_the_new_values_to_the_other_process() -> None:
         assert ("nothing_new" in ways[name].quantities(found)) == (name == "packed")
     with pytest.raises(AssertionError, match="the engine holds"):
         done = ways["packed"].run()
-        ways["packed"].check(done._replace(value=0.5))
+        ways["packed"].check(done._replace(result=(done.result[0], 0.5)))
 
 
 def test_experts_are_named_one_by_one_and_planned_as_one() -> None:

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from rlcore.bench.case import Case, Work, load_cases
-from rlcore.bench.cases import vllm_pair, vllm_ways, vllm_worker, weight_sync_vllm
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model
+from rlcore.bench.cases.peers import vllm as weight_sync_vllm
+from rlcore.bench.cases.peers import vllm_pair, vllm_ways, vllm_worker
+from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, ModelShape
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
@@ -52,7 +53,9 @@ def test_what_is_missing_is_said_before_anything_starts(case: Case, monkeypatch:
         pytest.param(QWEN_30B_A3B, 18_867, 61.1, marks=pytest.mark.slow, id="30b"),
     ],
 )
-def test_a_folder_of_real_shapes_takes_no_space(model: Model, names: int, gigabytes: float, tmp_path: Path) -> None:
+def test_a_folder_of_real_shapes_takes_no_space(
+    model: ModelShape, names: int, gigabytes: float, tmp_path: Path
+) -> None:
     vllm_pair.write_folder(vllm_pair.policy(model, "cpu"), tmp_path)
     files = check_model_folder(tmp_path).weight_files
     assert len(files) > 1

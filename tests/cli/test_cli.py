@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import rlcore
 from rlcore.bench.isolated import Isolated
 from rlcore.bench.measure import run_case
-from rlcore.bench.result import Calibration, read
+from rlcore.bench.record import Calibration, read
 from rlcore.bench.system import new_record
 from rlcore.cli import main as cli
 from rlcore.cli.console import print_json

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import rlcore
 from rlcore import ops
 from rlcore.bench.case import select_cases
-from rlcore.bench.result import read, write
+from rlcore.bench.record import read, write
 from rlcore.cli import main as cli
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.measure import run_case
-from rlcore.bench.runner import Run as BenchRun
+from rlcore.bench.run import BenchRun
 from rlcore.bench.system import new_record
 from rlcore.bench.trial import Sampling
 from rlcore.cli import main as cli
@@ -100,7 +100,7 @@ def test_in_float32_the_sampler_says_what_the_trainer_says(run_example: Run) -> 
 def test_hardware_buyer_reads_a_record_made_here(
     run_example: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.Size(64, 501, 32, kernel_inputs.HOST.dtype))
+    monkeypatch.setattr(kernel_inputs, "HOST", kernel_inputs.HeadSize(64, 501, 32, kernel_inputs.HOST.dtype))
     device, once = get_device("cpu"), Sampling(min_samples=1, max_samples=1, max_warmup=1)
     run = BenchRun(
         record=new_record(device), path=tmp_path / "mine.json", run=lambda case: run_case(case, device, once)

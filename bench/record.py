@@ -33,7 +33,7 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 _LARGEST_BYTES = 50_000_000
-"""Of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
+"""Size of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
 
 _TIMES = ("time", "device_time", "processor_time", "queueing_in_device_time", "first_run")
 """See ``Metric.name``."""
@@ -50,7 +50,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one figure of a device, read between the samples."""
+    """One figure of a device, read between the samples."""
 
     min: float
     median: float
@@ -58,12 +58,12 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What device and host told while a case ran. None: they do not tell."""
+    """Figures that device and host told while a case ran. None: they do not tell."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
     power_w: Readings | None = None
-    """Of the device, not of the machine."""
+    """The power of the device, not of the machine."""
     power_limit_w: float | None = None
     temperature_c: Readings | None = None
     throttle_reasons: list[str] | None = None
@@ -71,7 +71,7 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     other_processes: int | None = None
     """Processes with memory on the device before this one had any."""
     host_share_of_others: float | None = None
-    """Of the host's processor time, what neither this process nor its children used."""
+    """The share of the host's processor time that neither this process nor its children used."""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str
     implementation: str
-    """What ran; empty when the case could not be prepared."""
+    """The implementation that ran; empty when the case could not be prepared."""
     status: Status
     params: dict[str, int | float | str]
     reason: str = ""
@@ -93,13 +93,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bytes: Whole | None = None
     """Bytes of device memory that one run cannot avoid to move."""
     limits: dict[str, int] = {}
-    """What one run needs of each measured limit, by its name in ``Calibration.limits``."""
+    """The need of one run for each measured limit, by its name in ``Calibration.limits``."""
     rounds: list[AtLeastOne] = []
     """How many samples each process took, in order; empty: one process took all."""
     rounds_at: list[float] = []
     """When each process began to measure, in seconds since 1970 (UTC); empty: not recorded."""
     cache: Literal["", "cold", "warm"] = ""
-    """Whether the device's cache was overwritten before each sample."""
+    """"cold": the device's cache was overwritten before each sample."""
     telemetry: Telemetry | None = None
     marks: list[str] = []
     """Why these numbers may be too bad, such as "throttled: software power cap"."""
@@ -123,8 +123,19 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Measured again in later rounds; what states its number of runs is not, nor what failed."""
         return self.has("first_run")
 
+    def identity_values(self) -> dict[str, int | float | str]:
+        """Return the implementation and the params, by name."""
+        return {**self.params, "implementation": self.implementation}
+
+    def kinds_of_marks(self) -> list[str]:
+        """Return the words before the colons of the marks, each once."""
+        return list(dict.fromkeys(mark.partition(":")[0] for mark in self.marks))
+
     def has(self, metric: str) -> bool:
         return any(found.name == metric for found in self.metrics)
+
+    def unit(self, metric: str) -> str:
+        return next(found.unit for found in self.metrics if found.name == metric)
 
     def samples(self, metric: str) -> list[float]:
         return next(found.samples for found in self.metrics if found.name == metric)
@@ -162,12 +173,12 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     other_software_stack: dict[str, str] = {}
     """Driver and libraries that no Python package brings."""
     hw_notes: str = ""
-    """What ``--note`` said, such as that others use the machine."""
+    """The text of ``--note``, such as that others use the machine."""
     sw_notes: str = ""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What this machine was measured to reach."""
+    """Limits that this machine was measured to reach."""
 
     measured_at: str
     """UTC, ISO 8601."""
@@ -179,7 +190,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Why they may be too low, such as other work on the machine meanwhile."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BenchCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call of ``rlcore bench run``, which may continue a record."""
 
     started_at: str
@@ -190,14 +201,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``rlcore bench run`` measured on one machine."""
+    """All that ``rlcore bench run`` measured on one machine."""
 
     schema: Literal["rlcore.bench/1"]
     started_at: str
     """UTC, ISO 8601."""
     rlcore: str
     commit: str | None
-    """Of the git checkout that ran first, "-modified" when its files differ; None without a checkout."""
+    """The commit of the git checkout that ran first, "-modified" when its files differ; None without a checkout."""
     effort: Effort = "standard"
     system: System
     dependencies: dict[str, str]
@@ -206,12 +217,34 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: AtLeastOne
     """Threads torch computes with on the host."""
     calibration: Calibration | None = None
-    calls: list[Call] = []
+    calls: list[BenchCall] = []
     """That measured it, in order; records before these were kept have none."""
     cases: list[CaseResult]
 
+    @property
+    def device_name(self) -> str:
+        """The name of the device that was measured; of a host its processor and number of cores."""
+        system = self.system
+        host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
+        return system.accelerator_model_name or host
+
+    def software(self) -> list[str]:
+        """Return torch, the libraries under it and Python, with their versions."""
+        torch = self.system.framework or f"torch {self.dependencies.get('torch', 'unknown')}"
+        stack = [f"{name} {version}" for name, version in self.system.other_software_stack.items()]
+        return [torch, *stack, f"Python {self.system.python}"]
+
+    def passed(self) -> list[CaseResult]:
+        return [result for result in self.cases if result.status == "pass"]
+
+    def by_case(self) -> dict[str, list[CaseResult]]:
+        found: dict[str, list[CaseResult]] = {}
+        for result in self.cases:
+            found.setdefault(result.name, []).append(result)
+        return found
+
     def commits(self) -> str:
-        """Of all that its results were measured with, shortened."""
+        """Return the commits that the results were measured with, shortened."""
         calls = [call.commit for call in self.calls if call.rounds] or [self.commit]
         return ", ".join(dict.fromkeys(map(short_commit, calls)))
 

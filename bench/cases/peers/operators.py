@@ -21,7 +21,6 @@ from rlcore.errors import UnsupportedError
 Scores = tuple[Tensor, Tensor | None]
 """Log-probability and, where the peer has it, entropy."""
 Score = Callable[..., Scores]
-"""Of (logits, targets) or (hidden, weight, targets)."""
 
 _TRL_VOCABULARY_TILE = 32_768
 """As its trainers call it."""
@@ -37,7 +36,7 @@ def token_logprob_peers(*, with_gradients: bool) -> dict[str, Score]:
     return peers if with_gradients else {**peers, f"{_named('liger-kernel')}, no entropy": _liger_rows}
 
 
-def linear_logprob_peers() -> dict[str, Score]:
+def linear_logprob_peers(*, with_gradients: bool) -> dict[str, Score]:
     return {
         _named("trl"): _trl_linear,
         f"{_named('liger-kernel')}, CuTe, targets unchecked": _liger_cute,
@@ -141,3 +140,7 @@ def _cut_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -
 
 def _compiled_linear(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Scores:
     return _compiled()(hidden_TH @ weight_VH.T, target_T)
+
+
+PEERS = {"token_logprob": token_logprob_peers, "linear_logprob": linear_logprob_peers}
+"""For each operator the function that returns its peers by name."""

@@ -1,4 +1,4 @@
-"""The ways in which real vLLM gets new weights, each timed as its user sees it."""
+"""The ways in which real vLLM gets new weights, each timed as its user sees it, and the limits they are judged by."""
 
 from __future__ import annotations
 
@@ -11,32 +11,97 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Quantity
-from rlcore.bench.cases import vllm_worker
-from rlcore.bench.cases.vllm_limits import Limits
-from rlcore.bench.cases.vllm_pair import VllmPair, joined
+from rlcore.bench.cases.offload import Link
+from rlcore.bench.cases.peers import vllm_worker
+from rlcore.bench.cases.peers.vllm_pair import VllmPair, joined
+from rlcore.bench.cases.timing import median_time, timed
+from rlcore.device import Device
+from rlcore.registry import get_device
 from rlcore.types import SyncReport
+
+_PIECE_BYTES = 1 << 30
+_NUM_COPIES = 8
+"""Copies of a piece; the time of all bytes is taken from them."""
+
+
+class Limits(NamedTuple):
+    """Rates and times that this device was seen to reach just before, without an engine."""
+
+    to_host: float
+    to_device: float
+    """Bytes a second."""
+    weights_s: float
+    """To allocate as many bytes as vLLM's weights have, in one piece."""
+    kv_cache_s: float
+    """To allocate in one piece, and set to zero, as many as its KV cache has."""
+    copy_s: float
+    """To copy as many bytes as the weights have, within the device."""
+    peer: float | None
+    """Bytes a second from the next device, where there are several."""
+
+
+def measured_limits(pair: VllmPair) -> Limits:
+    link = Link(pair.device)
+    rates = link.rates()
+    del link
+    return Limits(
+        *rates,
+        weights_s=_allocation_s(pair.device, pair.nbytes, is_zeroed=False),
+        kv_cache_s=_allocation_s(pair.device, pair.kv_bytes, is_zeroed=True),
+        copy_s=_copy_s(pair.device, pair.device, pair.nbytes),
+        peer=_peer_rate(pair) if pair.layout.devices > 1 else None,
+    )
+
+
+def _peer_rate(pair: VllmPair) -> float:
+    other = get_device(f"{pair.device.spec.name}:{pair.device.index + 1}")
+    return pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
+
+
+def _allocation_s(device: Device, nbytes: int, *, is_zeroed: bool) -> float:
+    device.memory.empty_cache()
+
+    def allocate() -> None:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        if is_zeroed:
+            memory.zero_()
+
+    _, seconds = timed(allocate, device)
+    device.memory.empty_cache()
+    return seconds
+
+
+def _copy_s(to: Any, from_: Any, nbytes: int) -> float:
+    piece = min(_PIECE_BYTES, nbytes)
+    source = torch.ones(piece, dtype=torch.uint8, device=from_.torch_device)
+    destination = torch.empty_like(source, device=to.torch_device)
+    _, seconds = median_time(_NUM_COPIES - 1, lambda: destination.copy_(source), to, from_, warm_up=1)
+    return seconds * (nbytes / piece)
+
+
+# ---------------------------------------------------------------------------------------------------- the ways
 
 
 class Done(NamedTuple):
     seconds: float
-    """Of the whole call, as its user sees it."""
+    """Seconds of the whole call, as its user sees it."""
     state: int
-    """Of the trainer's weights, 0 or 1."""
+    """The state of the trainer's weights, 0 or 1."""
     sums: list[dict[str, int]]
-    """Of vLLM's parameters, by rank."""
+    """Checksums of vLLM's parameters, by rank."""
     quantities: Mapping[str, Quantity] = {}
     report: SyncReport | None = None
 
 
 class Ways:
-    """How vLLM gets new weights; each leaves it and the trainer on the device."""
+    """The ways in which vLLM gets new weights; each leaves it and the trainer on the device."""
 
     def __init__(self, pair: VllmPair, limits: Limits) -> None:
         self._pair, self._limits = pair, limits
         self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
 
     def turn(self) -> Done:
-        """As in docs/weight_sync.md: the trainer has made a step while vLLM was away, and leaves when vLLM has it.
+        """Take a turn as in docs/weight_sync.md: the trainer makes a step while vLLM is away, then syncs and leaves.
 
         The limit of vLLM's tags is what their memory alone takes to come back just before: as many pieces, at the same
         addresses, as captured graphs need them.
@@ -85,7 +150,7 @@ class Ways:
         return self._done(seconds["sync"], quantities, report)
 
     def _first_moves(self) -> dict[str, Quantity]:
-        """Of vLLM's weights to the host and back, when the engine was new."""
+        """Return the moves of vLLM's weights to the host and back, when the engine was new."""
         found = {"first_sync": Quantity(self._pair.first_s, "s")}
         rates = self._limits.to_host, self._limits.to_device
         for kind, both in self._pair.left.items():
@@ -114,7 +179,7 @@ class Ways:
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
 
     def per_tensor(self) -> Done:
-        """For each weight by name a copy, a handle, a call, and the engine's own loader, as in RLite."""
+        """Send each weight by name as a copy, a handle and a call to the engine's own loader, as in RLite."""
         memory = self._pair.device.memory
 
         def loop() -> None:
@@ -155,7 +220,7 @@ class Ways:
 
 
 class _Phase(NamedTuple):
-    """Of a turn."""
+    """One phase of a turn."""
 
     name: str
     step: Callable[[], Any]
@@ -172,7 +237,7 @@ _IN_RECORDS = {
 
 
 def _parts(report: SyncReport) -> dict[str, Quantity]:
-    """Where the time of a sync went."""
+    """Return where the time of a sync went."""
     calls_s = {_IN_RECORDS.get(name, name): seconds for name, seconds in report.calls_s.items()}
     found = {**_named("call_{}", calls_s), f"route_{report.route}": Quantity(1, "1")}
     if report.handles_opened:

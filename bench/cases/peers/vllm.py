@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases import vllm_limits
-from rlcore.bench.cases.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, Model, VllmPair
-from rlcore.bench.cases.vllm_ways import Done, Ways
+from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, ModelShape, VllmPair
+from rlcore.bench.cases.peers.vllm_ways import Done, Ways, measured_limits
 from rlcore.device import Device
 from rlcore.errors import MissingDependencyError, UnsupportedError
 
@@ -25,7 +24,7 @@ _FEW_RUNS = 2
 """Runs of each of vLLM's own ways where there are more names: it loads them one by one, for seconds."""
 
 
-def _prepare(model: Model, layout: Layout, device: Device) -> Work:
+def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
     if layout.devices > max(1, device.count()):
         raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {layout.devices} devices")
     try:
@@ -35,7 +34,7 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
     pair = VllmPair(model, layout, device)
     steps.begin("limits")
     try:
-        limits = vllm_limits.measure(pair)  # while there is room
+        limits = measured_limits(pair)  # while there is room
         pair.start()
     except BaseException:
         pair.close()
@@ -61,7 +60,7 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
 
     def contender(name: str, run: Callable[[], Done]) -> Contender:
         return Contender(
-            implementation=name,
+            name,
             most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
             run=run,
             check=check_again if name == "again" else check,
@@ -81,8 +80,8 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
         if not is_one_by_one_slow:
             contenders["per_tensor"] = ways.per_tensor
     return Work(
-        contenders=tuple(contender(name, run) for name, run in contenders.items()),
-        params={
+        tuple(contender(name, run) for name, run in contenders.items()),
+        {
             "model": pair.name,
             "bytes": pair.nbytes,
             "names": pair.num_names,
@@ -96,20 +95,22 @@ def _prepare(model: Model, layout: Layout, device: Device) -> Work:
     )
 
 
-def _case(name: str, model: Model, layout: Layout, estimate_s: float) -> Case:
+def _case(name: str, model: ModelShape, layout: Layout, estimate_s: float) -> Case:
     shape = f"{layout.shards} to {layout.tensor_parallel} x {layout.replicas}, " if layout.devices > 1 else ""
     return Case(
-        name=f"weight_sync/vllm/{name}",
-        description=f"new weights for real vLLM, {shape}{model.name} shapes (tiny on a host), and the turn around it",
-        prepare=functools.partial(_prepare, model, layout),
+        f"weight_sync/vllm/{name}",
+        f"new weights for real vLLM, {shape}{model.name} shapes (tiny on a host), and the turn around it",
+        functools.partial(_prepare, model, layout),
         effort="full",
         estimate_s=estimate_s,
     )
 
 
-dense_case = _case("7b", QWEN_7B, Layout(), 100.0)
-experts_case = _case("30b_a3b", QWEN_30B_A3B, Layout(), 230.0)
-dense_2_case = _case("7b_2_to_tp2", QWEN_7B, Layout(2, 2), 90.0)
-dense_4_case = _case("7b_4_to_tp2_dp2", QWEN_7B, Layout(4, 2, 2), 120.0)
-experts_2_case = _case("30b_a3b_2_to_tp2", QWEN_30B_A3B, Layout(2, 2), 180.0)
-experts_4_case = _case("30b_a3b_4_to_tp2_dp2", QWEN_30B_A3B, Layout(4, 2, 2), 240.0)
+cases = (
+    _case("7b", QWEN_7B, Layout(), 100.0),
+    _case("30b_a3b", QWEN_30B_A3B, Layout(), 230.0),
+    _case("7b_2_to_tp2", QWEN_7B, Layout(2, 2), 90.0),
+    _case("7b_4_to_tp2_dp2", QWEN_7B, Layout(4, 2, 2), 120.0),
+    _case("30b_a3b_2_to_tp2", QWEN_30B_A3B, Layout(2, 2), 180.0),
+    _case("30b_a3b_4_to_tp2_dp2", QWEN_30B_A3B, Layout(4, 2, 2), 240.0),
+)

@@ -33,25 +33,28 @@ def register() -> None:
 
 
 class MeasuredVllmWorker(VllmExecutor):
-    """What gives host memory back, takes or transfers is for a replica of one device: its worker is in this process."""
+    """A worker of vLLM that the bench can ask for more.
+
+    Giving host memory back, taking and transferring are for a replica of one device, whose worker is in this process.
+    """
 
     def give_host_memory_back(self) -> None:
         """All that nothing is in."""
         arena_of(self.device).trim()
 
     def ready_host_bytes(self) -> int:
-        """Of host memory, in which an offload finds room at once."""
+        """Return the bytes of host memory in which an offload finds room at once."""
         return int(arena_of(self.device).free_bytes)
 
     def bare(self, tag: str) -> list[tuple[float, int]]:
-        """Of a tag that was released: the seconds that its memory alone takes to come back, and in how many pieces.
+        """Return the seconds that the memory of a released tag alone takes to come back, and in how many pieces.
 
         It is gone again afterwards. By vLLM's ranks.
         """
         return self._on_vllms_workers(_bare, tag)
 
     def sums(self) -> list[dict[str, int]]:
-        """Of each parameter's bytes, by vLLM's ranks."""
+        """Return the checksums of each parameter, by vLLM's ranks."""
         return self._on_vllms_workers(_sums)
 
     def take(self, name: str, handle: bytes) -> None:
@@ -75,7 +78,7 @@ def _sums(worker: Any) -> dict[str, int]:
 
 
 def _bare(worker: Any, tag: str) -> tuple[float, int]:
-    """As many pieces as vLLM's allocator has, at the same addresses; a KV cache is set to zero besides."""
+    """Make as many pieces as vLLM's allocator has, at the same addresses; a KV cache is set to zero besides."""
     shard: TensorParallelShard = worker._rlcore_shard
     device = shard.device
     parts = [part for chunk in shard._offload_groups[tag]._chunks for part in chunk.ranges]

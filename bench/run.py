@@ -17,7 +17,7 @@ import msgspec
 from rlcore.atomic import is_special
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.result import Call, CaseResult, Effort, Metric, Record, identity, write
+from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, write
 from rlcore.bench.telemetry import joined, marks
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
@@ -30,31 +30,33 @@ Report = Callable[[Case, list[CaseResult]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much a run measures."""
+class RunPlan:
+    """The amount that a run measures."""
 
     effort: Effort
     rounds: int
     sampling: Sampling
 
     def part(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-        """What it has, and what it leaves out. What a quick run has comes before what only longer ones have: a run
-        that is cut short has that at least."""
+        """Return the cases that it runs, and those that it leaves out.
+
+        Cases of quick runs come first: a run that is cut short has them at least.
+        """
         ranked = sorted(cases, key=lambda case: _EFFORTS.index(case.effort))
         count = sum(_EFFORTS.index(case.effort) <= _EFFORTS.index(self.effort) for case in ranked)
         return ranked[:count], ranked[count:]
 
 
-PLANS: dict[Effort, Plan] = {
-    "quick": Plan(
+PLANS: dict[Effort, RunPlan] = {
+    "quick": RunPlan(
         effort="quick", rounds=3, sampling=Sampling(min_samples=3, max_samples=5, budget_s=0.2, max_warmup=5)
     ),
-    "standard": Plan(
+    "standard": RunPlan(
         effort="standard",
         rounds=3,
         sampling=Sampling(min_samples=3, max_samples=10, budget_s=1.0),
     ),
-    "full": Plan(
+    "full": RunPlan(
         effort="full",
         rounds=3,
         sampling=Sampling(min_samples=3, max_samples=10, budget_s=2.0, energy_s=0.5),
@@ -81,7 +83,7 @@ def _always(case: Case) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class BenchRun:
     """One run of cases; ``record`` is what the file holds.
 
     A record with results is gone on with: they stay, but for cases without any number, which run again. Rounds are
@@ -95,17 +97,14 @@ class Run:
     report: Report = _ignore
     """Gets each case when a round of it ended, with all rounds of it so far."""
     has_time_for: Callable[[Case], bool] = _always
-    """Whether another round of it fits into the time that the run has."""
+    """Tells whether another round of a case fits into the time that the run has."""
     _results: dict[str, list[CaseResult]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set, init=False)
     """Cases that other code measured: their rounds are not mixed with those of this run."""
 
     def __post_init__(self) -> None:
         check_can_write(self.path)
-        by_case: dict[str, list[CaseResult]] = {}
-        for result in self.record.cases:
-            by_case.setdefault(result.name, []).append(result)
-        self._results = {name: found for name, found in by_case.items() if not _is_open(found)}
+        self._results = {name: found for name, found in self.record.by_case().items() if not _is_open(found)}
         now = self.record.calls[-1].commit if self.record.calls else self.record.commit
         for call in self.record.calls:
             if call.commit != now or (now or "").endswith("-modified"):
@@ -164,8 +163,8 @@ class Run:
         write(self.record, self.path)
 
 
-def _call_of(record: Record) -> Call:
-    return Call(started_at=record.started_at, commit=record.commit, rounds={})
+def _call_of(record: Record) -> BenchCall:
+    return BenchCall(started_at=record.started_at, commit=record.commit, rounds={})
 
 
 def continued(earlier: Record, now: Record) -> Record:
@@ -182,12 +181,12 @@ def continued(earlier: Record, now: Record) -> Record:
     return noted(msgspec.structs.replace(earlier, calls=calls), now.system.hw_notes)
 
 
-def calls_of(record: Record) -> list[Call]:
+def calls_of(record: Record) -> list[BenchCall]:
     return record.calls or [_call_of(record)]
 
 
 def noted(record: Record, note: str | None) -> Record:
-    """With ``note`` beside those that it has."""
+    """Return the record with ``note`` beside those that it has."""
     notes = [one for one in (record.system.hw_notes, note) if one]
     system = msgspec.structs.replace(record.system, hw_notes="; ".join(dict.fromkeys(notes)))
     return msgspec.structs.replace(record, system=system)
@@ -204,7 +203,7 @@ def _is_cut_short(results: list[CaseResult]) -> bool:
 
 
 def _rounds_of(results: list[CaseResult]) -> float:
-    """That these are of; infinitely many where there is no further one."""
+    """Return how many rounds the results are of; infinitely many where there is no further one."""
     return max((len(result.rounds) or 1 for result in results if result.is_repeated), default=float("inf"))
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rlcore.bench import steps
-from rlcore.bench.cases import vllm_worker
-from rlcore.bench.cases.dense_model import Drawn
-from rlcore.bench.cases.language_model import transformers_class
+from rlcore.bench.cases.models import Drawn, transformers_class
+from rlcore.bench.cases.peers import vllm_worker
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
@@ -33,8 +32,8 @@ _KV_BYTES = 8 << 30
 _KV_BYTES_ON_HOST = 1 << 24
 
 
-class Model(NamedTuple):
-    """What both sides have, as its transformers configuration."""
+class ModelShape(NamedTuple):
+    """The model of both sides, as its transformers configuration."""
 
     name: str
     config_class: str
@@ -43,7 +42,7 @@ class Model(NamedTuple):
 
 
 _COMMON = {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "dtype": "bfloat16"}
-QWEN_7B = Model(
+QWEN_7B = ModelShape(
     "qwen2.5-7b",
     "Qwen2Config",
     "Qwen2ForCausalLM",
@@ -57,7 +56,7 @@ QWEN_7B = Model(
         "num_key_value_heads": 4,
     },
 )
-QWEN_30B_A3B = Model(
+QWEN_30B_A3B = ModelShape(
     "qwen3-30b-a3b",
     "Qwen3MoeConfig",
     "Qwen3MoeForCausalLM",
@@ -90,7 +89,7 @@ _TINY = {
 
 
 class Layout(NamedTuple):
-    """Which devices the two sides have: the trainer the first ``shards``, the sampler the first of all."""
+    """The devices of the two sides: the trainer has the first ``shards``, the sampler the first of all."""
 
     shards: int = 1
     tensor_parallel: int = 1
@@ -104,10 +103,10 @@ class Layout(NamedTuple):
 # ------------------------------------------------------------------------------------------------ the two engines
 
 
-def policy(model: Model, device_type: str) -> Any:
-    """On meta. Raises MissingDependencyError without transformers."""
+def policy(model: ModelShape, device_type: str) -> Any:
+    """Return a trainer's module on meta; raises MissingDependencyError without transformers."""
 
-    class Policy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
+    class NegatedPolicy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
         def materialization_source(self) -> Any:
             return Drawn(self, torch.bfloat16, device_type)
 
@@ -122,7 +121,7 @@ def policy(model: Model, device_type: str) -> Any:
 
     config = transformers_class(model.config_class)(**model.fields, architectures=[model.model_class])
     with meta_device():
-        return Policy._from_config(config)
+        return NegatedPolicy._from_config(config)
 
 
 def write_folder(module: Any, folder: Path) -> None:
@@ -149,7 +148,7 @@ def write_folder(module: Any, folder: Path) -> None:
 class VllmPair:
     """A trainer and a sampler that share devices."""
 
-    def __init__(self, model: Model, layout: Layout, device: Device) -> None:
+    def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
         self.device, self.layout = device, layout
         is_host = device.spec.is_host
         if is_host:
@@ -166,10 +165,10 @@ class VllmPair:
         self.train, self.infer = TrainEngine(module), InferenceEngine(folder, executor=vllm_worker.EXECUTOR)
         self.kv_bytes = _KV_BYTES_ON_HOST if is_host else _KV_BYTES
         self.first_s = 0.0
-        """Of the first sync, which plans, proves, opens, and is verified."""
+        """Seconds of the first sync, which plans, proves, opens, and is verified."""
         self.left: dict[str, tuple[float, float]] = {}
         self.moved_bytes = self.ready_bytes = 0
-        """Of a move of all weights, and of host memory that was there when the build had returned."""
+        """Bytes of a move of all weights, and of host memory that was ready when the build had returned."""
 
     def start(self) -> None:
         """Build both, and give vLLM its first weights."""
@@ -247,7 +246,7 @@ class VllmPair:
 
 
 def joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
-    """Of one tag: devices move side by side."""
+    """Join the moves of one tag: devices move side by side."""
     (of_devices,) = reports.values()
     return OffloadReport(
         moved_bytes=sum(report.moved_bytes for report in of_devices),

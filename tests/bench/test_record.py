@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rlcore.bench.export import read_any
-from rlcore.bench.result import CaseResult, Metric, Record, System, encode, read, write
+from rlcore.bench.record import CaseResult, Metric, Record, System, encode, read, write
 from rlcore.errors import BenchError
 
 
@@ -196,7 +196,7 @@ def test_folder_without_write_permission_is_named(tmp_path: Path) -> None:
 def test_kill_never_leaves_half_a_record(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_result as t, pathlib\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_record as t, pathlib\n"
         f"path = pathlib.Path({str(path)!r})\n"
         "while True: t.write(t.a_record(20_000), path)"
     )

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from rlcore.bench.case import Case
-from rlcore.bench.result import CaseResult, Metric, Telemetry, read
-from rlcore.bench.runner import PLANS, Run, continued, noted
+from rlcore.bench.record import CaseResult, Metric, Telemetry, read
+from rlcore.bench.run import PLANS, BenchRun, continued, noted
 from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
@@ -32,8 +32,8 @@ def passed(name: str, *samples: float, share: float = 0.0, **options: Any) -> Ca
     return CaseResult(name=name, status="pass", metrics=metrics, **options)
 
 
-def a_run(path: Path, run: Any, **options: Any) -> Run:
-    return Run(record=new_record(get_device("cpu")), path=path, run=run, **options)
+def a_run(path: Path, run: Any, **options: Any) -> BenchRun:
+    return BenchRun(record=new_record(get_device("cpu")), path=path, run=run, **options)
 
 
 def test_each_case_is_on_disk_when_it_ends(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import test_runner as t
-from rlcore.bench.result import read
+import test_run as t
+from rlcore.bench.record import read
 path = Path({folder!r}, "out.json")
 try:
     t.a_run(path, lambda case: [t.passed(case.name, *[0.123456789] * 2000)]).cases([*map(t.case, "abcdefgh")])
@@ -162,7 +162,7 @@ def call_again(path: Path, names: str, answers: Any, *, rounds: int = 1, commit:
     now = msgspec.structs.replace(new_record(get_device("cpu")), commit=commit)
     record = continued(read(path), now) if path.exists() else now
     return (
-        Run(record=record, path=path, run=lambda case: answers(case.name), rounds=rounds)
+        BenchRun(record=record, path=path, run=lambda case: answers(case.name), rounds=rounds)
         .cases([*map(case, names)])
         .cases
     )
@@ -211,7 +211,7 @@ def test_continued_run_adds_rounds_of_the_same_commit_alone(tmp_path: Path) -> N
     changed = call_again(path, "b", lambda name: [passed(name, 4.0)], rounds=9, commit="b-modified")
     assert changed[1].rounds == [1] * 5  # nobody knows what was changed
     again = continued(read(path), msgspec.structs.replace(new_record(get_device("cpu")), commit="b-modified"))
-    assert Run(record=again, path=path, run=lambda case: []).settled == {"a", "b"}
+    assert BenchRun(record=again, path=path, run=lambda case: []).settled == {"a", "b"}
 
 
 def test_nothing_is_added_to_what_uncommitted_code_measured(tmp_path: Path) -> None:

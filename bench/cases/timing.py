@@ -1,0 +1,51 @@
+"""The seconds that work takes by the host's clock, and contenders that time themselves."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlcore.bench.case import Contender, Quantity
+from rlcore.device import Device
+
+
+class Measured(NamedTuple):
+    """One run that timed itself."""
+
+    result: Any
+    """The value that the contender's check takes."""
+    seconds: float | Sequence[float]
+    quantities: Mapping[str, Quantity] = {}
+
+
+def self_timed(
+    implementation: str, run: Callable[[], Measured], check: Callable[[Any], None], **options: Any
+) -> Contender:
+    """Return a contender of what ``run`` measured; ``options`` are those of ``Contender``."""
+    return Contender(
+        implementation,
+        run,
+        lambda done: check(done.result),
+        seconds=lambda done: done.seconds,
+        quantities=lambda done: done.quantities,
+        **options,
+    )
+
+
+def timed(function: Callable[[], Any], *devices: Device) -> tuple[Any, float]:
+    """Return what ``function`` returned and its seconds, from idle devices until they are idle again."""
+    for device in devices:
+        device.synchronize()
+    started = time.perf_counter()
+    found = function()
+    for device in devices:
+        device.synchronize()
+    return found, time.perf_counter() - started
+
+
+def median_time(count: int, function: Callable[[], Any], *devices: Device, warm_up: int = 0) -> tuple[Any, float]:
+    """Return the last result and the median seconds of ``count`` calls; those that warm up come before them."""
+    calls = [timed(function, *devices) for _ in range(warm_up + count)]
+    return calls[-1][0], statistics.median(seconds for _, seconds in calls[warm_up:])

@@ -1,0 +1,287 @@
+"""``make results``: README's table, docs/results.md, docs/report.html and the schema, from code and records."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rlcore.bench.answers import ReportRun
+from rlcore.bench.compare import NOTES, what_differs
+from rlcore.bench.record import CaseResult, Record, json_schema, read
+from rlcore.bench.report import render
+from rlcore.bench.run import calls_of, noted
+from rlcore.bench.statistics import percentile
+from rlcore.bench.summary import (
+    TARGET_COLUMNS,
+    Selector,
+    is_of_machine,
+    is_ours,
+    median,
+    missing,
+    outcomes,
+    selected,
+    share_of_limit,
+    targets,
+    times,
+)
+from rlcore.bench.table import ResultTable
+from rlcore.bench.text import quantity, seconds, size, words
+from rlcore.errors import BenchError
+
+# -------------------------------------------------------------------------------------------- README's table
+
+_BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+_FASTEST: Selector = {}
+
+
+class ReadmeRow(NamedTuple):
+    """One row: a number of rlcore, and what stands beside it."""
+
+    label: str
+    record: str
+    """The file in ``bench/results``, without ".json"."""
+    case: str
+    ours: Selector = _FASTEST
+    """Empty: the fastest of rlcore."""
+    beside: Selector | None = None
+    """Empty: the fastest of the others. None: nothing stands beside it."""
+    metric: str = "time"
+
+
+_ENGINE = {"implementation": "engine", "lengths": "equal"}, {"implementation": "torch FSDP2", "lengths": "equal"}
+_ARENA = {"implementation": "arena_reserved"}, {"implementation": "torch_pin_memory"}
+_SWAP = {"implementation": "swap"}, {"implementation": "one_after_the_other"}
+_SYNC = {"implementation": "turn"}, {"implementation": "vllm_ipc_packed"}
+SHOWN = (
+    ReadmeRow("`token_logprob`, forward", "kernels-h200", "kernels/token_logprob_forward", beside={}),
+    ReadmeRow("`token_logprob`, forward and backward", "kernels-h200", "kernels/token_logprob", beside={}),
+    ReadmeRow("`linear_logprob`, 8B, forward", "kernels-h200", "kernels/linear_logprob_forward/8b", beside={}),
+    ReadmeRow("`linear_logprob`, 8B, forward and backward", "kernels-h200", "kernels/linear_logprob/8b", beside={}),
+    ReadmeRow("`linear_loss`, 8B, forward and backward", "kernels-h200", "kernels/linear_loss/8b", beside={}),
+    ReadmeRow("training a 1.5B", "train-h200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 1.5B, each of two", "train-2xh200", "train/dense_1.5b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 7B", "train-h200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("training a 7B, each of two", "train-2xh200", "train/dense_7b", *_ENGINE, "tokens_a_device"),
+    ReadmeRow("the first offload of 25 GB, host memory reserved", "offload-h200", "offload/first", *_ARENA),
+    ReadmeRow("two sets of 45 GB change places", "offload-h200", "offload/swap", *_SWAP),
+    ReadmeRow("new weights for vLLM, 7B", "vllm-h200", "weight_sync/vllm/7b", *_SYNC),
+    ReadmeRow("the whole quickstart", "quickstart-h200", "quickstart/learns"),
+    ReadmeRow("the whole quickstart", "quickstart-cpu", "quickstart/learns"),
+    ReadmeRow("`import rlcore` in a new process", "startup-cpu", "startup/import"),
+    ReadmeRow("a call of a worker process and its answer", "workers-cpu", "workers/call"),
+)
+
+
+def rewritten(text: str, results: Path, shown: Sequence[ReadmeRow] = SHOWN) -> str:
+    """Return ``text`` with the table of today's records in every block ``<!-- results -->``.
+
+    Raises:
+        BenchError: there is no record, or the case has no number in it.
+    """
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{readme_table(results, shown).markdown()}\n{block[2]}", text)
+
+
+def readme_table(results: Path, shown: Sequence[ReadmeRow] = SHOWN) -> ResultTable:
+    rows = [_shown_row(one, read(results / f"{one.record}.json")) for one in shown]
+    return ResultTable(["", "rlcore", "beside it", "ratio", "measured on"], rows)
+
+
+def _shown_row(shown: ReadmeRow, record: Record) -> list[str]:
+    """A ratio above 1 is in the favour of rlcore."""
+    ours = _chosen(shown, record, shown.ours, "of rlcore")
+    cells = [shown.label, _told(ours, shown), "", "", _machine(record)]
+    if shown.beside is not None:
+        other = _chosen(shown, record, shown.beside, "of another")
+        ratio = _value(ours, shown) / _value(other, shown)
+        is_rate = ours.unit(shown.metric).endswith("/s")
+        cells[2:4] = _told(other, shown), f"{ratio if is_rate else 1 / ratio:.2f}"
+    return cells
+
+
+def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) -> CaseResult:
+    """The result that the selector names; an empty one takes the fastest ``whose`` it is, where there are two sides."""
+    results = record.by_case().get(shown.case, [])
+    found = selected(results, selector)
+    if not selector and shown.beside is not None:
+        found = [one for one in found if is_ours(one) is (whose == "of rlcore")]
+    if found:
+        return min(found, key=lambda one: median(one) if shown.metric == "time" else 0.0)
+    which = f" for {', '.join(map(str, selector.values()))}" if selector else f" {whose}" if shown.beside == {} else ""
+    why = f"has no number{which} in" if results else "is not in"
+    broken = "; ".join(f"{one.implementation}: {one.status}: {one.reason}" for one in results if one.reason)
+    told = f" ({broken})" if broken else ""
+    raise BenchError(f"{shown.case} {why} {shown.record}.json{told}; the README shows only what passed")
+
+
+def _value(result: CaseResult, shown: ReadmeRow) -> float:
+    return median(result, "" if shown.metric == "time" else shown.metric)
+
+
+def _told(result: CaseResult, shown: ReadmeRow) -> str:
+    number = quantity(_value(result, shown), result.unit(shown.metric))
+    return number if shown.beside is None else f"{number}, {result.implementation}"
+
+
+def _machine(record: Record) -> str:
+    several = record.system.accelerators_per_node
+    return f"{several} x {record.device_name}" if several > 1 else record.device_name
+
+
+# ---------------------------------------------------------------------------------------------- docs/results.md
+
+_HEAD = """\
+# Results
+
+Made by `make results` from the records in `bench/results`; nothing here is typed by hand. Medians, with the tenth and
+the ninetieth percentile of n samples; every number was checked in the run that was timed. A share is that of the limit
+measured on the same machine, where the case states what it needs of one. What the columns and marks mean:
+[bench.md](bench.md). Reasons are shortened; the record has them whole. Sizes that all results of a table or a case have
+stand above it or with its name; a cell is empty where it is as above, and a column in which nothing would stand is
+left out.
+"""
+_OTHERS = 3
+"""Metrics shown beside the time, first those that a target is set for."""
+_COLUMNS = ("case", "implementation", "sizes", "median", "p10 to p90", "n", "share", "also")
+_LONG = 12
+"""Rows from which on a table of the machine, size by size, is folded."""
+
+
+def page(results: Path) -> str:
+    return _HEAD + "".join(_section(path.stem, read(path)) for path in sorted(results.glob("*.json")))
+
+
+def _section(name: str, record: Record) -> str:
+    system, passed = record.system, record.passed()
+    parts = [
+        f"\n## {name}: {record.device_name}\n",
+        f"{record.started_at[:10]}, {', '.join(record.software())}; rlcore {record.rlcore}, commit {record.commits()}; "
+        f"host: {system.host_processor_model_name}, {system.host_processor_core_count} cores.\n",
+        *(f"Notes: {note}.\n" for name in NOTES if (note := getattr(system, name))),
+    ]
+    if marks := dict.fromkeys(mark for result in passed for mark in result.marks):
+        parts.append(f"Marks: {'; '.join(marks)}.\n")
+    for folder in dict.fromkeys(result.name.partition("/")[0] for result in passed):
+        parts += _folder(folder, [one for one in passed if one.name.partition("/")[0] == folder], record)
+    if found := [outcome.cells() for outcome in outcomes(record)]:
+        parts += ["What is meant to be reached:\n", ResultTable(TARGET_COLUMNS, found).markdown()]
+    if others := [[one.status, one.implementation, one.why, ", ".join(one.cases)] for one in missing(record.cases)]:
+        parts += ["Without a number:\n", ResultTable(["status", "implementation", "why", "cases"], others).markdown()]
+    return "\n".join(parts)
+
+
+def _folder(folder: str, results: list[CaseResult], record: Record) -> list[str]:
+    common = _common(results)
+    by_case = {name: [one for one in results if one.name == name] for name in dict.fromkeys(r.name for r in results)}
+    rows = [cells for case in by_case.values() for cells in _case_rows(case, common, record)]
+    body = [f"All: {_sizes(common)}.\n"] * bool(common) + [ResultTable(_COLUMNS, rows).compact().markdown()]
+    if len(rows) >= _LONG and is_of_machine(results[0]):
+        body = [f"<details><summary>{len(rows)} results</summary>\n", *body, "</details>\n"]
+    return [f"### {folder}\n", *body]
+
+
+def _case_rows(results: list[CaseResult], common: Mapping[str, object], record: Record) -> list[list[str]]:
+    """A cell that is as in the row above is empty."""
+    case = results[0].name
+    own = {name: value for name, value in _common(results).items() if name not in common}
+    title = case + (f" ({told})" if (told := _sizes(own, case)) else "")
+    rows: list[list[str]] = []
+    above = None
+    for result in results:
+        sizes = {name: value for name, value in result.params.items() if name not in own and name not in common}
+        name = "" if result.implementation == above else result.implementation
+        rows.append(["" if rows else title, name, _sizes(sizes, case), *_numbers(result, record)])
+        above = result.implementation
+    return rows
+
+
+def _common(results: Sequence[CaseResult]) -> dict[str, object]:
+    """The sizes that all of several results have."""
+    first, *others = results
+    shared = first.params.items() if others else ()
+    return {name: value for name, value in shared if all(one.params.get(name) == value for one in others)}
+
+
+def _sizes(params: Mapping[str, object], case: str = "") -> str:
+    """All but those that the name of the case says."""
+    return ", ".join(
+        size(value) if name == "bytes" and isinstance(value, int) else f"{name} {value}"
+        for name, value in params.items()
+        if not (isinstance(value, str) and value in case)
+    )
+
+
+def _numbers(result: CaseResult, record: Record) -> list[str]:
+    samples, share = times(result), share_of_limit(result, record.calibration)
+    low, high = (seconds(percentile(samples, percent)) for percent in (10, 90))
+    return [
+        seconds(statistics.median(samples)),
+        f"{low} to {high}" if len(samples) > 1 else "",
+        str(len(samples)),
+        f"{share.value:.2g} of {share.limit}" if share else "",
+        "; ".join([*_other_metrics(result), *result.kinds_of_marks()]),
+    ]
+
+
+def _other_metrics(result: CaseResult) -> list[str]:
+    left_out = ("time", "device_time", "processor_time", "first_run")
+    meant = {target.metric for target in targets() if target.case == result.name}
+    shown = sorted(result.metrics, key=lambda metric: metric.name not in meant)
+    shown = [metric for metric in shown if metric.name not in left_out][:_OTHERS]
+    return [f"{words(one.name)} {quantity(median(result, one.name), one.unit)}" for one in shown]
+
+
+# -------------------------------------------------------------------------------------------- docs/report.html
+
+_REPORTED = "full", "kernels", "train", "offload"
+
+
+def report(results: Path) -> str | None:
+    """Return one page of the records ``<_REPORTED>-<machine>.json``, or None where there are none.
+
+    The records of one machine are one column of it.
+    """
+    runs: dict[str, Record] = {}
+    for path in (path for name in _REPORTED for path in sorted(results.glob(f"{name}-*.json"))):
+        machine, record = path.stem.partition("-")[2], read(path)
+        same = next((known for known, run in runs.items() if _is_same_machine(run, record)), None)
+        if same is not None:
+            runs[same] = _joined(runs[same], record)
+        else:
+            runs[machine if machine not in runs else path.stem] = record
+    return render([ReportRun(name, record) for name, record in runs.items()]) if runs else None
+
+
+def _is_same_machine(a: Record, b: Record) -> bool:
+    """The software is the same, too."""
+    about_the_run = ("rlcore", "commit", "kind of run", "host threads", *NOTES)
+    return all(name in about_the_run or name.startswith("$") for name in what_differs(a, b))
+
+
+def _joined(record: Record, more: Record) -> Record:
+    """Add what ``more`` measured and ``record`` did not."""
+    found = {case.name for case in more.passed()} - {case.name for case in record.passed()}
+    cases = [case for case in record.cases if case.name not in found]
+    cases += [case for case in more.cases if case.name in found]
+    both = msgspec.structs.replace(record, cases=cases, calls=[*calls_of(record), *calls_of(more)])
+    return noted(both, more.system.hw_notes)
+
+
+def main(readme: Path) -> None:
+    root = readme.parent
+    results = root / "bench" / "results"
+    readme.write_text(rewritten(readme.read_text(), results))
+    (root / "docs" / "results.md").write_text(page(results))
+    if (html := report(results)) is not None:
+        (root / "docs" / "report.html").write_text(html)
+    (root / "bench" / "record.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
