@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import select
 import signal
@@ -60,6 +61,8 @@ class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
     """Answer jobs until the input ends; what runs then is killed."""
     answers = take_standard_output()  # what cases print goes to the log
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a case that is killed has printed something, too
     # BLAS has threads by now; it handles forks, which Python cannot know.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     # Grandchildren inherit the answer. Of other threads nothing is told: walking their frames while they run crashes.

@@ -74,6 +74,8 @@ ROOMS = {
 
 VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
 
+HALF_SENTENCES = {"Of", "What", "Whether", "Those"}
+
 DEVICE_TYPE = {"type", "device_type", "torch_type"}
 DEVICE_NAME = re.compile(r"cpu|cuda|hip|npu|xpu|mps|hpu|musa|mlu|privateuseone")
 
@@ -123,6 +125,27 @@ def upward_imports_within(root: Path) -> list[str]:
             if module.startswith(f"rlcore.{part}.") and target is not None and target > own:
                 found.append(f"{path.relative_to(root)}:{line} imports {module}, which is above it")
     return found
+
+
+def docstrings_without_subject(root: Path) -> list[str]:
+    """Docstrings that begin as half a sentence."""
+    return [
+        f"{path.relative_to(root)}:{node.body[0].lineno} begins with {text.split()[0]!r}"
+        for path in _python_files(root)
+        for node in _nodes(path)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and (text := ast.get_docstring(node))
+        and text.split()[0] in HALF_SENTENCES
+    ]
+
+
+def class_names_used_twice(root: Path) -> list[str]:
+    places: dict[str, list[str]] = {}
+    for path in _python_files(root):
+        for node in _nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{path.relative_to(root)}:{node.lineno}")
+    return [f"class {name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
 
 
 def root_name_imports(root: Path) -> list[str]:
@@ -269,6 +292,8 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
         root_packages,
         upward_imports,
         upward_imports_within,
+        docstrings_without_subject,
+        class_names_used_twice,
         root_name_imports,
         vendors_named_in_kernels,
         torch_cuda_elsewhere,
@@ -401,6 +426,12 @@ def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code:
 def test_an_import_that_points_up_within_a_part_is_found(tmp_path: Path, file: str, code: str) -> None:
     (found,) = upward_imports_within(plant(tmp_path, file, code))
     assert found.startswith(file)
+
+
+def test_half_a_sentence_and_a_name_used_twice_are_found(tmp_path: Path) -> None:
+    root = plant(tmp_path, "engines/a.py", 'class A:\n    """What it is."""\n\n\nclass _A:\n    """It is."""\n')
+    assert docstrings_without_subject(root) == ["engines/a.py:2 begins with 'What'"]
+    assert class_names_used_twice(root) == ["class A: engines/a.py:1, engines/a.py:5"]
 
 
 @pytest.mark.parametrize("code", ["import kernels.losses", "from bench.case import x", "from . import x"])

@@ -83,6 +83,7 @@ class _Connection:
         try:
             self._channel.send(claim)
         except OSError as error:
+            self.is_lost = True  # the thread may notice later than the next import
             raise DeviceError(ended(self.pid)) from error
 
     def _granted(self, claim: Claim, deadline: float) -> int | None:

@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _subject(config: pytest.Config) -> tuple[SuiteReport, frozenset[str]]:
-    """What is tested, and what of it must be there."""
+    """Return a report on what the options name, and the features that it must have."""
     name, kinds = config.getoption("--device"), [kind for kind in CLASSES if config.getoption(f"--{kind}-executor")]
     names = config.getoption("--require").split(",") if config.getoption("--require") else []
     if len(kinds) > 1:

@@ -1,4 +1,4 @@
-"""What an executor promises: the methods of its abstract class, and a mark that names those which a test is about."""
+"""The promises of an executor: the methods of its abstract class, and a mark that names those which a test is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sampler's log-probs and a trainer's steps have to be: plain transformers and autograd, in float64.
+"""The log-probs of a sampler and the steps of a trainer as they have to be: transformers and autograd, in float64.
 
 The same in the executor's own dtype says how near they have to come (`rlcore.conformance.accuracy`).
 

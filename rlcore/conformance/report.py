@@ -51,7 +51,7 @@ class SuiteReport:
 
     @property
     def subject(self) -> str:
-        """What is tested, in words."""
+        """The name of what is tested."""
         if self.executor is None:
             return self.device_name
         return f"{self.executor['kind']} executor {self.executor['name']} on {self.device_name}"

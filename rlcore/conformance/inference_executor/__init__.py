@@ -1,1 +1,1 @@
-"""What every inference executor does: ``pytest --pyargs rlcore.conformance --inference-executor NAME``."""
+"""Tests that every inference executor passes: ``pytest --pyargs rlcore.conformance --inference-executor NAME``."""

@@ -85,7 +85,7 @@ def weights(under_test: UnderTest, dtype: torch.dtype, folder: Path) -> Weights:
 
 @pytest.fixture
 def truth(weights: Weights) -> SamplerTruth:
-    """Of the folder's weights."""
+    """The sampler that the folder's weights stand for."""
     return weights.truth(0)
 
 
@@ -96,6 +96,6 @@ def vocab_size(folder: Path) -> int:
 
 @pytest.fixture(scope="session")
 def prompts(vocab_size: int) -> list[list[int]]:
-    """Of different lengths."""
+    """Prompts of different lengths."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in (3, 11, 1, 6)]

@@ -1,4 +1,4 @@
-"""What is generated: how many tokens, which ones, how likely each was, and what is refused."""
+"""Generated tokens: how many, which ones, how likely each was, and what is refused."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PARAMS = {"max_tokens": 8, "ignore_eos": True, "seed": 3}
 
 
 def collected(engine: Any, count: int) -> dict[int, Any]:
-    """What is collected until so many have ended."""
+    """Collect until ``count`` requests have ended; return their outputs."""
     found: dict[int, Any] = {}
     deadline = time.monotonic() + GONE_S
     while len(found) < count:

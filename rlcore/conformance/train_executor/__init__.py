@@ -1,1 +1,1 @@
-"""What every train executor does: ``pytest --pyargs rlcore.conformance --train-executor NAME``."""
+"""Tests that every train executor passes: ``pytest --pyargs rlcore.conformance --train-executor NAME``."""

@@ -63,7 +63,7 @@ def infer(under_test: UnderTest) -> Any:
 
 @pytest.fixture
 def truth(train: Any, folder: Path) -> TrainerTruth:
-    """Of a trainer that begins with the folder's weights."""
+    """The steps of a trainer that begins with the folder's weights."""
     return TrainerTruth(lambda: policy(folder), train.initial)
 
 

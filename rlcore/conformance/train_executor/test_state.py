@@ -1,4 +1,4 @@
-"""What a trainer knows goes to the host, to checkpoints and to model folders, and comes back bit for bit."""
+"""The state of a trainer goes to the host, to checkpoints and to model folders, and comes back bit for bit."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_uses_are_found_in_the_code() -> None:
     assert {"reductions.rebuild_npu_tensor", "reductions.reduce_tensor", "storage._share_npu_"} <= places.keys()
     assert "streams.py" in places["npu.Event().ipc_handle"]
     assert "pool.py" in places["npu.use_mem_pool"] & places["npu.MemPool().snapshot"]
-    assert "copy.py" in places["npu.Stream().wait_stream"] & places["npu.Stream().record_event"]
+    assert "transfer.py" in places["npu.Stream().wait_stream"] & places["npu.Stream().record_event"]
     assert "generic.py" in places["npu.default_generators"] & places["properties.name"]
     assert "ascend.py" in places["torch_npu._C._construct_storage_from_data_pointer"]
     assert len(places) >= 45
