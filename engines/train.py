@@ -78,7 +78,9 @@ class TrainEngine(CheckpointedEngine):
         for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
-        return super().build(data_parallel_size=replicas * data_parallel_size, replicas=replicas, **options)
+        if replicas > 1:  # else it is no option that an executor has to know
+            options["replicas"] = replicas
+        return super().build(data_parallel_size=replicas * data_parallel_size, **options)
 
     @property
     def _has_adapters(self) -> bool:

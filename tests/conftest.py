@@ -112,9 +112,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def short_runtime_folder() -> Iterator[Path]:
-    """For RLCORE_RUNTIME where this process exports: it listens for ever where it first did, by a path of at most 107
-    bytes, of which a ``tmp_path`` may take too many."""
-    folder = Path(tempfile.mkdtemp(prefix="rl-"))
+    """For RLCORE_RUNTIME where this process exports: it listens for ever where it first did. Tests connect to its
+    sockets as a program does that knows nothing of rlcore, by paths of at most 107 bytes."""
+    is_short = len(os.fsencode(tempfile.gettempdir())) < 50
+    folder = Path(tempfile.mkdtemp(prefix="rl-", dir=None if is_short else "/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

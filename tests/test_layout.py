@@ -52,6 +52,26 @@ BELOW = {
 }
 """What each part may import besides itself. ``devices`` is reached through the registry."""
 
+ROOMS = {
+    "engines": (
+        ("residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
+            "completion", "params", "model_folder", "prompts", "progress", "request_queue"))),
+        ("launchers", "offload"),
+        ("checkpoints", "weight_sync"),
+        ("executors",),
+        ("fsdp2", "sampling"),
+        ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
+    ),
+    "kernels": (
+        ("dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing", "triton_programs"),
+        ("autograd", "losses", "returns", "strided_copy", "triton_target"),
+        ("token",),
+        ("linear",),
+        ("plugin",),
+    ),
+}  # fmt: skip
+"""Files and folders of a part, from the lowest: each imports from its own row and from those above it in this table."""
+
 VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
 
 DEVICE_TYPE = {"type", "device_type", "torch_type"}
@@ -84,6 +104,24 @@ def upward_imports(root: Path) -> list[str]:
             target = _part_of_module(module)
             if target not in BELOW[part] | {part}:
                 found.append(f"{path.relative_to(root)}:{line} ({part}) imports {module} ({target})")
+    return found
+
+
+def upward_imports_within(root: Path) -> list[str]:
+    """Imports against the order of ``ROOMS``, and files that the table lacks."""
+    found = []
+    for path in _python_files(root):
+        part = path.relative_to(root).parts[0]
+        if part not in ROOMS:
+            continue
+        own = _floor(part, ".".join(path.relative_to(root / part).with_suffix("").parts))
+        if own is None:
+            found.append(f"{path.relative_to(root)} is in no room of {part}")
+            continue
+        for line, module in _rlcore_imports(path):
+            target = _floor(part, module.removeprefix(f"rlcore.{part}."))
+            if module.startswith(f"rlcore.{part}.") and target is not None and target > own:
+                found.append(f"{path.relative_to(root)}:{line} imports {module}, which is above it")
     return found
 
 
@@ -150,6 +188,13 @@ def comparisons_with_a_device(root: Path) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+
+
+def _floor(part: str, module: str) -> int | None:
+    """Return the row of ``ROOMS`` with the longest name that the module begins with."""
+    names = {name: row for row, rooms in enumerate(ROOMS[part]) for name in rooms}
+    fitting = [name for name in names if f"{module}.".startswith(f"{name}.")]
+    return names[max(fitting, key=len)] if fitting else None
 
 
 def _python_files(root: Path) -> Iterator[Path]:
@@ -223,6 +268,7 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
         broken_links,
         root_packages,
         upward_imports,
+        upward_imports_within,
         root_name_imports,
         vendors_named_in_kernels,
         torch_cuda_elsewhere,
@@ -284,7 +330,7 @@ def plant(root: Path, file: str, text: str) -> Path:
     (root / "rlcore").mkdir(exist_ok=True)
     for folder in FOLDERS:
         (root / "rlcore" / folder).symlink_to(Path("..", folder))
-    (root / file).parent.mkdir(exist_ok=True)
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
     return root
 
@@ -339,6 +385,22 @@ def test_an_import_that_points_up_or_sideways_is_found(tmp_path: Path, file: str
 )
 def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code: str) -> None:
     assert upward_imports(plant(tmp_path, file, code)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("engines/offload/a.py", "from rlcore.engines.engine import Engine"),
+        ("engines/sampling/hf/a.py", "def f():\n    from rlcore.engines.inference import x"),
+        ("engines/sampling/params.py", "from rlcore.engines.sampling.hf.executor import x"),
+        ("engines/weight_sync/planning/a.py", "if TYPE_CHECKING:\n    from rlcore.engines.fsdp2.sharding import x"),
+        ("kernels/token/a.py", "from rlcore.kernels.linear.loss import x"),
+        ("kernels/elsewhere.py", "pass"),
+    ],
+)
+def test_an_import_that_points_up_within_a_part_is_found(tmp_path: Path, file: str, code: str) -> None:
+    (found,) = upward_imports_within(plant(tmp_path, file, code))
+    assert found.startswith(file)
 
 
 @pytest.mark.parametrize("code", ["import kernels.losses", "from bench.case import x", "from . import x"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlcore.devices.ipc.messages import peer_of
 from rlcore.errors import DeviceError, StateError
 from rlcore.process.runtime_folder import runtime_folder
+from rlcore.process.socket_address import socket_address
 from rlcore.process.status import start_time
 
 _WAITING_CONNECTIONS = 128
@@ -29,14 +30,14 @@ def listen() -> tuple[socket.socket, Path]:
     path = folder / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(str(path))
+        with socket_address(path) as address:
+            listener.bind(address)
         path.chmod(0o600)
         listener.listen(_WAITING_CONNECTIONS)
     except OSError as error:
         listener.close()
         raise StateError(
-            f"no socket for IPC could be made at {path}: {error}; "
-            "set RLCORE_RUNTIME to a short path of a writable folder"
+            f"no socket for IPC could be made at {path}: {error}; set RLCORE_RUNTIME to a writable folder"
         ) from error
     atexit.register(_remove, path, os.getpid())
     return listener, path
@@ -56,7 +57,8 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     try:
         # With Python's own timeout, connect fails at once if the backlog is full.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
-        connection.connect(path)
+        with socket_address(path) as address:
+            connection.connect(address)
         _check_owner(connection, path)
     except BaseException as error:
         connection.close()
@@ -120,7 +122,8 @@ def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
         try:
-            connection.connect(str(path))
+            with socket_address(path) as address:
+                connection.connect(address)
         except BlockingIOError:  # its backlog is full
             return True
         except OSError:

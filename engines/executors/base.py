@@ -19,23 +19,31 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.executors.worker import Worker
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
-from rlcore.engines.sampling.request_queue import PauseMode
+from rlcore.engines.sampling.request_queue import PauseMode, RequestQueue
+from rlcore.engines.weight_sync.channels.peers import call_each
+from rlcore.errors import UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import TrainModule
 from rlcore.weights.view import Adapters
 
+COLLECTIVE_TIMEOUT_S = 3600.0
+"""Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
+_CLOSE_S = 2.0
+"""How long receivers may take, when a trainer's worker closes, to close the memory that it shares."""
 
-class _SyncEndpoint(ABC):
+
+class _SyncEndpoint(Worker, ABC):
     """One side of a weight sync."""
 
-    @abstractmethod
-    def sync_call(self, method: str, calls: list[object] | None) -> list[object]:
+    def sync_call(self, method: str, calls: list[tuple[object, ...]] | None) -> list[object]:
         """Call a method of this worker's end of a weight sync: its `Receiver`, or of a trainer its `Sender`.
 
         Args:
@@ -45,17 +53,24 @@ class _SyncEndpoint(ABC):
         Returns:
             Each end's result, in their order.
         """
+        return call_each(self.sync_ends, method, calls)
 
 
-class InferenceExecutor(Worker, _SyncEndpoint):
+class InferenceExecutor(_SyncEndpoint):
     """One replica's worker: generates, and takes new weights. Tags: ``weights`` and ``kv_cache``.
 
-    Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from.
+    Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from. An executor
+    that does not override ``submit`` and its companions has its requests wait until ``collect`` runs them by
+    ``generate``.
     """
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._requests = RequestQueue(lambda prompts, params, at: self.generate(prompts, params, version=at))
 
     @abstractmethod
     def build(self, path: str | Path, /, **options: object) -> None:
-        """Load model and tokenizer, and fill ``_offload_groups``. Called once, first.
+        """Load model and tokenizer, and fill ``offload_groups`` and ``sync_ends``. Called once, first.
 
         Args:
             path: a Hugging Face model folder with safetensors weights.
@@ -103,7 +118,6 @@ class InferenceExecutor(Worker, _SyncEndpoint):
             RlcoreError: the model gives NaN or infinite logits.
         """
 
-    @abstractmethod
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
@@ -112,26 +126,27 @@ class InferenceExecutor(Worker, _SyncEndpoint):
         Raises:
             UnsupportedError: this executor cannot run requests beside the program here.
         """
+        self._requests.submit(numbers, prompts, params)
 
-    @abstractmethod
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
         """Return the requests that have ended since the last call, by number; wait up to ``timeout_s`` for the first.
 
         An executor that does not generate in the background runs the submitted requests here, unless paused, for as
         long as they take.
         """
+        return self._requests.collect(version)
 
-    @abstractmethod
     def abort(self, numbers: Sequence[int] | None) -> int:
         """Cancel these requests, or all for None. Return how many were unfinished; none of them is collected."""
+        return self._requests.abort(numbers)
 
-    @abstractmethod
     def pause(self, mode: PauseMode, *, version: int) -> None:
         """Make no further step. By ``mode`` requests are kept as they are, aborted, or run to their end first."""
+        self._requests.pause(mode, version)
 
-    @abstractmethod
     def resume(self) -> None:
         """Go on after ``pause``; without a pause do nothing."""
+        self._requests.resume()
 
     @abstractmethod
     def read_weights(self, path: str | Path) -> None:
@@ -147,7 +162,7 @@ class InferenceExecutor(Worker, _SyncEndpoint):
         """Overwrite the weights by those of ``read_weights``. After an error the engine is poisoned."""
 
 
-class TrainExecutor(Worker, _SyncEndpoint):
+class TrainExecutor(_SyncEndpoint):
     """One rank's worker: owns its shards of the user's module. Tags: ``weights``, ``optimizer`` and ``grads``.
 
     All ranks are called together, so a method may use collectives of ``context.process_group()``. The user's own
@@ -159,7 +174,7 @@ class TrainExecutor(Worker, _SyncEndpoint):
 
     @abstractmethod
     def build(self, module: TrainModule, seed: int, /, **options: object) -> bool:
-        """Shard and materialize the module, and fill ``_offload_groups``. Called once, first.
+        """Shard and materialize the module, and fill ``offload_groups`` and ``sync_ends``. Called once, first.
 
         Args:
             module: on the meta device; ``module.on_weights_materialized()`` is called when its weights are there.
@@ -191,9 +206,10 @@ class TrainExecutor(Worker, _SyncEndpoint):
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
         """Return the log-prob of each token of the whole batch, [T] float32 in host memory, the same on all ranks."""
 
-    @abstractmethod
     def exchange(self, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, which call it together."""
+        self.context.process_group(COLLECTIVE_TIMEOUT_S)
+        return all_gather_bytes(data, self.device.torch_device)
 
     @abstractmethod
     def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
@@ -207,7 +223,6 @@ class TrainExecutor(Worker, _SyncEndpoint):
             InvalidInputError: names, shapes or kinds of dtypes differ; nothing is changed.
         """
 
-    @abstractmethod
     def save(self, folder: Path, extra: dict[str, object], blocking: bool, algorithm: str) -> tuple[str, float]:
         """Write this rank's part of a checkpoint, with its state at the time of the call.
 
@@ -218,24 +233,37 @@ class TrainExecutor(Worker, _SyncEndpoint):
 
         Returns:
             The name of the checkpoint's data, and the seconds that training had to wait.
-        """
 
-    @abstractmethod
+        Raises:
+            UnsupportedError: this executor writes no checkpoints; ``load`` and ``export`` raise it likewise.
+        """
+        raise self._unsupported("save")
+
     def end_save(self) -> float | None:
         """Wait for a save in the background. Return the seconds it took, None without one; raise its error."""
+        return None
 
-    @abstractmethod
     def is_save_over(self) -> bool:
         """Return True unless a save is being written in the background."""
+        return True
 
-    @abstractmethod
     def load(self, folder: Path) -> dict[str, object]:
         """Continue from a checkpoint of any number of ranks; return the ``extra`` that was saved.
 
         Raises:
             CheckpointError: missing, damaged or of another module; nothing is changed on any rank.
         """
+        raise self._unsupported("load")
 
-    @abstractmethod
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
         """Write a Hugging Face model folder; all ranks call it together, and one writes."""
+        raise self._unsupported("export")
+
+    def close(self) -> None:
+        for end in self.sync_ends:
+            end.close(_CLOSE_S)
+        self.sync_ends.clear()
+        super().close()
+
+    def _unsupported(self, method: str) -> UnsupportedError:
+        return UnsupportedError(f"{method}() of {type(self).__name__}", "this train executor does not override it")

@@ -32,7 +32,7 @@ class MemoryReport(TypedDict):
 
 
 class Worker:
-    """Base of executors' worker classes; ``build`` of a subclass fills ``_offload_groups`` with one entry a tag."""
+    """Base of executors' worker classes; ``build`` of a subclass fills ``offload_groups`` with one entry a tag."""
 
     runs_on_many_devices: ClassVar[bool] = False
     """Workers of one engine share one set of weights."""
@@ -59,20 +59,24 @@ class Worker:
         """
 
     def __init__(self, context: WorkerContext) -> None:
+        self.context = context
         self.device = context.device
         self.emit = context.emit
-        self._offload_groups: dict[str, OffloadGroup] = {}
+        self.offload_groups: dict[str, OffloadGroup] = {}
+        """The tensors of each tag."""
+        self.sync_ends: list[Any] = []
+        """This worker's ends of weight syncs: its ``Receiver``, or of a trainer its ``Sender``."""
         self._swap: GroupSwap | None = None
         self._earlier_host_limit = arena_of(self.device).limit_bytes
 
     def onload(self, tag: str) -> OffloadReport:
-        return self._offload_groups[tag].onload()
+        return self.offload_groups[tag].onload()
 
     def offload(self, tag: str) -> OffloadReport:
-        return self._offload_groups[tag].offload()
+        return self.offload_groups[tag].offload()
 
     def meta(self, tag: str) -> OffloadReport:
-        return self._offload_groups[tag].meta()
+        return self.offload_groups[tag].meta()
 
     # The interface ``rlcore.engines.swapping.swap_worker.SwapWorker``.
 
@@ -133,14 +137,16 @@ class Worker:
     def memory_report(self) -> MemoryReport:
         tags: dict[str, TagBytes] = {
             tag: {"device_bytes": group.device_bytes, "host_bytes": group.host_bytes}
-            for tag, group in self._offload_groups.items()
+            for tag, group in self.offload_groups.items()
         }
         memory = self.device.memory
         return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
 
     def close(self) -> None:
         """Drop everything and give the memory back to the device, and to the host what no other worker has there."""
-        for group in self._offload_groups.values():
+        for end in self.sync_ends:
+            end.close()
+        for group in self.offload_groups.values():
             group.drop()
         self.__dict__ = {"device": self.device}
         arena_of(self.device).trim()
@@ -148,7 +154,7 @@ class Worker:
 
 
 def _groups_that(move: Move, plan: SwapPlan, workers: Sequence[Worker]) -> list[OffloadGroup]:
-    return [workers[position]._offload_groups[tag] for position, planned, tag in plan if planned is move]
+    return [workers[position].offload_groups[tag] for position, planned, tag in plan if planned is move]
 
 
 def _in_order_of(plan: SwapPlan, reports: list[OffloadReport]) -> list[OffloadReport]:

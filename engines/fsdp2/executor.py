@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.collectives.all_gather_bytes import all_gather_bytes
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
 from rlcore.engines.checkpoints.loading import agreed
 from rlcore.engines.checkpoints.saving import Saver
-from rlcore.engines.executors.base import TrainExecutor
+from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.materialize import materialize, read_again
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
@@ -27,7 +26,6 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.rank_batch import RankBatch
-from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
@@ -38,11 +36,6 @@ from rlcore.weights.names import mismatch
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, whole
 
-_COLLECTIVE_TIMEOUT_S = 3600.0
-"""Longer than a rank may wait for another; each call of a worker has a deadline of its own."""
-_CLOSE_S = 2.0
-"""How long receivers may take, when this worker closes, to close the memory that it shares."""
-
 
 class Fsdp2Executor(TrainExecutor):
     """One rank: owns its shards of the module on one device."""
@@ -52,18 +45,17 @@ class Fsdp2Executor(TrainExecutor):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._context = context
         self._saver = Saver(self.device)
 
     def build(self, module: TrainModule, seed: int, /, **options: Any) -> bool:
         """Shard and materialize the module; ``options`` are those of ``Sharding``."""
         self._sharding = sharding = Sharding(**options)
-        device, context = self.device.torch_device, self._context
+        device, context = self.device.torch_device, self.context
         source = open_weights(module, sharding.torch_dtype)
         self._class_name = type(module).__name__  # FSDP changes it
         if sharding.device_norms and not sharding.compile:
             use_device_norms(module, device)  # before FSDP changes the classes
-        shard(module, sharding, device, partial(context.process_group, _COLLECTIVE_TIMEOUT_S), context.world_size)
+        shard(module, sharding, device, partial(context.process_group, COLLECTIVE_TIMEOUT_S), context.world_size)
         materialize(module, source, device, seed=seed)
         module.train()
         module.on_weights_materialized()
@@ -71,7 +63,8 @@ class Fsdp2Executor(TrainExecutor):
             _check_optimizers(module)
         self.module = module
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
-        self._offload_groups = self._make_offload_groups()
+        self.sync_ends = [self._sender]
+        self.offload_groups = self._make_offload_groups()
         return bool(train_state.optimizers_of(module))
 
     def _make_offload_groups(self) -> dict[str, OffloadGroup]:
@@ -122,16 +115,6 @@ class Fsdp2Executor(TrainExecutor):
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
         return score(self.module, self.device, batch, options)
 
-    # ----------------------------------------------------------------------------------------- weight sync
-
-    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        """Call the sender of this rank's weights."""
-        return call_each([self._sender], method, calls)
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        self._context.process_group(_COLLECTIVE_TIMEOUT_S)
-        return all_gather_bytes(data, self.device.torch_device)
-
     # ---------------------------------------------------------------------------------------------- state
 
     def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
@@ -147,7 +130,7 @@ class Fsdp2Executor(TrainExecutor):
     @property
     def _answers(self) -> bool:
         """True if the user's program takes results of this rank: of rank 0, or under torchrun, of each rank."""
-        return self._context.rank == 0 or self._context.joins_torchrun
+        return self.context.rank == 0 or self.context.joins_torchrun
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -201,8 +184,8 @@ class Fsdp2Executor(TrainExecutor):
 
         state, base = agreed(folder, self.device, look)
         self._sender.revoke()
-        self._offload_groups["weights"].forget()
-        self._offload_groups["optimizer"].forget()
+        self.offload_groups["weights"].forget()
+        self.offload_groups["optimizer"].forget()
         try:
             if base is not None:
                 read_again(self.module, base, frozen)
@@ -217,17 +200,12 @@ class Fsdp2Executor(TrainExecutor):
 
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
         reshard(self.module)
-        writes = self._context.rank == 0
+        writes = self.context.rank == 0
         export(self.module, folder, max_shard_bytes=max_shard_bytes, writes=writes, algorithm=algorithm)
 
     def close(self) -> None:
         self._saver.wait()
-        self._close_sender()
         super().close()
-
-    def _close_sender(self) -> None:
-        if hasattr(self, "_sender"):  # the build may have failed
-            self._sender.close(_CLOSE_S)
 
 
 def _check_optimizers(module: TrainModule) -> None:

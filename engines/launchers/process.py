@@ -159,11 +159,17 @@ class ProcessWorker:
 
 @functools.cache
 def _returned(worker_class: Any, method: str) -> Any:
-    """Return the annotated type of a worker method's result: the contract by which its answer is decoded."""
+    """Return the annotated type of a worker method's result: the contract by which its answer is decoded.
+
+    It is a base class's where an override leaves the annotation out.
+    """
     if "." in method:  # of the user's module
         return Any
+    getattr(worker_class, method)  # an AttributeError here says more than one of the worker
+    owners = [owner for owner in worker_class.__mro__ if method in vars(owner)]
     try:
-        return typing.get_type_hints(getattr(worker_class, method)).get("return", Any)
+        found = (typing.get_type_hints(getattr(owner, method)).get("return", Any) for owner in owners)
+        return next((kind for kind in found if kind is not Any), Any)
     except NameError as error:
         raise InvalidInputError(
             f"the annotations of {worker_class.__name__}.{method}() cannot be read: {error}; import the name where "

@@ -31,6 +31,10 @@ from rlcore.types import OffloadReport
 _NOTHING = OffloadReport(moved_bytes=0, freed_device_bytes=0, seconds=0.0, pinned=False, first_use=False)
 
 
+def _no_guard(guard: Guard, state: str) -> None:
+    """Guard nothing: nobody uses the tensors but by methods that the engine refuses while these are away."""
+
+
 class OffloadGroup:
     """Tensors of one device that leave it and come back together.
 
@@ -45,7 +49,7 @@ class OffloadGroup:
         self,
         device: Device,
         tensors: Callable[[], Iterable[Tensor]],
-        guard: Callable[[Guard, str], None],
+        guard: Callable[[Guard, str], None] = _no_guard,
         *,
         before_leaving: Callable[[], None] = lambda: None,
     ) -> None:
@@ -210,7 +214,7 @@ class GroupSwap:
 class GradientGroup(OffloadGroup):
     """The gradients of a module. While away they are not ``parameter.grad``: autograd would add to a freed storage."""
 
-    def __init__(self, device: Device, module: nn.Module, guard: Callable[[Guard, str], None]) -> None:
+    def __init__(self, device: Device, module: nn.Module, guard: Callable[[Guard, str], None] = _no_guard) -> None:
         super().__init__(device, lambda: (grad for _, grad in self._held()), guard)
         self._module = module
         self._away: list[tuple[nn.Parameter, Tensor]] = []

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +83,7 @@ def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
     again = "; rlcore doctor  # for the rest" if len(dead) > _MOST_REMOVED else ""
     return warn(
         f"{len(dead)} of dead processes: {', '.join(names[:_MOST_NAMES])}{rest}",
-        f"rm -r {' '.join(map(str, sorted(dead)[:_MOST_REMOVED]))}{again}",
+        f"rm -r {shlex.join(map(str, sorted(dead)[:_MOST_REMOVED]))}{again}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rlcore.process.endings import crash_report, how_it_ended
 from rlcore.process.framing import read_message, write_message
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
+from rlcore.process.socket_address import socket_address
 
 PROGRAM = """\
 import sys, time
@@ -110,3 +112,18 @@ def test_the_last_crash_is_found_in_a_log() -> None:
     crash = "Fatal Python error: Segmentation fault\n  File ..."
     assert crash_report(f"a line\nFatal Python error: an earlier one\n{crash}") == crash
     assert crash_report("a line") == ""
+
+
+def test_a_socket_in_a_deep_folder_is_listened_at_and_connected_to(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 40)
+    folder.mkdir()
+    for path in (folder / "s", str(folder / "t")):
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+            with socket_address(path) as address:
+                listener.bind(address)
+            listener.listen()
+            assert Path(path).is_socket()
+            with socket_address(path) as address:
+                other.connect(address)
+    with pytest.raises(FileNotFoundError), socket_address(folder / "none" / "s"):
+        pass

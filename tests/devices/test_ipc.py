@@ -642,7 +642,17 @@ def test_too_few_open_files_are_an_error(peer: Peer, device: Any) -> None:
     assert peer.run("result = mapping.tensor.tolist()") == [0, 1, 2, 3]
 
 
-def test_a_path_too_long_for_a_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path / ("x" * 100)))
-    with pytest.raises(StateError, match=r"^no socket for IPC could be made at .*; set RLCORE_RUNTIME to a short path"):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_runtime_folder_that_takes_no_socket_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    with pytest.raises(StateError, match=r"^no socket for IPC could be made at .*; set RLCORE_RUNTIME to a writable"):
         IpcExporter().export([torch.zeros(1).untyped_storage()], "", lambda storage: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_runtime_folder_may_lie_as_deep_as_it_likes(make_peer: MakePeer, tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 40)
+    folder.mkdir(0o700)
+    exporter, importer = (make_peer(RLCORE_RUNTIME=str(folder)) for _ in range(2))
+    import_in(importer, exporter.run(EXPORT.format(size=4)))
+    assert importer.run("result = mapping.tensor.tolist()") == [0, 1, 2, 3]

@@ -69,7 +69,7 @@ class Reader:
 
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
-    assert Reader(tmp_path).follow(PAGE.read_text()) == 8
+    assert Reader(tmp_path).follow(PAGE.read_text()) == 16
 
 
 def test_output_that_differs_is_seen(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from rlcore.engines.sampling.hf.schedule import SampleRequest, batches, expand
 from rlcore.engines.sampling.model_folder import ModelFolder, check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader, seeds_of_each
-from rlcore.engines.sampling.request_queue import PauseMode, RequestQueue
-from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
 from rlcore.errors import (
@@ -105,11 +103,11 @@ class HfExecutor(InferenceExecutor):
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
-        self._requests = RequestQueue(lambda prompts, params, at: self.generate(prompts, params, version=at))
-        self._offload_groups = {
+        self.sync_ends = [self._receiver]
+        self.offload_groups = {
             "weights": OffloadGroup(self.device, self._module.parameters, self._guard_weights),
             # Each generate() makes its own cache and drops it: between two calls there is none.
-            "kv_cache": OffloadGroup(self.device, tuple, lambda guard, state: None),
+            "kv_cache": OffloadGroup(self.device, tuple),
         }
 
     def _guard_weights(self, guard: Guard, state: str) -> None:
@@ -133,31 +131,6 @@ class HfExecutor(InferenceExecutor):
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
         return self._reader.read(prompts, params, numbers)
-
-    def submit(
-        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
-    ) -> None:
-        self._requests.submit(numbers, prompts, params)
-
-    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
-        return self._requests.collect(version)
-
-    def abort(self, numbers: Sequence[int] | None) -> int:
-        return self._requests.abort(numbers)
-
-    def pause(self, mode: PauseMode, *, version: int) -> None:
-        self._requests.pause(mode, version)
-
-    def resume(self) -> None:
-        self._requests.resume()
-
-    def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
-        return call_each([self._receiver], method, calls)
-
-    def close(self) -> None:
-        if hasattr(self, "_receiver"):  # the build may have failed
-            self._receiver.close()
-        super().close()
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int

@@ -51,7 +51,6 @@ class VllmExecutor(InferenceExecutor):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._context = context
         self._engine: VllmEngine | None = None
         self._host_memory: tuple[int | None, int | None] | None = None
         self._differing: list[str] = []
@@ -80,13 +79,13 @@ class VllmExecutor(InferenceExecutor):
         self._folder = check_model_folder(path)
         self.vllm_version = versions.prepare()
         versions.check_platform(self.device)
-        arguments = engine_arguments(engine_args, self._folder, self._context)
+        arguments = engine_arguments(engine_args, self._folder, self.context)
         self._reader = reader = PromptReader(self._folder, None, "max_model_len")
         if self._is_rank:
-            self._context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
-        processes = WorkerProcesses(self._context)
+            self.context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
+        processes = WorkerProcesses(self.context)
         with processes.needed_for("build"):
-            engine = versions.new_engine(arguments, self._context.rank, self.device.index, self._context.store)
+            engine = versions.new_engine(arguments, self.context.rank, self.device.index, self.context.store)
         reader.max_positions = engine.vllm_config.model_config.max_model_len
         self._engine, self._replica = engine, Replica(engine, processes, reader, self.device.activate)
         if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
@@ -110,9 +109,9 @@ class VllmExecutor(InferenceExecutor):
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
-        if self._is_rank and self._context.world_size > 1:
+        if self._is_rank and self.context.world_size > 1:
             raise UnsupportedError(
-                f"submit() on {self._context.world_size} ranks of torchrun",
+                f"submit() on {self.context.world_size} ranks of torchrun",
                 "they cannot make the same steps beside the program; use generate(), or tensor_parallel_size 1",
             )
         self._replica.submit(numbers, prompts, params, version)
@@ -185,7 +184,7 @@ class VllmExecutor(InferenceExecutor):
             return sum(values)
 
         return {
-            "device": ", ".join(self._context.devices),
+            "device": ", ".join(self.context.devices),
             "tags": {
                 tag: {key: total("tags", tag, key) for key in ("device_bytes", "host_bytes")}  # type: ignore[misc]
                 for tag in found[0]["tags"]
@@ -230,7 +229,7 @@ class VllmExecutor(InferenceExecutor):
     def _require_reload(self, purpose: str) -> None:
         if self._differing:
             raise UnsupportedError(
-                f"{purpose} into {self._folder.path.name} on {self._context.device_name}",
+                f"{purpose} into {self._folder.path.name} on {self.context.device_name}",
                 f"vLLM {self.vllm_version} reloads {len(self._differing)} tensors otherwise than it first loaded or "
                 f"made them up, such as {self._differing[0]!r}; build the engine again from an exported folder",
             )
@@ -262,11 +261,11 @@ class VllmExecutor(InferenceExecutor):
     @property
     def _is_rank(self) -> bool:
         """True under torchrun: this process has one of vLLM's workers; other processes have the replica's others."""
-        return not self._context.devices
+        return not self.context.devices
 
     @property
     def _num_shards(self) -> int:
-        return len(self._context.devices) or 1
+        return len(self.context.devices) or 1
 
     def _call(
         self, method: Callable[Concatenate[TensorParallelShard, P], Any], *args: P.args, **_: P.kwargs
@@ -283,5 +282,5 @@ class VllmExecutor(InferenceExecutor):
         answers = [msgspec.msgpack.decode(data, type=ShardAnswer) for data in found]
         for answer in answers:
             if answer.failure is not None:
-                raise raised(answer.failure, self._context, method)
+                raise raised(answer.failure, self.context, method)
         return [answer.result for answer in answers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlcore.errors import InvalidInputError, SyncError
+from rlcore.process.socket_address import socket_address
 
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
@@ -38,7 +38,8 @@ class ControlSocket:
         while True:
             connection = socket.socket(socket.AF_UNIX)
             try:
-                connection.connect(_path(address))
+                with socket_address(address) as path:
+                    connection.connect(path)
                 return cls(connection)
             except OSError as error:
                 connection.close()
@@ -123,36 +124,31 @@ def accept_controls(
 
 @contextlib.contextmanager
 def _listening(address: str | Path, number: int) -> Iterator[socket.socket]:
-    path = _path(address)
+    path = Path(address)
     _remove_if_deserted(path)
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(path)
+            with socket_address(path) as short:
+                listener.bind(short)
         except OSError as error:
             raise InvalidInputError(f"cannot listen at {address}: {error}") from error
         try:
-            os.chmod(path, 0o600)  # nobody can connect before listen()
+            path.chmod(0o600)  # nobody can connect before listen()
             listener.listen(number)
             yield listener
         finally:
-            os.unlink(path)
+            path.unlink()
 
 
-def _remove_if_deserted(path: str) -> None:
+def _remove_if_deserted(path: Path) -> None:
     """Remove a socket that a killed program has left behind."""
-    if not Path(path).is_socket():
+    if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.connect(path)
+            with socket_address(path) as short:
+                probe.connect(short)
         except ConnectionRefusedError:
-            os.unlink(path)
+            path.unlink()
         except OSError:  # bind says what is wrong
             pass
-
-
-def _path(address: str | Path) -> str:
-    path = os.fspath(address)
-    if len(os.fsencode(path)) > 107:
-        raise InvalidInputError(f"the address of a Unix socket has at most 107 bytes, got {path!r}; use a shorter path")
-    return path

@@ -301,6 +301,19 @@ def test_annotated_dataclasses_come_back_as_such(pair: WorkerGroup) -> None:
     assert ask(pair, "points") == [Point(3, "three", (1.5, 2.5))] * 2
 
 
+def test_an_override_without_an_annotation_keeps_its_bases(join_group: Start) -> None:
+    class Override(Worker):
+        def points(self):  # type: ignore[no-untyped-def]
+            return super().points()[:1]
+
+        def point(self) -> Any:
+            return super().point()
+
+    with join_group(Override, 1) as group:
+        assert ask(group, "points") == [Point(3, "three", (1.5, 2.5))]
+        assert ask(group, "point") == Point(3, "three", (1.5, 2.5))
+
+
 def test_an_answer_unlike_its_annotation_is_an_error(pair: WorkerGroup) -> None:
     with pytest.raises(InvalidInputError, match=r"mislabelled\(\) is annotated to return .*int.*Expected `int`, got"):
         ask(pair, "mislabelled")

@@ -207,7 +207,7 @@ class SmallWorker(Worker):
         self.model.load_weights(load_file(path).items())
         self.versions: list[int] = []
         self.receiver = Receiver(SmallTarget(self))
-        self._offload_groups = {
+        self.offload_groups = {
             "weights": OffloadGroup(self.device, self.model.parameters, lambda guard, state: None),
             "kv_cache": OffloadGroup(self.device, tuple, lambda guard, state: None),
         }

@@ -122,7 +122,7 @@ def test_a_place_that_is_taken_or_left_behind(short_folder: Path) -> None:
             accept_controls(path, 1, timeout_s=0.1)
     with pytest.raises(SyncError, match="0 of 1 receivers"):  # its program has ended
         accept_controls(path, 1, timeout_s=0.1)
-    with pytest.raises(InvalidInputError, match="at most 107 bytes"):
+    with pytest.raises(InvalidInputError, match=r"cannot listen at .*: AF_UNIX path too long"):
         accept_controls(short_folder / ("x" * 120), 1)
     (short_folder / "file").write_text("of somebody")
     with pytest.raises(InvalidInputError, match="cannot listen at"):

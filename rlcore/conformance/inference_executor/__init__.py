@@ -1,0 +1,1 @@
+"""What every inference executor does: ``pytest --pyargs rlcore.conformance --inference-executor NAME``."""

@@ -1,0 +1,1 @@
+"""What every train executor does: ``pytest --pyargs rlcore.conformance --train-executor NAME``."""

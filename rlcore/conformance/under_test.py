@@ -1,0 +1,173 @@
+"""Engines of the executor under test, and of the built-in one that stands on the other side of a weight sync.
+
+An engine is built once for many tests, which leave it as it was: else the next one gets another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlcore
+from rlcore.conformance.tiny_model import policy
+from rlcore.device import Device
+from rlcore.errors import RlcoreError, UnsupportedError
+from rlcore.process.status import start_time
+
+TIMEOUT_S = 300.0
+"""Of one call of a worker."""
+GONE_S = 30.0
+"""Within which something that ended is missed, or has left nothing."""
+
+
+@dataclass
+class UnderTest:
+    """The executor, its device, and engines of it by how they were built."""
+
+    kind: str
+    name: str
+    device: Device
+    folder: Path
+    """A model folder."""
+    options: Mapping[str, Any]
+    _engines: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: pytest.Config, kind: str, folder: Path) -> UnderTest:
+        device = rlcore.get_device(config.getoption("--device"))
+        name = config.getoption(f"--{kind}-executor")
+        return cls(kind, name, device, folder, config.getoption("--build-options"))
+
+    def device_name(self, place: int) -> str:
+        """Return the device under test for 0, and others for more as far as there are some."""
+        kind, count = self.device.spec, self.device.count()
+        return f"{kind.name}:{(self.device.index + place) % (max(count, place + 1) if kind.is_host else count)}"
+
+    def device_names(self, count: int) -> list[str]:
+        """So many devices, the one under test first; raises UnsupportedError where there are not so many."""
+        names = [self.device_name(place) for place in range(count)]
+        if len(set(names)) < count:
+            raise UnsupportedError(f"{count} workers", f"there are {len(set(names))} devices {self.device.spec.name!r}")
+        return names
+
+    def inference(self, folder: Path | None = None, **options: Any) -> Any:
+        """A new inference engine, of the executor under test if that is one; to be closed."""
+        is_tested = self.kind == "inference"
+        engine = rlcore.InferenceEngine(folder or self.folder, executor=self.name if is_tested else "hf")
+        return self._built(engine, is_tested, options)
+
+    def train(self, folder: Path | None = None, **options: Any) -> Any:
+        """A new train engine, of the executor under test if that is one; to be closed."""
+        is_tested = self.kind == "train"
+        with rlcore.meta_device():
+            module = policy(folder or self.folder)
+        engine = rlcore.TrainEngine(module, executor=self.name if is_tested else "fsdp2")
+        return self._built(engine, is_tested, options)
+
+    def _built(self, engine: Any, is_tested: bool, options: dict[str, Any]) -> Any:
+        given: dict[str, Any] = {"devices": self.device.name, "timeout_s": TIMEOUT_S}
+        given |= (dict(self.options) if is_tested else {}) | options
+        try:
+            return engine.build(**given)
+        except BaseException:
+            engine.close()
+            raise
+
+    def kept(self, key: str, make: Callable[[], Any], mend: Callable[[Any], None]) -> Any:
+        """The engine that an earlier test was given by this key, mended; a new one if there is none or it cannot be."""
+        engine = self._engines.get(key)
+        if engine is not None:
+            try:
+                mend(engine)
+                return engine
+            except RlcoreError:
+                self._engines.pop(key)
+                engine.close()
+        engine = self._engines[key] = make()
+        return engine
+
+    def release_processes(self) -> None:
+        """Close the kept engines elsewhere than in this process: workers of one device may share a process."""
+        for key, engine in list(self._engines.items()):
+            if any(worker.process_id != os.getpid() for worker in engine.executors[0].workers):
+                self._engines.pop(key).close()
+
+    def close(self) -> None:
+        while self._engines:
+            self._engines.popitem()[1].close()
+
+
+def mend_inference(engine: Any) -> None:
+    """Its own folder's weights again, everything on the device and nothing under way."""
+    if set(engine.state.values()) != {"loaded"}:
+        engine.onload()
+    engine.resume()
+    engine.abort()
+    if engine.version or engine.sync_state != "serving" or engine.state["weights"] != "loaded":
+        engine.load()
+
+
+def new_train(under_test: UnderTest, **options: Any) -> Any:
+    engine = under_test.train(**options)
+    engine.initial = engine.state_dict()
+    return engine
+
+
+def mend_train(engine: Any) -> None:
+    """Its first weights and a new optimizer."""
+    if set(engine.state.values()) != {"loaded"}:
+        engine.restart()
+    engine.load_state_dict(engine.initial)
+    engine.call("forget_steps")
+
+
+# ------------------------------------------------------------------------------------------------ what is left
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + GONE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what} within {GONE_S:g} s"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> dict[int, int | None]:
+    """Processes that a process started, and they in turn, with when each began."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(path.name))
+    found, rest = {}, children.get(pid, [])
+    while rest:
+        one = rest.pop()
+        found[one] = start_time(one)
+        rest += children.get(one, [])
+    return found
+
+
+def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """Files of /dev/shm that processes have mapped, and that others could open."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line[line.find("/dev/shm/") :] if "/dev/shm/" in line else ""
+                if path and not path.endswith("(deleted)"):
+                    found.add(path)
+    return {path for path in found if os.path.exists(path)}
+
+
+def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Bit for bit, of weights that were moved and not computed."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
