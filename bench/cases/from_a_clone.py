@@ -6,14 +6,26 @@ from rlcore.bench.case import Case, Work
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 
-_HOW = "they need a clone of the repository, installed by pip install -e . in it: the wheel leaves them out"
+_HOW = "is in a clone of the repository alone (pip install -e . in it), as the wheel leaves it out"
 
 
 def _prepare(device: Device) -> Work:
-    raise UnsupportedError("a case beside other libraries in this installation", _HOW)
+    raise UnsupportedError("a case beside other libraries in this installation", f"it {_HOW}")
 
 
 cases = (
-    Case("kernels/peers", f"other libraries' operators beside those of the cases kernels/...: {_HOW}", _prepare),
-    Case("weight_sync/vllm", f"new weights for real vLLM, and the turn around it: {_HOW}", _prepare),
+    Case(
+        "kernels/peers",
+        f"the operators of other libraries beside those of rlcore; {_HOW}",
+        _prepare,
+        effort="full",
+        estimate_s=0.1,
+    ),
+    Case(
+        "weight_sync/vllm",
+        f"new weights for real vLLM, and the turn around it; {_HOW}",
+        _prepare,
+        effort="full",
+        estimate_s=0.1,
+    ),
 )
