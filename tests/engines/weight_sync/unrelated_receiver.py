@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from channel import SocketControl
@@ -15,6 +15,12 @@ from torch import nn
 
 import rlcore
 from rlcore.errors import SyncError
+from rlcore.process.framing import take_standard_output
+
+
+def write_line(to: IO[bytes], said: dict[str, Any]) -> None:
+    to.write(json.dumps(said).encode() + b"\n")
+    to.flush()
 
 
 def receive(path: str, say: Callable[[dict[str, Any]], None], device: str = "cpu") -> None:
@@ -40,4 +46,5 @@ def receive(path: str, say: Callable[[dict[str, Any]], None], device: str = "cpu
 
 
 if __name__ == "__main__":
-    receive(sys.argv[1], lambda said: print(json.dumps(said), flush=True), *sys.argv[2:])
+    answers = take_standard_output()  # torch 2.10's gloo prints there
+    receive(sys.argv[1], lambda said: write_line(answers, said), *sys.argv[2:])
