@@ -10,11 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 from rlcore.engines.launchers.pickled_calls import one_call
+from rlcore.engines.launchers.states import state_of_worker
 from rlcore.engines.launchers.worker import CurrentCall, WorkerHandle
 from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
 
@@ -125,8 +126,9 @@ class WorkerGroup:
             try:
                 item = inbox.get(timeout=min(_LONGEST_WAIT_S, max(0.0, patience_s)))
             except queue.Empty:
-                if late := {rank: at for rank, at in self._present(futures).items() if at.remaining_s <= 0}:
-                    raise self._timeout(method, late, futures) from None
+                present = self._present(futures)
+                if any(current.remaining_s <= 0 for current in present.values()):
+                    raise self._timeout(method, present, futures) from None
                 continue
             if not isinstance(item, Future):
                 item()
@@ -157,16 +159,23 @@ class WorkerGroup:
             self._break(error)
         return error
 
-    def _timeout(self, method: str, late: dict[int, CurrentCall], futures: list[Future[Any]]) -> WorkerTimeoutError:
-        rank, current = next(iter(late.items()))
-        stacks = [f"{self.workers[rank].context.where}:\n{self.workers[rank].stack()}" for rank in late]
+    def _timeout(self, method: str, present: dict[int, CurrentCall], futures: list[Future[Any]]) -> WorkerTimeoutError:
+        """Return an error that blames the worker for which the others wait, and shows all that have not answered."""
+        with ThreadPoolExecutor(len(present)) as threads:  # a stack may take a second
+            stacks = dict(zip(present, threads.map(lambda rank: self.workers[rank].stack(), present), strict=True))
+        states = {rank: state_of_worker(stack) for rank, stack in stacks.items()}
+        rank = min(states, key=lambda rank: (states[rank][0], rank))
+        current, where = present[rank], {rank: self.workers[rank].context.where for rank in present}
         error = WorkerTimeoutError(
             rank=rank,
             device=self.workers[rank].context.device_name,
             method=current.method,
             timeout_s=current.timeout_s,
-            stack="\n\n".join(stacks),
+            stack="\n\n".join(f"{where[one]}:\n{stacks[one]}" for one in sorted(stacks, key=lambda one: one != rank)),
         )
+        if len(states) > 1:
+            for other, (_, words) in states.items():
+                error.add_note(f"{where[other]} {words}")
         if current.answer not in futures:
             which = "an earlier call" if current.engine == self.engine else "a call"
             error.add_note(f"it is {which} of {current.engine}; {method}() of {self.engine} waited behind it")

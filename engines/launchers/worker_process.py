@@ -34,6 +34,7 @@ from rlcore.engines.launchers.logs import forward_logs
 from rlcore.engines.launchers.messages import Kind, MessageHead
 from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 from rlcore.engines.launchers.plain_calls import dump_plain_call
+from rlcore.engines.launchers.states import GONE, STOPPED
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
 from rlcore.errors import InvalidInputError, WorkerDiedError
 from rlcore.process.endings import crash_report, how_it_ended
@@ -264,14 +265,14 @@ class WorkerProcess:
         """Return the stack of the thread that serves calls, or words that say why it cannot be seen."""
         with self._lock:  # the file is open until the process has been seen to end
             try:
-                return "the process has ended" if self._is_gone else self._stack()
+                return GONE if self._is_gone else self._stack()
             except OSError as error:  # no descriptor is left, or it has just ended
                 return f"the process cannot be looked at: {error}"
 
     def _stack(self) -> str:
         state = state_of(self.pid)
         if state == "T":
-            return "the process is stopped (SIGSTOP)"
+            return STOPPED
         before = len(self._stack_file())
         self._popen.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_DUMP_S

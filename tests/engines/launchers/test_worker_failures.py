@@ -48,6 +48,8 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "SIGSEGV":
             ctypes.string_at(0)
+        if how == "SIGSTOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "exit":
             os._exit(3)
         time.sleep(300)
@@ -227,6 +229,28 @@ def test_of_two_workers_the_one_that_hangs_is_named(start_group: Start) -> None:
             call_all(group, "hang_on", 1)
         assert "in sleep_in_a_function" in str(caught.value)
         assert "rank 1 (cpu:1) of the test engine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("SIGSTOP", r"is stopped \(SIGSTOP\)"),
+        pytest.param("sleep", r"is in die \(test_worker_failures\.py\)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_timeout_blames_the_worker_that_the_others_wait_for_in_a_collective(
+    start_group: Start, how: str, words: str
+) -> None:
+    with start_group(Worker, 2) as group:
+        group._timeout_s = DEADLINE_S
+        late = r"^reduce_but\(\) did not end within 4 s on rank 1 \(cpu:1\)"
+        with pytest.raises(WorkerTimeoutError, match=late) as caught:
+            call_all(group, "reduce_but", 1, how)
+        assert caught.value.rank == 1
+        first, second = caught.value.__notes__[:2]
+        assert re.fullmatch(r"rank 0 \(cpu:0\) of the test engine is in a collective \(all_reduce\)", first)
+        assert re.fullmatch(rf"rank 1 \(cpu:1\) of the test engine {words}", second)
+        assert "in all_reduce" in str(caught.value), "the stacks of all are there"
 
 
 def stop(process: int, wait_until: Any) -> None:
