@@ -52,7 +52,10 @@ def main(descriptor: str, stack_descriptor: str, parent: str, calls: str) -> Non
 
 
 def _remove_files(pid: int) -> None:
-    record_of(pid).unlink(missing_ok=True)
+    record = record_of(pid)
+    record.unlink(missing_ok=True)
+    for socket_file in record.parent.glob(f"ipc-{pid}-*.sock"):  # of exports; the worker's exit handlers do not run
+        socket_file.unlink(missing_ok=True)
     remove_stale_stores()
 
 

@@ -31,7 +31,6 @@ def sent(tree: Any) -> Any:
         None, True, -3, 2.5, float("inf"), "text", b"\0", [], [1, [2]], (), (1, (2, [3])), {}, {"a": (1,), 2: [None]},
         {(1, 2), "x"}, [{"a": {3}}],
     ],
-    ids=repr,
 )  # fmt: skip
 def test_a_tree_comes_back_as_it_was(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("dumps", "loads", "Pickler", "Unpickler"):

@@ -27,6 +27,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlcore.process.endings import how_it_ended
 from rlcore.process.status import maker_of_shared_memory, state_of
+from rlcore.registry import get_device
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -42,6 +43,10 @@ class Worker:
 
     def rank(self) -> int:
         return self.context.rank
+
+    def export(self) -> None:
+        self.exported = torch.zeros(4)
+        get_device("cpu").memory.export_ipc(self.exported)
 
     def die(self, how: str) -> None:
         if how == "SIGKILL":
@@ -203,6 +208,19 @@ def test_a_death_is_noticed_though_a_descendant_holds_the_socket(start_group: St
 
 def is_running(pid: int) -> bool:
     return state_of(pid) not in ("", "Z")
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_worker_that_exported_memory_leaves_no_socket(
+    start_group: Start, end: str, runtime_folder: Path, wait_until: Any
+) -> None:
+    with start_group(Worker) as group:
+        call_all(group, "export")
+        pid = group.workers[0].process_id
+        assert list(runtime_folder.glob(f"ipc-{pid}-*.sock"))
+        if end == "kill":
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not list(runtime_folder.glob(f"ipc-{pid}-*.sock")))
 
 
 # ----------------------------------------------------------------------------------------------------- hanging
