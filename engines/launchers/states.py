@@ -1,4 +1,4 @@
-"""What a worker that did not answer is doing, read from the stack that it has shown."""
+"""The activity of a worker that did not answer in time, read from the stack that it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stack says of its worker."""
+"""The state of a worker as its stack says it."""
 
 from __future__ import annotations
 
