@@ -33,7 +33,7 @@ bench: .venv/dev.installed  ## Every benchmark case on the default device; the l
 bench-micro: .venv/dev.installed  ## The micro-benchmarks; compare two such files: rlcore bench compare A.json B.json
 	@$(BIN)/python -m pytest -q -p rlcore.bench.pytest_plugin --benchmark-only --benchmark-json=bench-micro.json tests/benchmarks
 
-results: .venv/dev.installed  ## README.md's tables, docs/results.md, docs/report.html and the schema, from bench/results
+results: .venv/dev.installed  ## README's table, docs/results.md, docs/report.html, the schema, and the table of docs/devices.md, from bench/results
 	@$(BIN)/python -m rlcore.bench.publish README.md
 	@$(BIN)/python -m rlcore.conformance.table bench/results/conformance/*.json --into docs/devices.md
 

@@ -1,4 +1,4 @@
-"""The process that forks one process for each job: ``python -m rlcore.bench.child``.
+"""The process that forks one process for each job.
 
 Jobs come as messages on standard input, answers go as messages to standard output; both are pipes of the parent
 (``isolated.py``). It imports everything before it forks, and never touches a device: that would break the fork.
@@ -151,7 +151,3 @@ def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
         return JobAnswer(signal=os.WTERMSIG(status))
     code = os.WEXITSTATUS(status)
     return JobAnswer(body=bytes(body)) if code == 0 and body else JobAnswer(code=code)
-
-
-if __name__ == "__main__":
-    serve()

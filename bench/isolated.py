@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
 from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 from rlcore.process.message_child import MessageChild
+from rlcore.process.python_command import python_command
 
 _STOP_S = 10.0
 _SHOWN = 500
@@ -39,17 +39,18 @@ class Isolated:
     """Runs jobs on one device, one after the other. Close it, or use it in a ``with`` statement.
 
     Args:
+        command: what starts the child; without one this project's own, with the modules that this process finds.
         on_step: hears what a case is at as it goes, with the seconds into it.
     """
 
     def __init__(
         self,
         device_name: str,
-        command: Sequence[str] = (sys.executable, "-P", "-m", "rlcore.bench.child"),
+        command: Sequence[str] = (),
         on_step: Callable[[str], None] = _ignore,
     ):
         self._device_name = device_name
-        self._command = command
+        self._command = command or python_command("rlcore.bench.child:serve")
         self._on_step = on_step
         self._steps: list[str] = []
         """The steps of the job that runs, or ran last."""

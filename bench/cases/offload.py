@@ -124,7 +124,7 @@ class Way(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A departure and an arrival, and what the link did just before."""
+    """An offload and an onload, and what the link did just before."""
 
     out: Way
     back: Way

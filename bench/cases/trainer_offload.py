@@ -144,7 +144,7 @@ class _Learned(NamedTuple):
     device_bytes: list[int]
     """Allocated after each step."""
     host_bytes: list[int]
-    """Resident in the process after each step."""
+    """Bytes resident in the process after each step."""
     seconds: float
 
 

@@ -80,7 +80,10 @@ def _subject(config: pytest.Config) -> tuple[SuiteReport, frozenset[str]]:
         raise pytest.UsageError("--train-executor and --inference-executor are tested one at a time")
     if not kinds:
         if not name:
-            raise pytest.UsageError("name the device to test: --device NAME; `rlcore devices` lists them")
+            raise pytest.UsageError(
+                "name the device to test: --device NAME; `rlcore devices` lists them; or an executor: "
+                "--train-executor NAME, --inference-executor NAME"
+            )
         device = get_device(name)
         support = support_of(device)
         return SuiteReport(device, support), required_members(names, support)

@@ -81,7 +81,7 @@ class HfExecutor(InferenceExecutor):
     def module(self) -> Any:
         """The transformers model: eval mode, no parameter needs a gradient."""
         if self._module is None:
-            raise StateError("the hf worker has no model yet; call build(path)")
+            raise StateError("the hf executor has no model yet; call build(path)")
         return self._module
 
     @classmethod

@@ -276,7 +276,7 @@ class VllmExecutor(InferenceExecutor):
     def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of the shards, or of their receivers ("receiver.begin"), with the arguments of each."""
         if self._engine is None:
-            raise StateError("the vllm worker has no engine yet; call build(path)")
+            raise StateError("the vllm executor has no engine yet; call build(path)")
         with self._replica.between_steps(method):
             found = self._engine.collective_rpc(_RPC, args=(method, msgspec.msgpack.encode(calls)))
         answers = [msgspec.msgpack.decode(data, type=ShardAnswer) for data in found]
